@@ -44,7 +44,8 @@ class RunFinding:
     """The result of one check.
 
     `measured` is a sentence with the numbers of `numbers`; of a check that was not measured, the reason. `action` names
-    the key of the configuration to change; it is empty if nothing has to be done.
+    the key of the configuration to change; it is empty if nothing has to be done. `explains` names the checks whose
+    faults and warnings may follow from this one.
     """
 
     name: str
@@ -53,16 +54,51 @@ class RunFinding:
     numbers: Mapping[str, float] = field(default_factory=dict)
     action: str = ""
     evidence: tuple[Evidence, ...] = ()
+    explains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         is_measured = self.verdict is not RunVerdict.NOT_MEASURED
         assert bool(self.numbers) == is_measured, f"{self.name}: a verdict needs a number, and has {dict(self.numbers)}"
 
 
-def worst_first(findings: Sequence[RunFinding]) -> list[RunFinding]:
-    """Returns the findings by verdict; findings of one verdict keep their order."""
+SERIOUS = (RunVerdict.FAULT, RunVerdict.WARNING)
+
+
+def causes_first(findings: Sequence[RunFinding]) -> list[RunFinding]:
+    """Returns the findings by verdict, with causes before what they explain.
+
+    A fault or warning that another one explains comes after all that are unexplained, and its action names the cause.
+    The others count as bad as the worst finding that they explain; of equally bad ones the one that explains more comes
+    first. Findings that are equal in all this keep their order.
+    """
     order = list(RunVerdict)
-    return sorted(findings, key=lambda finding: order.index(finding.verdict))
+    serious = {finding.name: finding for finding in findings if finding.verdict in SERIOUS}
+    cause_of: dict[str, str] = {}
+    for cause in sorted(serious.values(), key=lambda each: -sum(name in serious for name in each.explains)):
+        for name in cause.explains:
+            if name in serious and name not in cause_of and name not in _chain(cause.name, cause_of):
+                cause_of[name] = cause.name
+
+    def key(finding: RunFinding) -> tuple[int, int, int, int]:
+        if finding.verdict not in SERIOUS:
+            return (2, order.index(finding.verdict), 0, 0)
+        effects = [each for name, each in serious.items() if cause_of.get(name) == finding.name]
+        worst = min(order.index(each.verdict) for each in (finding, *effects))
+        return (int(finding.name in cause_of), worst, -len(effects), order.index(finding.verdict))
+
+    def with_cause(finding: RunFinding) -> RunFinding:
+        action = f"may follow from {cause_of[finding.name]}, see there first; {finding.action}"
+        return replace(finding, action=action)
+
+    return [with_cause(each) if each.name in cause_of else each for each in sorted(findings, key=key)]
+
+
+def _chain(name: str, cause_of: Mapping[str, str]) -> list[str]:
+    """Returns a finding with the causes above it."""
+    chain = [name]
+    while chain[-1] in cause_of:
+        chain.append(cause_of[chain[-1]])
+    return chain
 
 
 def with_files(findings: Sequence[RunFinding], folder: Path) -> list[RunFinding]:
@@ -136,4 +172,5 @@ def _finding(row: Mapping[str, Any]) -> RunFinding:
         numbers={name: float(value) for name, value in row["numbers"].items()},
         action=row["action"],
         evidence=tuple(Evidence(each["text"], tuple(each["images"])) for each in row["evidence"]),
+        explains=tuple(row.get("explains", ())),
     )

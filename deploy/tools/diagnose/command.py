@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict, with_files, worst_first, write_findings
+from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict, causes_first, with_files, write_findings
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, REPORT_FILE, RunFolder, read_run_folder
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config, load_resolved
@@ -74,7 +74,7 @@ def add_to_report(folder: Path, findings: Sequence[RunFinding]) -> None:
 def diagnose_records(folder: Path) -> None:
     """Diagnoses the records of a run that has ended, without data and model, and adds the findings to its report."""
     config = load_resolved(folder / CONFIG_FILE)
-    found = worst_first(list(run_checks(CHECKS, Material(config, _read(folder)))))
+    found = causes_first(list(run_checks(CHECKS, Material(config, _read(folder)))))
     add_to_report(folder, [finding for finding in found if finding.verdict is not RunVerdict.NOT_MEASURED])
 
 
@@ -89,7 +89,7 @@ def diagnose(subject: Subject, *, is_deep: bool = False) -> list[RunFinding]:
         from mobula.deploy.tools.diagnose.deep import run_trials  # which imports the session of Ray
 
         findings += run_trials(subject.folder, subject.material.config)
-    return with_files(worst_first(findings), pictures_folder(subject))
+    return with_files(causes_first(findings), pictures_folder(subject))
 
 
 def pictures_folder(subject: Subject) -> Path:

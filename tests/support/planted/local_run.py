@@ -1,7 +1,7 @@
 """LocalRun: a run of a tiny model in one process, with the plain roles of a run and without Ray; writes a run folder.
 
 Engine, learner, reference, rewards, metrics and samples are those of `mobula train`; dispatcher, replay buffer, weight
-transfer between processes, recovery and evaluation are left out.
+transfer between processes and recovery are left out; held-out prompts are sampled greedily before and after.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.actors.rollout.actor import RolloutActor
 from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.evaluation_statistics import interval_of_mean
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink
+from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
@@ -46,6 +48,7 @@ from mobula.rewards.tools import Tools
 
 BUCKET_BYTES = 1 << 24
 EMPTY = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
+NUM_HELD_OUT = 64  # prompts of an evaluation
 MAX_TRIES = 3  # prompts for each group of a step, before the run ends
 
 
@@ -109,6 +112,7 @@ class LocalRun:
         self._reference = self._frozen()
         await self._push(0)
         is_behind = self._config.algorithm.max_staleness > 0
+        await self._evaluate(0)
         groups = await self._groups()
         for version in range(1, self._config.num_steps + 1):
             if not groups:
@@ -121,6 +125,7 @@ class LocalRun:
                 await self._push(version)
                 step.record(groups, report, EMPTY)
             groups = following or await self._groups()
+        await self._evaluate(self._metrics.totals.version)
         self._metrics.close()
         self._isolated.close()
         await self._actor.close()
@@ -176,6 +181,21 @@ class LocalRun:
             if len(groups) == wanted:
                 return self._referred(groups)
         return []
+
+    async def _evaluate(self, version: int) -> None:
+        """Records the greedy accuracy on held-out prompts; nothing for flow models."""
+        config, name = self._config, self._config.rewards.accuracy_component
+        if config.sampler.is_flow:
+            return
+        settings = replace(sampling_settings(config), num_samples=1, temperature=0.0, top_p=1.0, keeps_sets=False)
+        rewards: list[Reward] = []
+        for prompt in self._prepared.fixed_prompts(config.evaluation.split, NUM_HELD_OUT).prompts:
+            group, _ = await self._actor.generate(prompt, settings, Attempt(prompt.prompt_id))
+            rewards += self._scored(group).scored_rewards
+        if rewards:
+            accuracy = sum(reward.components[name] for reward in rewards) / len(rewards)
+            interval = interval_of_mean([reward.components[name] for reward in rewards], config.seed)
+            self._metrics.record_evaluation(EvaluationRecord(version, accuracy, *interval, len(rewards)))
 
     def _scored(self, group: TrajectoryGroup) -> ScoredGroup:
         requests = [reward_request(group.prompt, each.response, ()) for each in group.trajectories]

@@ -74,6 +74,22 @@ def _leak(splits: Splits, folder: Path) -> Splits:
     return {**splits, "test": copied + splits["test"][num:]}
 
 
+def _half_noise(splits: Splits, folder: Path) -> Splits:
+    """Labels of other rows for every second training row."""
+    train = splits["train"]
+    noisy = _exchanged(train, ("answer", "solution"))
+    return {**splits, "train": [pair[n % 2] for n, pair in enumerate(zip(train, noisy, strict=True))]}
+
+
+def _next_digit(splits: Splits, folder: Path) -> Splits:
+    """Training labels are one too high; held-out labels are right."""
+    rows = []
+    for row in splits["train"]:
+        wrong = str((int(row["answer"]) + 1) % 10)
+        rows.append({**row, "answer": wrong, "solution": row["solution"].replace(row["answer"], wrong)})
+    return {**splits, "train": rows}
+
+
 FAULTS: dict[str, Callable[[Splits, Path], Splits]] = {
     "noise_labels": _noise_labels,
     "shuffled_pictures": _shuffled_pictures,
@@ -82,6 +98,8 @@ FAULTS: dict[str, Callable[[Splits, Path], Splits]] = {
     "too_easy": _too_easy,
     "duplicates": _duplicates,
     "leak": _leak,
+    "half_noise": _half_noise,
+    "next_digit": _next_digit,
 }
 
 

@@ -113,6 +113,31 @@ FAULTS: tuple[PlantedRun, ...] = (
                (*GLYPHS, "rewards.components.0.weight=-1"), ("reward_components",)),
 )  # fmt: skip
 
+FURTHER: tuple[PlantedRun, ...] = (
+    PlantedRun("temperature_3", "sampler.temperature=3", (*DIGITS, "sampler.temperature=3"),
+               ("greedy_and_sampled",)),
+    PlantedRun("rate_01", "learning rate 0.1", (*DIGITS, "learner.learning_rate=0.1"), ("learning_rate",)),
+    PlantedRun("coin_flip", "the reward is a coin flip", (*DIGITS, own_reward("coin_flip")), ("reward_noise",)),
+    PlantedRun("text_hash", "the reward is a bit of a checksum of the text", (*DIGITS, own_reward("text_hash")),
+               ("reward_noise", "answers_and_labels")),
+    PlantedRun("late_reward", "each response gets the reward of the response before it",
+               (*DIGITS, own_reward("late_reward")), ("reward_noise",)),
+    PlantedRun("inverted_advantage", "the advantage has the wrong sign",
+               (*DIGITS, f"algorithm.advantage={PARTS}:inverted_advantage"), ("reward_trend",)),
+    PlantedRun("entropy_bonus", "algorithm.entropy.bonus=1", (*DIGITS, "algorithm.entropy.bonus=1"), ("entropy",)),
+    PlantedRun("stop_string", "a stop string ends responses before the answer",
+               (*DIGITS, "sampler.stop_strings=['{']"), ("reward_parser",)),
+    PlantedRun("half_noise", "half of the training labels belong to other rows", (*DIGITS, *own_data("half_noise")),
+               ("answers_and_labels",)),
+    PlantedRun("next_digit", "training labels are one too high, held-out labels are right",
+               (*DIGITS, *own_data("next_digit")), ("reward_exploitation",)),
+    PlantedRun("clipped_gradient", "learner.max_grad_norm=1e-7", (*DIGITS, "learner.max_grad_norm=1e-7"),
+               ("learning_rate", "skipped_steps")),
+    PlantedRun("weight_decay", "learner.weight_decay=100", (*DIGITS, "learner.weight_decay=100"), ("learning_rate",)),
+    PlantedRun("one_likely_token", "sampler.top_p=0.05", (*DIGITS, "sampler.top_p=0.05"), ("variety",)),
+)  # fmt: skip
+"""Faults that the authors of the checks did not plant."""
+
 HEALTHY: tuple[PlantedRun, ...] = (
     PlantedRun("digits", "digits, synchronous", DIGITS),
     PlantedRun("digits_async", "digits, one version ahead", (*DIGITS, "algorithm.max_staleness=1")),
@@ -121,6 +146,9 @@ HEALTHY: tuple[PlantedRun, ...] = (
         "digits_adapters", "digits with adapters", (*DIGITS, "policy.lora.rank=16", "learner.learning_rate=2e-3")
     ),
     PlantedRun("glyphs", "glyphs, Flow-GRPO", GLYPHS),
+    PlantedRun("reward_of_100", "digits, weight 100", (*DIGITS, "rewards.components.0.weight=100")),
+    PlantedRun("digits_rloo", "digits, RLOO", (*DIGITS, "algorithm=rloo")),
+    PlantedRun("digits_cooler", "digits, temperature 0.7", (*DIGITS, "sampler.temperature=0.7")),
 )
 
 
@@ -134,7 +162,13 @@ class Outcome:
     @property
     def found(self) -> list[str]:
         """The expected checks that report a fault or a warning."""
-        return [name for name in self.run.checks if self.findings[name].verdict in SERIOUS]
+        serious = [name for name, finding in self.findings.items() if finding.verdict in SERIOUS]
+        return [name for name in serious if name in self.run.checks]
+
+    @property
+    def rank(self) -> int:
+        """Place of the first expected check among all findings, from 1; 0 if none reports the fault."""
+        return 1 + list(self.findings).index(self.found[0]) if self.found else 0
 
     @property
     def faults(self) -> list[str]:
@@ -169,12 +203,12 @@ def _make(config: RunConfig, cache: Path) -> None:
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Yields the lines of the table in docs."""
-    yield "| planted | found by | measured |"
-    yield "|---|---|---|"
+    yield "| planted | rank | found by | measured |"
+    yield "|---|---|---|---|"
     for each in outcomes:
         name = each.found[0] if each.found else ""
         measured = each.findings[name].measured.replace("|", "\\|") if name else "not found"
-        yield f"| {each.run.title} | {f'`{name}`' if name else '-'} | {measured} |"
+        yield f"| {each.run.title} | {each.rank or '-'} | {f'`{name}`' if name else '-'} | {measured} |"
 
 
 def is_made(run: PlantedRun, folder: Path) -> bool:
@@ -184,10 +218,12 @@ def is_made(run: PlantedRun, folder: Path) -> bool:
 def main(arguments: Sequence[str]) -> None:
     folder, names = Path(arguments[0]).resolve(), arguments[1:]
     if "--table" in names:
-        found = [outcome(run, folder) for run in FAULTS if is_made(run, folder)]
+        found = [outcome(run, folder) for run in (*FAULTS, *FURTHER) if is_made(run, folder)]
         sys.stdout.write("\n".join(table(found)) + "\n")
+        for each in [outcome(run, folder) for run in HEALTHY if is_made(run, folder)]:
+            sys.stdout.write(f"healthy {each.run.name}: faults {each.faults} warnings {each.warnings}\n")
         return
-    for run in (*FAULTS, *HEALTHY):
+    for run in (*FAULTS, *FURTHER, *HEALTHY):
         if not names or run.name in names:
             try:
                 each = outcome(run, folder)

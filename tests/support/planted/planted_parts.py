@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -38,6 +40,33 @@ def fails_often(request: RewardRequest) -> float:
 def no_advantage(rewards: object, options: object) -> Tensor:
     """Advantages of 0."""
     return torch.zeros_like(rewards.values)  # type: ignore[attr-defined]
+
+
+def coin_flip(request: RewardRequest) -> float:
+    """1 or 0 at random, also for equal responses."""
+    return float(random.random() < 0.5)
+
+
+def text_hash(request: RewardRequest) -> float:
+    """A bit of a checksum of prompt and response: a function of the text without a meaning."""
+    return float(zlib.crc32((request.prompt_text + request.response.text).encode()) % 2)
+
+
+_late = [0.0]
+
+
+def late_reward(request: RewardRequest) -> float:
+    """The reward of the response that was scored before this one."""
+    _late.append(float(f"{{{request.references[0]}}}" in request.response.text))
+    return _late.pop(0)
+
+
+def inverted_advantage(rewards: object, options: object) -> Tensor:
+    """The reward below the mean of the group: the policy unlearns what is right."""
+    from mobula.learner.algorithms.advantages.statistics import GroupStatistics
+
+    groups = GroupStatistics.of(rewards)  # type: ignore[arg-type]
+    return groups.finish(-groups.centred())
 
 
 class StaleSampler(HuggingFaceSampler):

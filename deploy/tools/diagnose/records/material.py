@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 RIGHT = 0.9  # accuracy from which a task counts as solved
 
+SAMPLED = {MetricName.REWARD_MEAN: MetricName.SAMPLED_REWARD_MEAN, MetricName.ACCURACY: MetricName.SAMPLED_ACCURACY}
+
 
 def nothing() -> None:
     """Reads nothing."""
@@ -69,8 +71,10 @@ class Material:
         return self._model[1]
 
     def series(self, name: str) -> list[float]:
-        """Returns the finite values of a metric, in the order of the steps."""
-        found = [step.values[name] for step in self.steps if name in step.values]
+        """Returns the finite values of a metric, in the order of the steps. Reward and accuracy are means over all
+        sampled responses: a filter chooses trained groups by their rewards."""
+        names = (SAMPLED.get(name, name), name)
+        found = [next((step.values[n] for n in names if n in step.values), math.nan) for step in self.steps]
         return [value for value in found if math.isfinite(value)]
 
     def component(self, name: str) -> list[float]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict
+from mobula.cluster.metrics.report.findings import SERIOUS, RunFinding, RunVerdict
 from mobula.deploy.tools.diagnose.records.material import Material
+
+SYMPTOMS = (
+    "reward_parser", "truncation", "end_of_text", "answers_and_labels", "uniform_groups", "variety", "language_mix",
+    "kl", "entropy", "clipped_tokens", "rejected_groups", "skipped_steps", "reward_exploitation", "reward_trend",
+)  # fmt: skip
+"""What a policy shows that has lost its form, whatever the cause."""
+NOTHING_TO_COMPARE = ("uniform_groups", "skipped_steps", "rejected_groups", "answers_and_labels", "reward_trend")
 
 
 class Needs(StrEnum):
@@ -22,13 +29,12 @@ class Needs(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `measure` returns a finding without reading anything but the material; `subject` completes
-    "checks ..."."""
+    """One check. `measure` returns a finding without reading anything but the material."""
 
     name: str
-    subject: str
     needs: Needs
     measure: Callable[[Material], RunFinding]
+    explains: tuple[str, ...] = ()  # checks that find what follows from a fault or warning of this one
 
 
 def run_checks(checks: tuple[Check, ...], material: Material) -> Iterator[RunFinding]:
@@ -36,7 +42,10 @@ def run_checks(checks: tuple[Check, ...], material: Material) -> Iterator[RunFin
     for check in checks:
         if _is_there(check.needs, material):
             try:
-                yield check.measure(material)
+                found = check.measure(material)
+                yield (
+                    found if found.explains or found.verdict not in SERIOUS else replace(found, explains=check.explains)
+                )
             except (ArithmeticError, KeyError, IndexError, ValueError) as error:
                 # A check of a broken run meets values that no run writes. The other checks still count.
                 yield RunFinding(check.name, RunVerdict.NOT_MEASURED, f"the check failed: {error!r}")

@@ -27,7 +27,7 @@ def check_labels(material: Material) -> RunFinding:
     if len(labels) < MIN_PROMPTS or not any(text for _, texts in pairs for text in texts):
         return not_measured(NAME, f"{len(labels)} of {MIN_PROMPTS} drawn prompts that it needs have a label and text")
     are_numbers = all(_NUMBER.fullmatch(label) for label in labels)
-    answers = [[_short(text, are_numbers) for text in texts] for _, texts in pairs]
+    answers = [[short_answer(text, are_numbers) for text in texts] for _, texts in pairs]
     agreement = Agreement.of(list(zip(labels, answers, strict=True)))
     if agreement is None:
         return not_measured(NAME, "the drawn prompts have one label")
@@ -51,6 +51,11 @@ def check_labels(material: Material) -> RunFinding:
 
 
 def _verdict(material: Material, agreement: Agreement, known: float) -> tuple[RunVerdict, str]:
+    is_chance = agreement.kappa < 2 * agreement.error and known >= OFTEN and len(material.steps) >= MIN_STEPS
+    if material.is_solved and is_chance:
+        return RunVerdict.WARNING, (
+            "the accuracy is high, and answers do not depend on the labels: check what rewards.accuracy_component reads"
+        )
     if material.is_solved:
         return RunVerdict.OK, ""
     if known <= FEW and len(material.steps) >= MIN_STEPS:
@@ -58,7 +63,7 @@ def _verdict(material: Material, agreement: Agreement, known: float) -> tuple[Ru
             "hardly an answer is a label: check the column of the answer (data.columns.answer), and the form that the "
             "prompt asks for"
         )
-    if agreement.kappa < 2 * agreement.error and known >= OFTEN and len(material.steps) >= MIN_STEPS:
+    if is_chance:
         return RunVerdict.FAULT, (
             "answers do not depend on the labels: check that labels belong to their rows (`mobula data inspect`), that "
             "pictures belong to their questions and show something, and policy.freeze"
@@ -66,7 +71,7 @@ def _verdict(material: Material, agreement: Agreement, known: float) -> tuple[Ru
     return RunVerdict.OK, ""
 
 
-def _short(text: str, is_number: bool) -> str:
+def short_answer(text: str, is_number: bool) -> str:
     """Returns the last number of a text if labels are numbers, else its last line, in lower case."""
     if is_number:
         numbers = _NUMBER.findall(text)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict
 from mobula.deploy.tools.diagnose.records.material import Material
-from mobula.deploy.tools.diagnose.records.registry import not_measured
+from mobula.deploy.tools.diagnose.records.registry import SYMPTOMS, not_measured
 from mobula.deploy.tools.diagnose.records.trends import MIN_POINTS
 
 NAME = "reward_trend"
+FALLS = (
+    "the policy unlearns what is rewarded: check the sign of advantages and loss (algorithm.advantage, algorithm.loss "
+    "and rewards of your own), that rewards belong to their responses, and learner.learning_rate"
+)
 
 
 def check_trend(material: Material) -> RunFinding:
@@ -24,7 +28,10 @@ def check_trend(material: Material) -> RunFinding:
     numbers = {"first": trend.first, "last": trend.last, "z": trend.z}
     if trend.rises or material.is_solved:
         return RunFinding(NAME, RunVerdict.OK, measured, numbers)
-    verdict = RunVerdict.WARNING if trend.falls else RunVerdict.NOTICE
+    if trend.falls:
+        # What a falling reward leaves behind is no cause of it.
+        followed = tuple(name for name in SYMPTOMS if name != NAME)
+        return RunFinding(NAME, RunVerdict.WARNING, measured, numbers, FALLS, (), followed)
     return RunFinding(
-        NAME, verdict, measured, numbers, "see the other findings; the first ones are the most likely causes"
+        NAME, RunVerdict.NOTICE, measured, numbers, "see the other findings; the first ones are the most likely causes"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict
 from mobula.deploy.tools.diagnose.records.material import Material
-from mobula.deploy.tools.diagnose.records.registry import not_measured
+from mobula.deploy.tools.diagnose.records.registry import SYMPTOMS, not_measured
 
 KL, KL_WEIGHT, ENTROPY = "kl", "kl_weight", "entropy"
 FAR = 1.0  # nat a token
@@ -61,7 +61,11 @@ def check_entropy(material: Material) -> RunFinding:
     if late >= LOW or material.is_solved:
         trend = material.trend(MetricName.ENTROPY)
         grows = trend is not None and trend.rises and late > 3 * early and not material.is_learning
-        action = "lower learner.learning_rate or algorithm.entropy.bonus: the policy becomes random" if grows else ""
-        return RunFinding(ENTROPY, RunVerdict.WARNING if grows else RunVerdict.OK, measured, numbers, action)
+        if not grows:
+            return RunFinding(ENTROPY, RunVerdict.OK, measured, numbers)
+        bonus = material.config.algorithm.entropy.bonus
+        action = f"the policy becomes random: lower algorithm.entropy.bonus={bonus:g} or learner.learning_rate"
+        # A bonus is an intervention; without it the entropy grows for another reason.
+        return RunFinding(ENTROPY, RunVerdict.WARNING, measured, numbers, action, (), SYMPTOMS if bonus > 0 else ())
     verdict = RunVerdict.FAULT if early < LOW and not material.is_learning else RunVerdict.WARNING
     return RunFinding(ENTROPY, verdict, measured, numbers, DIVERSE)

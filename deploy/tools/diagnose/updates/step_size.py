@@ -7,7 +7,7 @@ import math
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict
 from mobula.deploy.tools.diagnose.records.material import Material, mean
-from mobula.deploy.tools.diagnose.records.registry import not_measured
+from mobula.deploy.tools.diagnose.records.registry import SYMPTOMS, not_measured
 
 LEARNING_RATE, SKIPPED = "learning_rate", "skipped_steps"
 LARGE, HUGE = 0.5, 2.0  # nat a token and step
@@ -32,7 +32,8 @@ def check_learning_rate(material: Material) -> RunFinding:
         "nat"
     )
     verdict, action = _verdict(material, change, reach)
-    return RunFinding(LEARNING_RATE, verdict, measured, numbers, action)
+    explains = SYMPTOMS if change >= LARGE else ("reward_trend",)
+    return RunFinding(LEARNING_RATE, verdict, measured, numbers, action, (), explains)
 
 
 def _verdict(material: Material, change: float, reach: float) -> tuple[RunVerdict, str]:

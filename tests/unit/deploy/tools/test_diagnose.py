@@ -24,11 +24,11 @@ from mobula.cluster.metrics.report.findings import (
     Evidence,
     RunFinding,
     RunVerdict,
+    causes_first,
     in_folder,
     read_findings,
     to_json,
     with_files,
-    worst_first,
     write_findings,
 )
 from mobula.cluster.metrics.report.report import render_report
@@ -189,6 +189,121 @@ def test_a_reward_against_its_accuracy_and_one_that_follows_length_are_found(con
     assert findings(material(config, correlations=followed))["reward_and_length"].verdict is RunVerdict.WARNING
 
 
+def rewarded(reward: Callable[[str, str, int], float], text: Callable[[str, int], str]) -> tuple[AnswerGroup, ...]:
+    """As `answers`, with rewards by label, text and a running number."""
+    numbers = iter(range(10**6))
+    return tuple(
+        replace(
+            group,
+            answers=tuple(replace(a, reward=reward(group.references[0], a.text, next(numbers))) for a in group.answers),
+        )
+        for group in answers(text)
+    )
+
+
+def coin(label: str, text: str, number: int) -> float:
+    return float(random.Random(f"coin {number}").random() < 0.5)
+
+
+def test_a_coin_flip_is_found_where_responses_repeat_and_where_they_do_not(config: RunConfig) -> None:
+    found = findings(material(config, FLAT, answers=rewarded(coin, right_half_the_time)))["reward_noise"]
+    assert found.verdict is RunVerdict.FAULT and found.numbers["equal_disagree"] > 0.4
+    assert "has the rewards" in found.evidence[0].text
+
+    def prose(label: str, sibling: int) -> str:
+        return f"word{sibling} {label * (sibling + 1)} is it" if sibling % 2 else f"{label} or {sibling}"
+
+    different = findings(material(config, FLAT, answers=rewarded(coin, prose)))["reward_noise"]
+    assert different.verdict is RunVerdict.WARNING and different.numbers["num_pairs"] == 0
+
+
+def test_a_reward_of_label_or_length_is_no_noise(config: RunConfig) -> None:
+    def of_label(label: str, text: str, number: int) -> float:
+        return float(text == label)
+
+    def of_length(label: str, text: str, number: int) -> float:
+        return len(text) / 10
+
+    def longer(label: str, sibling: int) -> str:
+        return "x" * (sibling + 1)
+
+    for reward, text in ((of_label, right_half_the_time), (of_length, longer)):
+        found = findings(material(config, FLAT, answers=rewarded(reward, text)))["reward_noise"]
+        assert found.verdict is RunVerdict.OK, found
+
+
+def test_an_accuracy_that_is_high_while_answers_are_not_the_labels_is_a_warning(config: RunConfig) -> None:
+    def any_digit(label: str, sibling: int) -> str:
+        return str((int(label) * 3 + sibling * 7 + 1) % 10)
+
+    solved = {MetricName.ACCURACY: 0.95, MetricName.REWARD_MEAN: 0.95}
+    found = findings(material(config, solved, answers=answers(any_digit)))["answers_and_labels"]
+    assert found.verdict is RunVerdict.WARNING and "rewards.accuracy_component" in found.action
+
+
+def evaluated(*accuracies: float, temperature: float = 0.0) -> tuple[EvaluationRecord, ...]:
+    identity = {"temperature": temperature}
+    return tuple(
+        EvaluationRecord(4 * n, a, a - 0.05, a + 0.05, 64, identity=identity) for n, a in enumerate(accuracies)
+    )
+
+
+@pytest.mark.parametrize(
+    ("greedy", "sampled", "temperature", "verdict"),
+    [
+        (0.55, 0.02, 0.0, RunVerdict.FAULT),
+        (0.55, 0.25, 0.0, RunVerdict.WARNING),
+        (0.55, 0.45, 0.0, RunVerdict.OK),
+        (0.05, 0.6, 0.0, RunVerdict.WARNING),  # held-out rows have other labels
+        (0.55, 0.02, 1.0, RunVerdict.NOT_MEASURED),  # this evaluation samples
+    ],
+)
+def test_greedy_accuracy_is_compared_with_what_the_same_weights_sample(
+    greedy: float, sampled: float, temperature: float, verdict: RunVerdict, config: RunConfig
+) -> None:
+    changes = {MetricName.ACCURACY: 0.9, MetricName.SAMPLED_ACCURACY: sampled}
+    run = material(config, changes, evaluations=evaluated(greedy, greedy, temperature=temperature))
+    assert findings(run)["greedy_and_sampled"].verdict is verdict
+
+
+LOST = {MetricName.TRUNCATED_FRACTION: 1.0, MetricName.UNIFORM_FRACTION: 1.0, MetricName.KL: 3.0, **FLAT}
+
+
+def test_a_learning_rate_comes_before_the_faults_that_it_causes(config: RunConfig) -> None:
+    found = causes_first(list(findings(material(config, {**LOST, MetricName.POLICY_CHANGE: 1.4})).values()))
+    assert (found[0].name, found[0].verdict) == ("learning_rate", RunVerdict.WARNING)
+    assert {each.name for each in found[1:4]} == {"truncation", "uniform_groups", "kl"}
+    assert all(each.action.startswith("may follow from learning_rate, see there first; ") for each in found[1:4])
+
+
+def test_a_temperature_comes_before_the_faults_that_it_causes(config: RunConfig) -> None:
+    run = material(config, {**LOST, MetricName.ACCURACY: 0.01}, evaluations=evaluated(0.55, 0.5))
+    found = causes_first(list(findings(run).values()))
+    assert found[0].name == "greedy_and_sampled" and "sampler.temperature" in found[0].action
+    assert found[1].action.startswith("may follow from greedy_and_sampled")
+
+
+def test_a_fault_that_nothing_explains_stays_before_milder_ones_and_circles_end(config: RunConfig) -> None:
+    def finding(name: str, verdict: RunVerdict, *explains: str) -> RunFinding:
+        return RunFinding(name, verdict, name, {"n": 1.0}, "act", (), explains)
+
+    warning, fault = RunVerdict.WARNING, RunVerdict.FAULT
+    alone = finding("alone", fault)
+    circle = [finding("a", warning, "b"), finding("b", warning, "c"), finding("c", warning, "a")]
+    found = causes_first([*circle, alone, finding("ok", RunVerdict.OK, "alone")])
+    assert [each.name for each in found] == ["alone", "a", "b", "c", "ok"]
+    assert found[0].action == "act" and found[2].action == "may follow from a, see there first; act"
+
+
+def test_an_evaluation_that_changed_is_no_sign_of_exploitation(config: RunConfig) -> None:
+    own = [{"name": "paid", "function": "format", "weight": 1.0, "options": {"preset": "boxed"}}]
+    before, after = (EvaluationRecord(0, 0.6, 0.55, 0.65, 64), EvaluationRecord(32, 0.2, 0.15, 0.25, 64))
+    evaluations = (replace(before, identity={"split": "test"}), replace(after, identity={"split": "validation"}))
+    found = findings(material(replace_rewards(config, own), evaluations=evaluations))["reward_exploitation"]
+    assert found.verdict is RunVerdict.OK and "split test -> validation" in found.measured
+    assert "held_out_before" not in found.numbers
+
+
 def test_an_accuracy_without_weight_that_falls_while_the_reward_rises_is_exploitation(config: RunConfig) -> None:
     own = [{"name": "paid", "function": "format", "weight": 1.0, "options": {"preset": "boxed"}}]
     judged = replace_rewards(config, own)
@@ -340,11 +455,11 @@ def test_findings_survive_the_file_and_the_worst_is_shown_first(tmp_path: Path) 
         "b", RunVerdict.FAULT, "3 of 4", {"share": float("inf")}, "change k.ey", (Evidence("a\x1b[0m", ("k",)),)
     )
     given = [RunFinding("a", RunVerdict.OK, "1 of 4", {"share": 0.25}), fault]
-    write_findings(tmp_path, worst_first(given))
+    write_findings(tmp_path, causes_first(given))
     assert read_findings(tmp_path) == [fault, given[0]]
     assert read_findings(tmp_path / "absent") == []
     console = Console(width=100, record=True)
-    show("run r", worst_first(given), console)
+    show("run r", causes_first(given), console)
     text = console.export_text()
     assert text.index("3 of 4") < text.index("1 of 4") and "1 fault, 1 ok" in text and "change k.ey" in text
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mobula.cluster.metrics.files import write_atomically
-from mobula.cluster.records.trajectory import Answers, TrajectoryGroup
+from mobula.cluster.records.trajectory import Answers, Response, TrajectoryGroup
 from mobula.cluster.rollout.evaluation import ScoredPrompt
 from mobula.cluster.runtime.object_store import fetch
 
@@ -16,8 +16,9 @@ from mobula.cluster.runtime.object_store import fetch
 class ResponseFiles:
     """Writes `<folder>/<suite>-<version>.jsonl`.
 
-    A row has `id`, `prompt`, `references`, and with one entry per response `predictions`, `correct` (null if the
-    response was not scored) and `components`. An excluded prompt has no predictions.
+    A row has `id`, `prompt`, `references`, `metadata`, and with one entry per response `predictions`,
+    `generated_tokens`, `is_truncated`, `correct` (null if the response was not scored) and `components`. An excluded
+    prompt has no predictions. `mobula score` reads these files.
     """
 
     def __init__(self, folder: Path, *, accuracy_component: str, correct_from: float, timeout_s: float) -> None:
@@ -32,27 +33,31 @@ class ResponseFiles:
 
     def _write(self, path: Path, prompts: Sequence[ScoredPrompt]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = (json.dumps(self._row(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
+        rows = (json.dumps(self._row(prompt), ensure_ascii=False, default=str) + "\n" for prompt in prompts)
         write_atomically(path, "".join(rows))
 
     def _row(self, scored: ScoredPrompt) -> dict[str, object]:
         name = self._accuracy_component
+        responses = self._responses(scored)
         components = [None if reward is None else dict(reward.components) for reward in scored.rewards]
         return {
             "id": scored.prompt.sample_id,
             "prompt": scored.prompt.text,
             "references": list(scored.prompt.references),
-            "predictions": self._texts(scored),
+            "metadata": dict(scored.prompt.metadata),
+            "predictions": [response.text for response in responses],
+            "generated_tokens": [response.num_tokens for response in responses],
+            "is_truncated": [response.is_truncated for response in responses],
             "correct": [row[name] >= self._correct_from if row and name in row else None for row in components],
             "components": components,
         }
 
-    def _texts(self, scored: ScoredPrompt) -> list[str]:
+    def _responses(self, scored: ScoredPrompt) -> list[Response]:
         if scored.generated is None:
             return []
         what = f"the responses to {scored.prompt.prompt_id}"
         [group] = fetch([scored.generated.to_score], timeout_s=self._timeout_s, what=what)
         if isinstance(group, Answers):
-            return [response.text for response in group.responses]
+            return list(group.responses)
         assert isinstance(group, TrajectoryGroup), f"{what} are a {type(group).__name__}"
-        return [trajectory.response.text for trajectory in group.trajectories]
+        return [trajectory.response for trajectory in group.trajectories]

@@ -14,14 +14,17 @@ from typing import Any, BinaryIO
 from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.user_code import is_user_code
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config, load_resolved, load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.functions import READ_LENGTHS
 from mobula.rewards.offline.run import score_source
 from mobula.rewards.offline.scorer import ScoringOptions
 from mobula.rewards.offline.sources import Source, open_source
 
 PROGRESS_PER_S = 5.0
+NOTHING_SCORED = 1  # exit code
 CONFIG_FILE = "config.yaml"  # of a run folder
 
 
@@ -44,7 +47,8 @@ class ScoreCommand:
 
 
 def score(command: ScoreCommand, console: Console) -> int:
-    """Score a file, write what was asked for and print the summary; returns the exit code.
+    """Score a file, write what was asked for and print the summary; returns the exit code: not 0 if no record was
+    scored.
 
     Raises:
         ConfigError: no rewards are named, or they do not fit the schema.
@@ -85,8 +89,9 @@ def score(command: ScoreCommand, console: Console) -> int:
             file.write(text.encode("utf-8", errors="replace") + b"\n")
     if not command.is_quiet:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(_line(report), markup=False, highlight=False, soft_wrap=True)
-    return 0
+    lengths = [c.name for c in rewards.components if c.function in READ_LENGTHS or is_user_code(c.function)]
+    console.print(_line(report, lengths), markup=False, highlight=False, soft_wrap=True)
+    return 0 if report["num_scored"] else NOTHING_SCORED
 
 
 def chosen_rewards(command: ScoreCommand) -> RewardsConfig:
@@ -143,7 +148,8 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         raise PreflightError(f"{path} cannot be written ({error.strerror}): give another path") from error
 
 
-def _line(report: dict[str, Any]) -> str:
+def _line(report: dict[str, Any], lengths: Sequence[str]) -> str:
+    """Formats the report in one line; `lengths` names the components that may read the length of a response."""
     accuracy, num_scored = report["accuracy"], report["num_scored"]
     line = f"{report['num_records']:,} records"
     if num_scored:
@@ -157,4 +163,11 @@ def _line(report: dict[str, Any]) -> str:
     if report["broken"]:
         first = report["broken"][0]
         line += f"; {report['num_broken']:,} rows skipped, the first is row {first['row']}: {first['fault']}"
+    if lengths and report["num_lengths_in_words"]:
+        line += (
+            f"; {report['num_lengths_in_words']:,} have no generated_tokens: {', '.join(lengths)} would read their "
+            "number of words as their length"
+        )
+    if not num_scored:
+        line += "; nothing was scored: rows need a `response`, or `predictions` as evaluation.save_responses writes"
     return line

@@ -44,6 +44,8 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "true_false": "mobula.rewards.functions.answers.true_false:TrueFalse",
     "vllm_judge": "mobula.rewards.models.judges.vllm_judge:VllmJudge",
 }
+READ_LENGTHS = ("cost", "http", "overlong")
+"""Functions that read the number of tokens of a response, as a user's function may."""
 EXTRAS: Mapping[str, str] = {
     "language": "language",
     "ocr": "ocr",

@@ -38,10 +38,13 @@ class Record:
     images: tuple[Any, ...]
     response_images: tuple[Any, ...]
 
+    @property
+    def has_token_count(self) -> bool:
+        return self.metadata.get("generated_tokens") is not None
+
     def request(self, read: ReadImages, *, needs_images: bool) -> RewardRequest:
         """Builds the request. Raises `RewardError` if an image cannot be read."""
-        tokens = self.metadata.get("generated_tokens")
-        num_tokens = len(self.text.split()) if tokens is None else int(tokens)
+        num_tokens = int(self.metadata["generated_tokens"]) if self.has_token_count else len(self.text.split())
         drawn = read(self.response_images) if self.response_images else ()
         response = Response(self.text, num_tokens, bool(self.metadata.get("is_truncated", False)), drawn)
         shown = read(self.images) if needs_images and self.images else ()

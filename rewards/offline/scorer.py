@@ -144,6 +144,7 @@ class RecordScorer:
                     id_ = records[index].id
                     summary.right_below.append(numbers[index] if id_ is None else id_)
         summary.num_records = len(rewards)
+        summary.num_in_words = sum(not record.has_token_count for record in records)
         summary.total.add(totals.values())
         for name, scores in values.items():
             summary.components[name] = Mean()

@@ -1,7 +1,8 @@
-"""Sources of recorded responses: JSONL, Parquet, or recorded trajectories of a run."""
+"""Sources of recorded responses: JSONL, responses of an evaluation, Parquet, or recorded trajectories of a run."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,31 @@ def open_source(path: Path, *, needs_images: bool) -> Source:
 def _lines(path: Path) -> Iterator[tuple[Row, int, int]]:
     with path.open("rb") as file:
         for line in file:
-            size = len(line)
-            yield line, size, size
+            size, rows = len(line), _predictions(line)
+            responses: list[Row] = [*rows] or [line]
+            for row in responses:
+                yield row, size // max(1, len(rows)), size
+
+
+def _predictions(line: bytes) -> list[dict[str, Any]]:
+    """Returns a row for each response of a line that `evaluation.save_responses` wrote; none for another line."""
+    if b'"predictions"' not in line or b'"response"' in line:
+        return []
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return []  # `read_row` names the fault
+    texts = row.get("predictions") if isinstance(row, dict) else None
+    if not isinstance(texts, list):
+        return []
+    shared = {"prompt": row.get("prompt"), "reference": row.get("references"), "metadata": row.get("metadata")}
+    lists = {name: row.get(name) for name in ("generated_tokens", "is_truncated")}
+    columns = {name: values for name, values in lists.items() if isinstance(values, list) and len(values) == len(texts)}
+    return [
+        {"id": f"{row.get('id')}#{n}", "response": text, **shared}
+        | {name: values[n] for name, values in columns.items() if values[n] is not None}
+        for n, text in enumerate(texts)
+    ]
 
 
 def _parquet(path: Path, needs_images: bool) -> Source:
@@ -101,7 +125,7 @@ def _parquet(path: Path, needs_images: bool) -> Source:
         folder = path / TRAJECTORIES_FOLDER if (path / TRAJECTORIES_FOLDER).is_dir() else path
         files, kind = sorted(folder.glob("step-*.parquet")), "trajectories"
         if not files:
-            reason = "give a run that had replay.trajectory_log=true"
+            reason = "give a run that had replay.trajectory_log=true, or a file below evaluations/ of a run"
             raise PreflightError(f"{path} holds no recorded trajectories: {reason}")
     names: dict[Path, dict[str, str]] = {}
     size = 0

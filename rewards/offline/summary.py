@@ -47,6 +47,7 @@ class ScoreSummary:
     components: dict[str, Mean] = field(default_factory=dict)
     num_passed: int = 0
     num_right: int = 0
+    num_in_words: int = 0  # records without a token count, whose length is a number of words
     num_right_below: int = 0  # right by the accuracy component, below the threshold by the total
     right_below: list[str | int] = field(default_factory=list)  # ids or rows of the first ones
     best: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +55,7 @@ class ScoreSummary:
 
     def merge(self, other: ScoreSummary, top_k: int, max_ids: int) -> None:
         """Adds the next rows."""
-        for name in ("num_records", "num_broken", "num_passed", "num_right", "num_right_below"):
+        for name in ("num_records", "num_broken", "num_passed", "num_right", "num_right_below", "num_in_words"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.broken = [*self.broken, *other.broken][:MAX_BROKEN]
         self.unscored.update(other.unscored)
@@ -74,6 +75,7 @@ class ScoreSummary:
             "num_broken": self.num_broken,
             "broken": [{"row": row, "fault": fault} for row, fault in self.broken],
             "num_scored": self.total.num,
+            "num_lengths_in_words": self.num_in_words,
             "unscored": dict(sorted(self.unscored.items())),
             "average_reward": self.total.value,
             "pass_threshold": pass_threshold,

@@ -53,6 +53,43 @@ def six(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "six.jsonl", SIX_ROWS)
 
 
+def test_a_file_of_an_evaluation_is_scored_response_by_response(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "prompt": "1+1?", "references": ["2"], "metadata": {}, "predictions": ["2", "3"],
+         "generated_tokens": [9, 2], "is_truncated": [False, True], "correct": [True, False], "components": [{}, {}]},
+        {"id": "b", "prompt": "?", "references": ["5"], "predictions": [], "correct": [None], "components": [None]},
+        {"id": "c", "prompt": "2+2?", "references": ["4"], "predictions": ["4"], "correct": [True], "components": [{}]},
+    ]  # fmt: skip
+    source, results = write_jsonl(tmp_path / "held_out-0.jsonl", rows), tmp_path / "rows.jsonl"
+    done = mobula("score", source, "rewards=exact_match", "--results", results, "--quiet")
+    assert done.exit_code == 0 and "3 records: average 0.666667" in done.output, done.output
+    scored = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(row["id"], row["reward"]) for row in scored] == [("a#0", 1.0), ("a#1", 0.0), ("c#0", 1.0)]
+
+
+@pytest.mark.parametrize("text", ["", '{"kind": "sample"}\n', '{"predictions": [], "references": ["1"]}\n'])
+def test_nothing_that_was_scored_is_a_failure(text: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    done = mobula("score", tmp_path / "rows.jsonl", "rewards=exact_match", "--quiet")
+    assert done.exit_code == 1 and "nothing was scored" in done.output, done.output
+
+
+def test_a_rule_of_lengths_says_that_it_reads_words(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "components:\n  - {name: long, function: overlong, weight: 1.0, options: {max_tokens: 8, buffer_tokens: 6, "
+        "penalty: 1.0}}\naccuracy_component: long\n"
+    )
+    counted, words = {"response": "a b c", "generated_tokens": 8}, {"response": "a b c"}
+    source = write_jsonl(tmp_path / "rows.jsonl", [counted, words])
+    done = mobula("score", source, "--recipe", recipe, "--quiet")
+    assert "; 1 have no generated_tokens: long would read their number of words as their length" in done.output
+    assert "average -0.583333" in done.output, "-1 for 8 tokens, -1/6 for 3 words"
+    both = write_jsonl(tmp_path / "counted.jsonl", [counted])
+    assert "generated_tokens" not in mobula("score", both, "--recipe", recipe, "--quiet").output
+    assert "generated_tokens" not in mobula("score", source, "rewards=exact_match", "--quiet").output
+
+
 def test_the_published_figures_from_the_command_line(six: Path, tmp_path: Path) -> None:
     target = tmp_path / "new" / "report.json"
     done = mobula("score", six, *PUBLISHED, "--output", target, "--results", tmp_path / "rows.jsonl", "--quiet")

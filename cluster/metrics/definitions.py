@@ -19,6 +19,10 @@ class MetricName(StrEnum):
     REWARD_MAX = "reward_max"
     REWARD_MIN = "reward_min"
     ACCURACY = "accuracy"
+    SAMPLED_REWARD_MEAN = "sampled_reward_mean"
+    SAMPLED_ACCURACY = "sampled_accuracy"
+    NUM_SAMPLED_GROUPS = "num_sampled_groups"
+    UNSCORED_FRACTION = "unscored_fraction"
     KL = "kl"
     ENTROPY = "entropy"
     LOSS = "loss"
@@ -160,11 +164,19 @@ class Metric:
 
 
 METRICS: Mapping[str, Metric] = {
-    MetricName.REWARD_MEAN: Metric("", "Mean reward over the responses of one step"),
-    MetricName.REWARD_STD: Metric("", "Standard deviation of the reward over the responses of one step"),
+    MetricName.REWARD_MEAN: Metric("", "Mean reward over the trained responses of one step"),
+    MetricName.REWARD_STD: Metric("", "Standard deviation of the reward over the trained responses of one step"),
     MetricName.REWARD_MAX: Metric("", "Highest reward in one step"),
     MetricName.REWARD_MIN: Metric("", "Lowest reward in one step"),
-    MetricName.ACCURACY: Metric("", "Mean of the reward component rewards.accuracy_component"),
+    MetricName.ACCURACY: Metric("", "Mean of rewards.accuracy_component over the trained responses"),
+    MetricName.SAMPLED_REWARD_MEAN: Metric(
+        "", "Mean reward over all sampled responses: trained groups, and groups rejected since the previous step"
+    ),
+    MetricName.SAMPLED_ACCURACY: Metric("", "As sampled_reward_mean, of rewards.accuracy_component"),
+    MetricName.NUM_SAMPLED_GROUPS: Metric("", "Trained groups, and groups rejected since the previous step"),
+    MetricName.UNSCORED_FRACTION: Metric(
+        "", "Share of sampled responses without a reward, such as failed episodes; no mean counts them"
+    ),
     MetricName.KL: Metric("nat/token", "Estimated divergence of the policy from the reference"),
     MetricName.ENTROPY: Metric("nat/token", "Entropy of the policy's token distribution"),
     MetricName.LOSS: Metric("", "Loss of the update"),
@@ -203,9 +215,9 @@ METRICS: Mapping[str, Metric] = {
     ),
     MetricName.RESPONSE_LENGTH: Metric("tokens", "Mean number of tokens of a response"),
     MetricName.TRUNCATED_FRACTION: Metric("", "Share of responses truncated at sampler.max_tokens"),
-    MetricName.UNIFORM_FRACTION: Metric("", "Share of groups with equal rewards (no gradient)"),
-    MetricName.UNIFORM_RIGHT_FRACTION: Metric("", "Share of groups with equal rewards whose accuracy is at least 0.5"),
-    MetricName.UNIFORM_WRONG_FRACTION: Metric("", "Share of groups with equal rewards whose accuracy is below 0.5"),
+    MetricName.UNIFORM_FRACTION: Metric("", "Share of sampled groups with equal rewards (no gradient)"),
+    MetricName.UNIFORM_RIGHT_FRACTION: Metric("", "As uniform_fraction, with an accuracy of at least 0.5"),
+    MetricName.UNIFORM_WRONG_FRACTION: Metric("", "As uniform_fraction, with an accuracy below 0.5"),
     MetricName.STALENESS: Metric(
         "versions", "Mean age of trained tokens: version before the step minus version that sampled"
     ),

@@ -26,9 +26,9 @@ from mobula.cluster.metrics.step_values import (
     component_means,
     correlations,
     reasons_of,
+    sampled_values,
     staleness_of,
     step_values,
-    uniform_values,
 )
 from mobula.cluster.metrics.totals import RunTotals
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer
@@ -37,7 +37,7 @@ from mobula.cluster.workers.status import Progress, RunStatus
 if TYPE_CHECKING:
     from mobula.cluster.metrics.signal_watch import SignalWatch
     from mobula.cluster.metrics.sinks.ray_gauges import RaySink
-    from mobula.cluster.records.trajectory import ScoredGroup
+    from mobula.cluster.records.trajectory import Reward, ScoredGroup
     from mobula.cluster.roles import ReplayStats, UpdateReport
 
 _logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class MeasuredStep:
     def __init__(self, step: int, clock: Clock, accuracy_component: str, tracer: RunTracer) -> None:
         self.groups: Sequence[ScoredGroup] = ()
         self.replay: ReplayStats | None = None
+        self.rejected: Sequence[Sequence[Reward | None]] = ()  # rewards of groups rejected since the previous step
         self._step = step
         self._clock = clock
         self._accuracy_component = accuracy_component
@@ -115,7 +116,7 @@ class MeasuredStep:
         staleness = staleness_of(self.groups, trained_version=self._step - 1)
         components = component_means(self.groups)
         values = step_values(self.groups, self.replay, staleness, total)
-        values |= uniform_values(self.groups, self._accuracy_component)
+        values |= sampled_values([*(group.rewards for group in self.groups), *self.rejected], self._accuracy_component)
         if self._accuracy_component in components:  # recipes may leave it out
             values[MetricName.ACCURACY] = components[self._accuracy_component]
         return StepRecord(
@@ -162,6 +163,7 @@ class Metrics:
         self._observed: dict[str, float] = {}
         self._counters: dict[str, Counter[str]] = {}
         self._sources: dict[str, Mapping[str, int]] = {}
+        self._rejected: list[Sequence[Reward | None]] = []  # rewards of groups rejected since the newest step
         self._scope: MeasuredStep | None = None
         self._outside, self._outside_start = STARTING, clock()
 
@@ -200,6 +202,7 @@ class Metrics:
             return
         samples = self._kept_samples(step, scope.groups)
         self._count_reasons(scope.groups)
+        scope.rejected, self._rejected = self._rejected, []
         record = scope.finish(self._observed, self._counters)
         self.totals.add(record)
         self._sinks.emit(record)
@@ -231,6 +234,10 @@ class Metrics:
         """Records the accuracy of one version on one suite."""
         self.totals.add_evaluation(record)
         self._sinks.emit_evaluation(record)
+
+    def rejected(self, rewards: Sequence[Reward | None]) -> None:
+        """Includes a finished group that is not trained in the next step's means over all sampled groups."""
+        self._rejected.append(rewards)
 
     def count(self, name: CounterName, reason: str, n: int = 1) -> None:
         """Adds `n` to a counter. The next step's record and the summary have the sum."""

@@ -67,17 +67,27 @@ def component_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {name: totals[name] / counts[name] for name in totals}
 
 
-def uniform_values(groups: Sequence[ScoredGroup], accuracy_component: str) -> dict[str, float]:
-    """Returns the shares of groups with equal rewards that are right and wrong, by the component of accuracy; without
-    this component, by a reward above 0."""
+def sampled_values(groups: Sequence[Sequence[Reward | None]], accuracy_component: str) -> dict[str, float]:
+    """Returns means over all sampled groups, trained or rejected, and the shares of groups with equal rewards. `groups`
+    has the rewards of each group; None for a response without a reward.
+
+    A group with equal rewards is right or wrong by the component of accuracy; without it, by a reward above 0.
+    """
     right = wrong = 0
-    for group in groups:
-        rewards = group.scored_rewards
+    scored = [[reward for reward in group if reward is not None] for group in groups]
+    for rewards in scored:
         if len({reward.value for reward in rewards}) == 1:
             marks = [_accuracy(reward, accuracy_component) for reward in rewards]
             is_right = math.fsum(marks) >= RIGHT_FROM * len(marks)
             right, wrong = right + is_right, wrong + (not is_right)
+    every = [reward for rewards in scored for reward in rewards]
+    marks = [reward.components[accuracy_component] for reward in every if accuracy_component in reward.components]
     return {
+        MetricName.SAMPLED_REWARD_MEAN: math.fsum(reward.value for reward in every) / len(every),
+        **({MetricName.SAMPLED_ACCURACY: math.fsum(marks) / len(marks)} if marks else {}),
+        MetricName.NUM_SAMPLED_GROUPS: float(len(groups)),
+        MetricName.UNSCORED_FRACTION: 1 - len(every) / sum(map(len, groups)),
+        MetricName.UNIFORM_FRACTION: (right + wrong) / len(groups),
         MetricName.UNIFORM_RIGHT_FRACTION: right / len(groups),
         MetricName.UNIFORM_WRONG_FRACTION: wrong / len(groups),
     }
@@ -146,11 +156,9 @@ def _accuracy(reward: Reward, component: str) -> float:
 def _reward_values(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     rewards = [reward.value for group in groups for reward in group.scored_rewards]
     mean = math.fsum(rewards) / len(rewards)
-    uniform = sum(len({reward.value for reward in group.scored_rewards}) == 1 for group in groups)
     return {
         MetricName.REWARD_MEAN: mean,
         MetricName.REWARD_STD: math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
         MetricName.REWARD_MAX: max(rewards),
         MetricName.REWARD_MIN: min(rewards),
-        MetricName.UNIFORM_FRACTION: uniform / len(groups),
     }

@@ -62,14 +62,20 @@ class AdmissionFilter:
     min_scored: int  # siblings with a reward: 2 if the advantage compares siblings, else 1
     drop_uniform: bool
     max_rejected_in_a_row: int
+    accuracy_component: str | None = None  # groups with equal values of it are uniform, too; None: only equal rewards
 
     def reason_to_reject(self, rewards: Sequence[Reward]) -> str | None:
         """Returns why a group with these rewards of its scored siblings is rejected; None if it is kept."""
         if len(rewards) < self.min_scored:
             return TOO_FEW_SCORED
-        if self.drop_uniform and len({reward.value for reward in rewards}) == 1:
+        if self.drop_uniform and self._is_uniform(rewards):
             return UNIFORM
         return None
+
+    def _is_uniform(self, rewards: Sequence[Reward]) -> bool:
+        name = self.accuracy_component
+        marks = {reward.components.get(name, reward.value) if name else reward.value for reward in rewards}
+        return len(marks) == 1 or len({reward.value for reward in rewards}) == 1
 
 
 class RetryingRollouts:
@@ -461,7 +467,8 @@ class RolloutDispatcher:
             raise RolloutError(
                 f"{self._num_rejected_in_a_row} groups in a row were rejected, the last one ({group.summary.group_id}) "
                 f"as {reason!r}, so no step can be filled; for 'uniform' the task is solved or out of reach: end the "
-                "run, change the data, or set algorithm.drop_uniform_groups=false"
+                "run, change the data, or set algorithm.drop_uniform_groups=false (algorithm.uniform_by=reward keeps "
+                "groups whose rewards differ for other reasons than accuracy)"
             )
         self._gate.reject(admission)
         await self._forget(group.outcome, reason)

@@ -110,6 +110,7 @@ class EpisodeStages(GroupObserver):
 
 class RejectionCounts(GroupObserver):
     """Implements `Resumable`: counts rejected groups, their responses and tokens by reason since the start of the run.
+    Their rewards enter the step's means over all sampled groups.
 
     Dropping slow groups favours short responses, so the mean length of over-age responses is a gauge.
     """
@@ -122,6 +123,9 @@ class RejectionCounts(GroupObserver):
     def rejected(self, outcome: GroupOutcome, reason: str) -> None:
         for counter, num in zip(self._counts.values(), (1, outcome.num_responses, outcome.num_tokens), strict=True):
             counter.update({reason: num} if num else {})
+        if outcome.num_responses:
+            unscored = [None] * (outcome.num_responses - len(outcome.rewards))
+            self._metrics.rejected([*outcome.rewards, *unscored])
         self._publish()
 
     def state(self) -> dict[str, Any]:

@@ -415,6 +415,11 @@ class AlgorithmConfig(Section):
     the group."""
     drop_uniform_groups: bool = False
     """Reject groups with equal rewards (they have no gradient) and sample other groups."""
+    uniform_by: Literal["accuracy", "reward"] = "accuracy"
+    """Read with `drop_uniform_groups`. `accuracy` also rejects groups whose responses have equal values of
+    `rewards.accuracy_component`, such as all right or all wrong (arXiv:2503.14476, equation 11), so that a length
+    penalty alone trains no group. `reward` compares the total reward only. A response without the component counts by
+    its reward."""
 
     @property
     def is_group_relative(self) -> bool:

@@ -435,6 +435,7 @@ def _dispatcher(
         admission_filter=AdmissionFilter(
             min_scored=2 if algorithm.is_group_relative else 1,
             drop_uniform=algorithm.drop_uniform_groups,
+            accuracy_component=config.rewards.accuracy_component if algorithm.uniform_by == "accuracy" else None,
             max_rejected_in_a_row=MAX_REJECTED_STEPS * algorithm.prompts_per_step,
         ),
         order=ORDERS[algorithm.stragglers](gate),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -51,7 +51,7 @@ class ConsoleSink:
             _logger.info("step %d/%d  %s  %s left", record.step, self._num_steps, _numbers(record), left)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
-        interval = f"95 % {record.low:.3f} to {record.high:.3f}, {record.num} responses"
+        interval = f"95 % {record.low:.3f} to {record.high:.3f}, {record.counted}"
         suite = "held-out" if record.suite == HELD_OUT else record.suite
         text = f"{suite} accuracy at version {record.version}: {record.accuracy:.3f} ({interval})"
         if self._progress is not None:
@@ -77,8 +77,18 @@ def _bar(console: Console) -> Progress:
 
 def _numbers(record: StepRecord) -> str:
     values = record.values
-    accuracy = f"accuracy {values[MetricName.ACCURACY]:.3f}  " if MetricName.ACCURACY in values else ""
-    return f"reward {values[MetricName.REWARD_MEAN]:.3f}  {accuracy}{values[MetricName.TOKENS_PER_S]:,.0f} tokens/s"
+    trained = _means(values, MetricName.REWARD_MEAN, MetricName.ACCURACY)
+    sampled = _means(values, MetricName.SAMPLED_REWARD_MEAN, MetricName.SAMPLED_ACCURACY)
+    # Filters choose groups by their rewards: the means of trained groups are not those of the policy.
+    every = (
+        f"(all {values[MetricName.NUM_SAMPLED_GROUPS]:.0f} groups: {sampled})  " if sampled not in ("", trained) else ""
+    )
+    return f"{trained}  {every}{values[MetricName.TOKENS_PER_S]:,.0f} tokens/s"
+
+
+def _means(values: Mapping[str, float], *names: MetricName) -> str:
+    labels = ("reward", "accuracy")
+    return "  ".join(f"{label} {values[name]:.3f}" for label, name in zip(labels, names, strict=True) if name in values)
 
 
 def _duration(seconds: float) -> str:

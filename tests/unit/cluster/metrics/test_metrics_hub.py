@@ -84,6 +84,29 @@ def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> No
     assert record.values["ratio_max"] == 1.5  # what only the learner measures is kept
 
 
+def test_means_over_all_sampled_groups_hold_the_rejected_ones_of_a_step() -> None:
+    """One of 8 sampled responses is right; the trained group alone has 0.5."""
+    clock, sink = FakeClock(), MemorySink()
+    metrics = make_metrics([sink], clock)
+    counts = RejectionCounts(metrics)
+    for name in ("b", "c", "d"):
+        counts.rejected(make_group(name, [0.0, 0.0]).outcome, "uniform")
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0])])
+    unscored = replace(make_group("f", [1.0, 1.0]), rewards=(None, Reward(1.0, {"answer": 1.0})))
+    counts.rejected(unscored.outcome, "uniform")
+    run_step(metrics, clock, 2, [make_group("e", [1.0, 0.0])])
+    first, second = (record.values for record in sink.records)
+    assert (first[MetricName.ACCURACY], first[MetricName.SAMPLED_ACCURACY]) == (0.5, 0.125)
+    assert (first[MetricName.REWARD_MEAN], first[MetricName.SAMPLED_REWARD_MEAN]) == (0.5, 0.125)
+    names = (MetricName.UNIFORM_FRACTION, MetricName.UNIFORM_WRONG_FRACTION, MetricName.UNIFORM_RIGHT_FRACTION)
+    assert [first[name] for name in names] == [0.75, 0.75, 0.0]
+    assert [second[name] for name in names] == [0.5, 0.0, 0.5]
+    assert (first[MetricName.NUM_SAMPLED_GROUPS], second[MetricName.NUM_SAMPLED_GROUPS]) == (4, 2)
+    assert (first[MetricName.UNSCORED_FRACTION], second[MetricName.UNSCORED_FRACTION]) == (0, 0.25)
+    assert sink.records[1].counters["rejected_responses"] == {"uniform": 8}
+    assert sink.records[0].accuracy == 0.125
+
+
 def test_the_hub_returns_the_phase_that_runs_and_for_how_long() -> None:
     clock = FakeClock()
     metrics = make_metrics([], clock)

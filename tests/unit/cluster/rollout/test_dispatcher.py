@@ -85,6 +85,29 @@ async def test_each_prompt_becomes_one_scored_group() -> None:
     assert groups[0].rewards[1] is None
 
 
+@pytest.mark.parametrize(
+    ("marks", "totals", "by_accuracy", "by_reward"),
+    [
+        ((0, 0, 0), (-0.5, -1.0, 0.0), "uniform", None),  # all wrong; a length penalty makes the rewards differ
+        ((1, 1, 1), (1.0, 0.5, 1.0), "uniform", None),
+        ((0, 1, 0), (0.0, 1.0, 0.0), None, None),
+        ((0, 1, 0), (0.5, 0.5, 0.5), "uniform", "uniform"),  # no gradient
+        ((0.2, 0.6, 0.6), (0.2, 0.6, 0.6), None, None),  # graded
+        ((None, None, None), (0.0, 1.0, 0.0), None, None),  # a recipe without the component
+        ((None, None, None), (1.0, 1.0, 1.0), "uniform", "uniform"),
+    ],
+)
+def test_uniform_groups_are_those_of_equal_accuracy_or_of_equal_rewards(
+    marks: Sequence[float | None], totals: Sequence[float], by_accuracy: str | None, by_reward: str | None
+) -> None:
+    rewards = [
+        Reward(total, {} if mark is None else {"right": float(mark)}) for mark, total in zip(marks, totals, strict=True)
+    ]
+    assert AdmissionFilter(2, True, 9, "right").reason_to_reject(rewards) == by_accuracy
+    assert AdmissionFilter(2, True, 9).reason_to_reject(rewards) == by_reward
+    assert AdmissionFilter(2, False, 9, "right").reason_to_reject(rewards) is None
+
+
 @pytest.mark.parametrize("error", [RolloutError("engine"), WorkerDiedError("rollout/1"), DeadlineError("slow")])
 async def test_a_failed_prompt_is_tried_again_in_its_slot(error: Exception) -> None:
     def fault(prompt_id: str, attempt: int) -> Exception | None:

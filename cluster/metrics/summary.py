@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.step_records import strict
+from mobula.cluster.metrics.step_records import BeforeAfter, strict
 
 Status = Literal["done", "stopped", "failed", "killed"]  # a killed driver leaves no summary.json
 
@@ -33,7 +33,9 @@ class Summary:
     """The whole run with its resumed parts. A number is None if it was not measured.
 
     `accuracy_before` is the held-out accuracy of the first evaluated version, `accuracy_after` of the newest later
-    version. `seconds` sums each phase over all steps, with `other` and `total`; throughput refers to this total.
+    version; `counted_before` and `counted_after` say over how many prompts or responses. If the two were not evaluated
+    in the same way, there is no `accuracy_before`, and `not_compared` says why. `seconds` sums each phase over all
+    steps, with `other` and `total`; throughput refers to this total.
     `response_length` is the mean over trained responses, `rejected_length` over rejected responses by reason; a
     difference means that rejection has biased the lengths. Resumed parts store images again: `media_bytes_unique` is
     the maximum over the parts, `media_bytes_referenced` the sum.
@@ -73,6 +75,9 @@ class Summary:
     warnings: Sequence[str] = ()  # why the run may have learned nothing, newest last
     start_up: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds, of the newest part of the run
     error: str = ""  # that ended the run, in one line: class, message and innermost stack frames
+    counted_before: str = ""
+    counted_after: str = ""
+    not_compared: str = ""
 
 
 def summarize(
@@ -80,10 +85,11 @@ def summarize(
 ) -> Summary:
     """Returns the summary of the current state of `metrics`; `error` ended the run."""
     totals = metrics.totals
-    evaluations = totals.evaluations
+    pair = BeforeAfter.of(totals.evaluations)
+    before, after = pair.before, pair.after
     return Summary(
-        accuracy_before=evaluations[0].accuracy if evaluations else None,
-        accuracy_after=evaluations[-1].accuracy if len(evaluations) > 1 else None,
+        accuracy_before=before.accuracy if before else None,
+        accuracy_after=after.accuracy if after else None,
         seed=facts.seed,
         num_steps=totals.num_steps,
         optimizer_steps=totals.optimizer_steps,
@@ -111,11 +117,14 @@ def summarize(
         version=version,
         skipped=metrics.counts(CounterName.SKIPPED),
         canary_max=totals.maximum(MetricName.CANARY),
-        values_before=dict(evaluations[0].values) if evaluations else {},
-        values_after=dict(evaluations[-1].values) if len(evaluations) > 1 else {},
+        values_before=dict(before.values) if before else {},
+        values_after=dict(after.values) if after else {},
         warnings=tuple(metrics.warnings),
         start_up=dict(metrics.start_up.seconds),
         error=error,
+        counted_before=before.counted if before else "",
+        counted_after=after.counted if after else "",
+        not_compared=pair.reason,
     )
 
 

@@ -62,8 +62,10 @@ class RunTotals:
         """Evaluations of the run's own held-out suite, oldest version first."""
         return [self._evaluations[key] for key in sorted(self._evaluations) if key[1] == HELD_OUT]
 
-    def has_evaluation(self, version: int, suite: str) -> bool:
-        return (version, suite) in self._evaluations
+    def has_evaluation(self, record: EvaluationRecord) -> bool:
+        """Whether an earlier part of the run made the same evaluation of this version."""
+        known = self._evaluations.get((record.version, record.suite))
+        return known is not None and known.identity == record.identity
 
     @property
     def logprob_gap_mean(self) -> float | None:

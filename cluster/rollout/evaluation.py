@@ -19,7 +19,7 @@ from mobula.cluster.metrics.evaluation_statistics import (
     reflection_ratios,
 )
 from mobula.cluster.metrics.informing import informing
-from mobula.cluster.metrics.step_records import HELD_OUT
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from mobula.cluster.records.trajectory import Generated, Prompt, Reward
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.dispatcher import sample_and_score
@@ -45,15 +45,25 @@ class EvaluationResult:
     suite: str = HELD_OUT
     values: Mapping[str, float] = field(default_factory=dict)  # pass_at_<k>, response_length, reflection ratios, gains
     by_prompt: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # prompt -> component -> mean
+    identity: Mapping[str, Any] = field(default_factory=dict)  # of the suite
+
+    def record(self) -> EvaluationRecord:
+        """Returns the result for the metrics."""
+        rest = (self.num_scored, self.suite, self.values, self.num_unscored, self.identity)
+        return EvaluationRecord(self.version, self.accuracy, self.low, self.high, *rest)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Held-out prompts and their sampling settings. Each prompt gets `settings.num_samples` responses."""
+    """Held-out prompts and their sampling settings. Each prompt gets `settings.num_samples` responses.
+
+    `identity` names everything on which the numbers depend, apart from the weights and seeds.
+    """
 
     name: str
     prompts: Sequence[Prompt]
     settings: SamplingSettings
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ class Evaluator:
 
     A response that could not be scored is counted and left out of the means; it does not count as wrong. The same holds
     for a response of newer weights, from an engine that joined late. `on_result` gets each result once; a version whose
-    results are in a checkpoint is not evaluated again.
+    results are in a checkpoint is not evaluated again, unless a suite has changed since.
     """
 
     def __init__(
@@ -167,7 +177,8 @@ class Evaluator:
         """Begins to evaluate `version`, the version of the newest push, if that is due and not done. Waits for the
         evaluation of the last version, after which no step follows.
         """
-        if not self._schedule.is_due(version) or version in self.results:
+        known = {result.suite: result.identity for result in self.results.get(version, ())}
+        if not self._schedule.is_due(version) or known == {suite.name: suite.identity for suite in self._suites}:
             return
         await self.finish()
         assert self._tasks is not None, "an evaluation runs within evaluating()"
@@ -269,13 +280,15 @@ class Evaluator:
             suite.name,
             {**self._values(suite, prompts, scored), **self._gains(suite, by_prompt)},
             by_prompt,
+            suite.identity,
         )
 
     def _gains(self, suite: Suite, by_prompt: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Returns the gains over the suite's first evaluation; empty for one response per prompt (too noisy)."""
         if suite.settings.num_samples == 1:
             return {}
-        first = [result for results in self.results.values() for result in results if result.suite == suite.name][:1]
+        earlier = [result for results in self.results.values() for result in results if result.suite == suite.name]
+        first = [result for result in earlier if result.identity == suite.identity][:1]
         return paired_gains(first[0].by_prompt if first else {}, by_prompt)
 
     def _means(self, prompts: Sequence[ScoredPrompt]) -> list[float]:

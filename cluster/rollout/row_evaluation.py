@@ -34,8 +34,10 @@ class RowEvaluator:
         reference: Reference,
         schedule: EvaluationSchedule,
         on_result: Callable[[int, Mapping[str, float]], None],
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
-        """`on_result` gets the version and the metrics of each evaluation."""
+        """`on_result` gets the version and the metrics of each evaluation; `identity` names what is evaluated."""
+        self._identity = dict(identity or {})
         self.results: dict[int, dict[str, float]] = {}
         self._rows = rows
         self._is_scored = False
@@ -63,8 +65,10 @@ class RowEvaluator:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, as JSON."""
-        return {"results": [[version, metrics] for version, metrics in self.results.items()]}
+        results = [[version, metrics] for version, metrics in self.results.items()]
+        return {"identity": self._identity, "results": results}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Restores the results of an earlier part of the run."""
-        self.results = dict(state["results"])
+        """Restores the results of an earlier part of the run; results of another evaluation do not count."""
+        is_same = state.get("identity", self._identity) == self._identity
+        self.results = dict(state["results"]) if is_same else {}

@@ -149,7 +149,7 @@ def evaluate(config: RunConfig, output: Path | None = None, preloaded: Preloaded
     for result in results:
         console.print(
             f"{config.policy.model}: {result.suite} accuracy {result.accuracy:.3f} ({result.low:.3f} to "
-            f"{result.high:.3f}) on {result.num_scored} responses"
+            f"{result.high:.3f}) on {result.record().counted}"
             + "".join(f", {name} {value:.3f}" for name, value in result.values.items()),
             markup=False,
             highlight=False,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
+from mobula.cluster.metrics.step_records import CONTENT, HELD_OUT
+from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.contact_sheets import ContactSheets
 from mobula.cluster.rollout.evaluation import (
@@ -20,6 +23,7 @@ from mobula.cluster.rollout.evaluation import (
     Suite,
 )
 from mobula.cluster.rollout.response_files import ResponseFiles
+from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import Prepared
 
 RESPONSES_FOLDER = "evaluations"  # in the run folder
@@ -61,11 +65,49 @@ def _suites(prepared: Prepared) -> Iterator[Suite]:
         priority=AFTER_TRAINING,
         stop_strings=sampler.stop_strings,
     )
-    yield Suite(HELD_OUT, prepared.fixed_prompts(evaluation.split, evaluation.num_prompts).prompts, own)
+    held_out = prepared.fixed_prompts(evaluation.split, evaluation.num_prompts).prompts
+    yield Suite(HELD_OUT, held_out, own, identity_of(prepared.config, evaluation.split, held_out, own))
     for name, suite in evaluation.suites.items():
         prompts = prepared.fixed_prompts(suite.split, suite.num_prompts).prompts
         settings = replace(own, num_samples=suite.num_samples, temperature=suite.temperature, top_p=suite.top_p)
-        yield Suite(name, [replace(prompt, prompt_id=f"{name}:{prompt.prompt_id}") for prompt in prompts], settings)
+        identity = identity_of(prepared.config, suite.split, prompts, settings)
+        own_ids = [replace(prompt, prompt_id=f"{name}:{prompt.prompt_id}") for prompt in prompts]
+        yield Suite(name, own_ids, settings, identity)
+
+
+def identity_of(
+    config: RunConfig, split: str, prompts: Sequence[Prompt], settings: SamplingSettings
+) -> dict[str, str | int | float]:
+    """Returns what the numbers of a suite depend on, apart from weights and seeds; digests begin with `CONTENT`."""
+    environment, rewards, sampler = config.environment, config.rewards, config.sampler
+    judged = {component.name: (component.function, component.options) for component in rewards.components}
+    recipes = {label: recipe.model_dump(exclude={"weights", "normalise"}) for label, recipe in rewards.recipes.items()}
+    training = {"batch_size", "window_start", "window_end", "window_size", "window_order", "window_interval"}
+    used = {
+        "environment": [environment.name, environment.options, environment.max_tokens] if environment.is_on else None,
+        "denoising": sampler.flow.model_dump(exclude=training) if sampler.is_flow else None,
+        "guidance": sampler.image_tokens.guidance if sampler.draws_tokens else None,
+    }
+    return {
+        "split": split,
+        "num_prompts": len(prompts),
+        "num_samples": settings.num_samples,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "max_tokens": settings.max_tokens,
+        "stop_strings": " ".join(map(repr, settings.stop_strings)),
+        "correct_from": config.evaluation.correct_from,
+        "rows": content_of([(p.references, [m.key for m in p.media], p.metadata) for p in prompts]),
+        "prompts": content_of([prompt.text for prompt in prompts]),
+        "rewards": content_of([rewards.accuracy_component, judged, recipes]),
+        **{name: content_of(value) for name, value in used.items() if value is not None},
+    }
+
+
+def content_of(value: object) -> str:
+    """Returns the digest of a value for an identity."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return CONTENT + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
@@ -85,10 +127,6 @@ def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
 
 def record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
     """Records a result, unless the run recorded it after the checkpoint from which it was resumed."""
-    if metrics.totals.has_evaluation(result.version, result.suite):
-        return
-    metrics.record_evaluation(
-        EvaluationRecord(
-            result.version, result.accuracy, result.low, result.high, result.num_scored, result.suite, result.values
-        )
-    )
+    record = result.record()
+    if not metrics.totals.has_evaluation(record):
+        metrics.record_evaluation(record)

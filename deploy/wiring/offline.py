@@ -17,7 +17,7 @@ from mobula.cluster.controller import Controller
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.evaluation_statistics import wilson_interval
 from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
+from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.stop_request import StopRequest
@@ -29,6 +29,7 @@ from mobula.cluster.workers.status import Scalable
 from mobula.cluster.workers.supervisor import Supervisor, Watched
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from mobula.deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
+from mobula.deploy.wiring.evaluation import content_of
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool
 from mobula.deploy.wiring.preparation import PreparedRows
 from mobula.deploy.wiring.spawner import Spawner
@@ -86,12 +87,20 @@ def build_offline_controller(
     training.learner.observe_with(audit)
     held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)
     rows = [stored(row, 0, put) for row in held_out.prompts]
+    identity = {
+        "split": config.evaluation.split,
+        "num_prompts": len(rows),
+        "num_samples": 1,
+        "rows": content_of([row.summary.sha256 for row in rows]),
+        "objective": content_of(config.offline.model_dump(mode="json", exclude={"batch_size"})),
+    }
     evaluator = RowEvaluator(
         rows=rows,
         learner=training.learner,
         reference=training.reference,
         schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
-        on_result=partial(_record_result, metrics, len(rows)),
+        on_result=partial(_record_result, metrics, identity),
+        identity=identity,
     )
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
@@ -142,14 +151,15 @@ async def _freeze_reference(prepared: PreparedRows, learner: LearnerGroup) -> No
         await learner.export(reference_folder(prepared.config))
 
 
-def _record_result(metrics: Metrics, num_rows: int, version: int, values: Mapping[str, float]) -> None:
+def _record_result(metrics: Metrics, identity: Mapping[str, Any], version: int, values: Mapping[str, float]) -> None:
     _logger.info(
         "held-out rows at version %d: %s", version, ", ".join(f"{name} {value:.4g}" for name, value in values.items())
     )
     metrics.observe(MetricName.HELD_OUT_LOSS, values[MetricName.LOSS])
     if MetricName.MARGIN in values:
         metrics.observe(MetricName.HELD_OUT_MARGIN, values[MetricName.MARGIN])
-    if not metrics.totals.has_evaluation(version, HELD_OUT):  # an earlier part of this run may have recorded it
-        accuracy = min(values[MetricName.ACCURACY], 1.0)
-        interval = wilson_interval(accuracy, num_rows)
-        metrics.record_evaluation(EvaluationRecord(version, accuracy, *interval, num_rows, values=dict(values)))
+    accuracy, num_rows = min(values[MetricName.ACCURACY], 1.0), identity["num_prompts"]
+    interval = wilson_interval(accuracy, num_rows)
+    record = EvaluationRecord(version, accuracy, *interval, num_rows, values=dict(values), identity=identity)
+    if not metrics.totals.has_evaluation(record):  # an earlier part of this run may have recorded it
+        metrics.record_evaluation(record)

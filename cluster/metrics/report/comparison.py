@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, pstdev
+from typing import Any
 
 import yaml
 
@@ -21,7 +22,8 @@ from mobula.cluster.metrics.report.page import render
 from mobula.cluster.metrics.report.run_folder import RunFolder
 from mobula.cluster.metrics.report.units import counted_in, unit_of
 from mobula.cluster.metrics.report.written_numbers import write_duration
-from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord, difference
+from mobula.cluster.metrics.step_records import distinct_identities as distinct
 
 MAX_LINES = 6  # colours of the style sheet
 SEED = 0  # of the bootstrap over runs
@@ -59,16 +61,18 @@ class Interval:
 
 @dataclass(frozen=True)
 class SuiteAccuracy:
-    """Accuracy of one line on one suite: before RL, after it, mean and maximum over all later evaluations."""
+    """Accuracy of one line on one suite: before RL, after it, mean and maximum over all later evaluations. `before` is
+    None if the first evaluation of a run differs from this one, for example in its split."""
 
     label: str
     suite: str
     num_runs: int
-    before: Interval
+    before: Interval | None
     after: Interval | None
     mean: Interval | None
     best: Interval | None
     values: Mapping[str, float]  # of the newest evaluation, means over runs
+    counted: str  # prompts or responses behind each mean of the newest evaluations
 
 
 @dataclass(frozen=True)
@@ -109,30 +113,55 @@ def _unit(lines: Sequence[ComparedRuns]) -> str:
 
 def table(lines: Sequence[ComparedRuns]) -> list[SuiteAccuracy]:
     """Returns one row per line and evaluated suite, sorted by suite."""
-    suites = dict.fromkeys(suite for line in lines for run in line.runs for suite in _evaluations(run))
-    return [row for suite in suites for line in lines if (row := _row(line, suite)) is not None]
+    evaluations = _Evaluations(lines)
+    rows = [_row(line, suite, evaluations) for suite in evaluations.suites for line in lines]
+    return [row for row in rows if row is not None]
 
 
-def _evaluations(run: RunFolder) -> dict[str, Sequence[EvaluationRecord]]:
+class _Evaluations:
+    """The evaluations of all runs by suite. A suite that was evaluated in several ways, in one run or in several, is
+    several suites, whose names say what differs: their numbers are not comparable."""
+
+    def __init__(self, lines: Sequence[ComparedRuns]) -> None:
+        records = [record for line in lines for run in line.runs for of in _by_suite(run).values() for record in of]
+        self.suites: dict[str, tuple[str, Mapping[str, Any]]] = {}  # name -> suite and identity
+        for suite in dict.fromkeys(record.suite for record in records):
+            identities = distinct(record for record in records if record.suite == suite)
+            for n, identity in enumerate(identities):
+                label = f"{suite} ({difference(identities[0], identity)})" if n else suite
+                self.suites[label if label not in self.suites else f"{label} {n}"] = (suite, identity)
+
+    def of(self, run: RunFolder, name: str) -> tuple[Sequence[EvaluationRecord], bool]:
+        """Returns the records of a run by version, and whether they begin with the run's first evaluation."""
+        suite, identity = self.suites[name]
+        every = _by_suite(run).get(suite, ())
+        records = [record for record in every if record.identity == identity]
+        return records, records[:1] == list(every[:1])
+
+
+def _by_suite(run: RunFolder) -> dict[str, Sequence[EvaluationRecord]]:
     return {suite: records for suite, records in {HELD_OUT: run.evaluations, **run.suites}.items() if records}
 
 
-def _row(line: ComparedRuns, suite: str) -> SuiteAccuracy | None:
-    by_run = [evaluations[suite] for run in line.runs if suite in (evaluations := _evaluations(run))]
-    if not by_run:
+def _row(line: ComparedRuns, suite: str, evaluations: _Evaluations) -> SuiteAccuracy | None:
+    found = [(records, is_first) for run in line.runs for records, is_first in [evaluations.of(run, suite)] if records]
+    if not found:
         return None
-    later = [records[1:] for records in by_run if len(records) > 1]
+    by_run = [records for records, _ in found]
+    firsts = [records[0] for records, is_first in found if is_first]
+    later = [rest for records, is_first in found if (rest := records[1:] if is_first else records)]
     newest = [records[-1] for records in by_run]
     names = dict.fromkeys(name for record in newest for name in record.values)
     return SuiteAccuracy(
         line.label,
         suite,
         len(by_run),
-        _over_runs([records[0] for records in by_run]),
+        _over_runs(firsts) if firsts else None,
         _over_runs([records[-1] for records in later]) if later else None,
         _interval([mean(record.accuracy for record in records) for records in later]) if later else None,
         _interval([max(record.accuracy for record in records) for records in later]) if later else None,
         {name: mean(record.values[name] for record in newest if name in record.values) for name in names},
+        ", ".join(dict.fromkeys(record.counted for record in newest)),
     )
 
 
@@ -170,11 +199,13 @@ class _Charts:
 
     def accuracy(self) -> Iterator[Chart]:
         """Yields training accuracy (over epochs: cumulative within each), then each suite."""
-        text = "Sampled responses that were trained on" + (", cumulative within an epoch." if self._by_epoch else ".")
+        text = "All sampled responses" + (", cumulative within an epoch." if self._by_epoch else ".")
         yield self._chart("accuracy", "Training accuracy", text, self._training_accuracy, domain=(0.0, 1.0))
-        for suite in dict.fromkeys(suite for line in self._lines for run in line.runs for suite in _evaluations(run)):
+        evaluations = _Evaluations(self._lines)
+        for suite in evaluations.suites:
             title, text = f"Accuracy on {suite.replace('_', ' ')}", "Each point is one weight version."
-            yield self._chart(f"suite_{suite}", title, text, partial(_suite_accuracy, suite), domain=(0.0, 1.0))
+            values = partial(_suite_accuracy, evaluations, suite)
+            yield self._chart(f"suite_{suite}", title, text, values, domain=(0.0, 1.0))
 
     def curves(self) -> Iterator[Chart]:
         """Yields the metrics of the steps that any run has."""
@@ -209,8 +240,8 @@ class _Charts:
 
     def _training_accuracy(self, run: RunFolder) -> _Values:
         if not self._by_epoch:
-            return _step_values(MetricName.ACCURACY, run)
-        steps = [record for record in run.steps if MetricName.ACCURACY in record.values]
+            return {record.step: record.accuracy for record in run.steps if record.accuracy is not None}
+        steps = [record for record in run.steps if record.accuracy is not None]
         return dict(_cumulative(steps, _steps_per_epoch(run)))
 
 
@@ -218,8 +249,8 @@ def _step_values(name: MetricName, run: RunFolder) -> _Values:
     return {record.step: record.values[name] for record in run.steps if name in record.values}
 
 
-def _suite_accuracy(suite: str, run: RunFolder) -> _Values:
-    return {record.version: record.accuracy for record in _evaluations(run).get(suite, ())}
+def _suite_accuracy(evaluations: _Evaluations, suite: str, run: RunFolder) -> _Values:
+    return {record.version: record.accuracy for record in evaluations.of(run, suite)[0]}
 
 
 def _cumulative(steps: Sequence[StepRecord], steps_per_epoch: float) -> Iterator[tuple[int, float]]:
@@ -229,7 +260,7 @@ def _cumulative(steps: Sequence[StepRecord], steps_per_epoch: float) -> Iterator
         if (now := int((record.step - 1) // steps_per_epoch)) != epoch:
             epoch, correct, num = now, 0.0, 0.0
         samples = record.values[MetricName.NUM_SAMPLES]
-        correct, num = correct + samples * record.values[MetricName.ACCURACY], num + samples
+        correct, num = correct + samples * (record.accuracy or 0.0), num + samples
         yield record.step, correct / num
 
 

@@ -29,6 +29,7 @@ from mobula.cluster.metrics.report.tables import write_tables
 from mobula.cluster.metrics.report.units import unit_of
 from mobula.cluster.metrics.report.videos import Video, read_videos
 from mobula.cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
+from mobula.cluster.metrics.step_records import BeforeAfter
 from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.workers.faults import Fault
 
@@ -98,6 +99,7 @@ def render_report(
 ) -> str:
     """Renders the report as HTML. All data is escaped; only our own script may run, allowed by its hash."""
     status, unit = run.summary.status if run.summary else _UNFINISHED, unit_of([run])
+    pair = BeforeAfter.of(run.evaluations)
     return render(
         "report.html.j2",
         run=run,
@@ -107,8 +109,9 @@ def render_report(
         sheets=[(suite, list(of_suite)) for suite, of_suite in groupby(sheets, key=lambda sheet: sheet.suite)],
         videos=videos,
         data_uri=_data_uri,
-        before=run.evaluations[0] if run.evaluations else None,
-        after=run.evaluations[-1] if len(run.evaluations) > 1 else None,
+        before=pair.before,
+        after=pair.after,
+        not_compared=pair.reason,
         facts=_facts(run),
         accuracy=accuracy_chart(run.steps, run.evaluations),
         curves=[*guard_charts(run.steps, run.guard), *curves(run.steps, unit)],

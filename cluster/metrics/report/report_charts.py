@@ -9,7 +9,7 @@ from mobula.cluster.metrics.definitions import METRICS, MetricName
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.charts import Chart, Curve, Point, curve
 from mobula.cluster.metrics.report.units import TOKEN, counted_in
-from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
+from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord, difference, distinct_identities
 
 _PHASE_LABELS = {
     "wait_for_rollouts": "waiting for rollouts",
@@ -23,10 +23,16 @@ _OTHER_COLOUR = 6
 
 def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Chart:
     """Returns the chart of training accuracy and of held-out accuracy with 95 % intervals."""
-    held_out = Curve("held out", 2, [Point(e.version, e.accuracy, e.low, e.high) for e in evaluations])
-    text = "Training: sampled responses that were trained on. Held out: held-out prompts with 95 % intervals."
-    training = curve("training", 1, _values(steps, MetricName.ACCURACY))
-    return Chart("accuracy", "Accuracy", text, [training, held_out], domain=(0.0, 1.0))
+    text = "Trained: sampled responses that were trained on. Held out: held-out prompts with 95 % intervals."
+    series = [curve("trained", 1, _values(steps, MetricName.ACCURACY))]
+    if any(record.accuracy != record.values.get(MetricName.ACCURACY) for record in steps):
+        text += " Sampled: all sampled responses, with groups that were not trained."
+        series.append(curve("sampled", 3, _values(steps, MetricName.SAMPLED_ACCURACY)))
+    for n, identity in enumerate(identities := distinct_identities(evaluations)):
+        label = "held out" + (f" ({difference(identities[0], identity)})" if n else "")
+        points = [Point(e.version, e.accuracy, e.low, e.high) for e in evaluations if e.identity == identity]
+        series.append(Curve(label, (2, 4, 5)[n % 3], points))
+    return Chart("accuracy", "Accuracy", text, series, domain=(0.0, 1.0))
 
 
 def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Chart]:

@@ -41,4 +41,6 @@ def _step(record: StepRecord) -> dict[str, Cell]:
 
 def _evaluation(record: EvaluationRecord) -> dict[str, Cell]:
     own: dict[str, Cell] = {"suite": record.suite, "version": record.version, "accuracy": record.accuracy}
-    return {**own, "low": record.low, "high": record.high, "num": record.num, **record.values}
+    num: dict[str, Cell] = {"num": record.num, "num_unscored": record.num_unscored}
+    identity = {f"evaluation_{name}": value for name, value in record.identity.items()}
+    return {**own, "low": record.low, "high": record.high, **num, **record.values, **identity}

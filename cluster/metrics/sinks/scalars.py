@@ -18,4 +18,5 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
     """Returns `evaluation/<name>`, or `evaluation_<suite>/<name>` for other suites than the run's own."""
     group = "evaluation" if record.suite == HELD_OUT else f"evaluation_{record.suite}"
-    return {f"{group}/{name}": value for name, value in {"accuracy": record.accuracy, **record.values}.items()}
+    own = {"accuracy": record.accuracy, "num_unscored": float(record.num_unscored)}
+    return {f"{group}/{name}": value for name, value in {**own, **record.values}.items()}

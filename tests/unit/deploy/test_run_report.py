@@ -149,7 +149,8 @@ MINE = (
 
 
 def measured(before: float | None, after: float | None, tokens: tuple[float, float] | None = None) -> Summary:
-    values = {field.name: None for field in fields(Summary)}
+    values: dict[str, object] = {field.name: None for field in fields(Summary)}
+    values |= {"counted_before": "", "counted_after": "", "not_compared": ""}
     shares = [{} if tokens is None else {"token_accuracy": share} for share in tokens or (0.0, 0.0)]
     known = {"accuracy_before": before, "accuracy_after": after, "values_before": shares[0], "values_after": shares[1]}
     return Summary(**{**values, **known})

@@ -112,6 +112,20 @@ async def test_a_version_that_was_evaluated_before_a_resume_is_not_evaluated_aga
     assert second.results == first.results
 
 
+async def test_a_changed_suite_is_evaluated_again_and_its_gains_are_not_over_the_earlier_one() -> None:
+    prompts = [make_prompt(f"test/{i}/s{i}") for i in range(4)]
+    sampled = replace(SETTINGS, temperature=1.0, num_samples=2)
+    first, results = make_evaluator(FakeRollouts(), [], suites=[Suite(HELD_OUT, prompts, sampled, {"split": "a"})]), []
+    async with first.evaluating():
+        await first.maybe_run(0)
+    second = make_evaluator(FakeRollouts(), results, suites=[Suite(HELD_OUT, prompts, sampled, {"split": "b"})])
+    second.restore(0, json.loads(json.dumps(first.state())))
+    async with second.evaluating():
+        await second.maybe_run(0)
+    assert [result.identity for result in results] == [{"split": "b"}]
+    assert "accuracy_mean" in results[0].values and "accuracy_gain" not in results[0].values
+
+
 async def test_it_runs_beside_the_body_until_it_is_waited_for_and_the_last_one_is() -> None:
     results: list[EvaluationResult] = []
     rollouts = FakeRollouts(pauses=lambda prompt_id: 3)

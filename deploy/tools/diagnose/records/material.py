@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 RIGHT = 0.9  # accuracy from which a task counts as solved
 
-SAMPLED = {MetricName.REWARD_MEAN: MetricName.SAMPLED_REWARD_MEAN, MetricName.ACCURACY: MetricName.SAMPLED_ACCURACY}
+SAMPLED: Mapping[str, str] = {
+    MetricName.REWARD_MEAN: MetricName.SAMPLED_REWARD_MEAN,
+    MetricName.ACCURACY: MetricName.SAMPLED_ACCURACY,
+}
 
 
 def nothing() -> None:

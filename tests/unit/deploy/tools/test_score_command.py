@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fakes import make_prompt
 from rich.console import Console
 from score_data import AERORL, PUBLISHED, SIX_ROWS, record, write_jsonl
 from typer.testing import CliRunner, Result
 
 from benchmarks.harness.corruption import PATTERNS, corrupt, pattern_of
+from mobula.cluster.records.trajectory import Answers, Generated, Response, Reward
+from mobula.cluster.rollout.evaluation import ScoredPrompt
+from mobula.cluster.rollout.response_files import ResponseFiles
 from mobula.configs.load import dump_config, load_config
 from mobula.deploy.cli import app
 from mobula.deploy.tools import score as scoring
@@ -65,6 +71,22 @@ def test_a_file_of_an_evaluation_is_scored_response_by_response(tmp_path: Path) 
     assert done.exit_code == 0 and "3 records: average 0.666667" in done.output, done.output
     scored = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(row["id"], row["reward"]) for row in scored] == [("a#0", 1.0), ("a#1", 0.0), ("c#0", 1.0)]
+
+
+def test_what_an_evaluation_saves_is_scored_with_its_token_counts(tmp_path: Path) -> None:
+    prompt = replace(make_prompt("test/0/a"), references=("4",), metadata={"label": "sums"})
+    responses = (Response("4", 9, is_truncated=False), Response("5", 2, is_truncated=True))
+    scored = ScoredPrompt(
+        prompt, [Reward(1.0, {"right": 1.0}), None], Generated(None, None, Answers(prompt, (0, 1), responses))
+    )
+    files = ResponseFiles(tmp_path, accuracy_component="right", correct_from=1.0, timeout_s=1)
+    asyncio.run(files.write("held_out", 3, [scored, ScoredPrompt(prompt, [None])]))
+    [row, excluded] = map(json.loads, (tmp_path / "held_out-3.jsonl").read_text().splitlines())
+    assert (row["correct"], row["generated_tokens"], row["is_truncated"]) == ([True, None], [9, 2], [False, True])
+    assert row["metadata"] == {"label": "sums"} and excluded["predictions"] == []
+    results = tmp_path / "rows.jsonl"
+    done = mobula("score", tmp_path / "held_out-3.jsonl", "rewards=exact_match", "--results", results, "--quiet")
+    assert done.exit_code == 0 and "2 records: average 0.5" in done.output, done.output
 
 
 @pytest.mark.parametrize("text", ["", '{"kind": "sample"}\n', '{"predictions": [], "references": ["1"]}\n'])

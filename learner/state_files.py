@@ -144,7 +144,9 @@ class _Writer(dcp.FileSystemWriter):
         with (Path(self.path) / name).open("wb") as file:
             for key, offset in write_header(file, described, list(described)).items():
                 file.seek(offset)
-                file.write(content(planner.resolve_data(items[key])))
+                data = planner.resolve_data(items[key])
+                assert isinstance(data, torch.Tensor), "bytes are values of the index"
+                file.write(content(data))
             file.flush()
             os.fsync(file.fileno())
         results = [WriteResult(item.index, described[key].nbytes, name) for key, item in items.items()]

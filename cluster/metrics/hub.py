@@ -49,8 +49,14 @@ BETWEEN_PHASES = "other"
 ENDING = "ending"
 MAX_REASONS = 24  # of rewards that are counted by name; others are counted together
 OTHER = "other"
-LASTING = (MetricName.HELD_OUT_LOSS, MetricName.HELD_OUT_MARGIN)  # gauges that a resume does not set again
-LASTING += (MetricName.CANARY, MetricName.CANARY_MEDIA, MetricName.CANARY_TEMPLATE, MetricName.CANARY_TEXT)
+LASTING = (  # gauges that a resume does not set again
+    MetricName.HELD_OUT_LOSS,
+    MetricName.HELD_OUT_MARGIN,
+    MetricName.CANARY,
+    MetricName.CANARY_MEDIA,
+    MetricName.CANARY_TEMPLATE,
+    MetricName.CANARY_TEXT,
+)
 
 
 class Samples(Protocol):

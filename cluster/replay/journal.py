@@ -126,7 +126,7 @@ class Arrival:
         body, rows = self.record.body, self.record.rows
         if self.record.kind is RecordKind.FINISHED:
             found = rows.column("reward").to_pylist(maps_as_pydicts="strict")
-            num_tokens = sum(int(np.sum(mask)) for mask in arrays(rows, "action_mask"))
+            num_tokens = sum(int(mask.sum()) for mask in arrays(rows, "action_mask") if mask is not None)
             rewards = tuple(Reward(**reward) for reward in found if reward is not None)
             return GroupOutcome(self.group_id, rewards, rows.num_rows, num_tokens)
         values = {key: value for key, value in body.items() if key not in ("reason", "rewards")}

@@ -31,9 +31,10 @@ def check_checkpoint(config: RunConfig) -> Iterator[Finding]:
 
 def check_rows(config: RunConfig) -> Iterator[Finding]:
     """Checks the first rows of each split as a run does, if they and the checkpoint are here; writes nothing."""
+    from mobula.actors.processors.make import make_processor
     from mobula.cluster.records.media import MediaStore
     from mobula.deploy.preflight.rows import ROWS, find_in_rows
-    from mobula.deploy.wiring.preparation import checked_splits, make_processor
+    from mobula.deploy.wiring.preparation import checked_splits
 
     if not (config.data.path.is_dir() and is_here(config)):
         yield Finding("Rows", Verdict.OK, f"data.path={config.data.path} or the model is not here yet: not checked")

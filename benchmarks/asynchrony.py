@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, rates
 from benchmarks.simulation.simulated_run import Outcome, Workload, simulate
-from mobula.deploy.rehearsal.simulated.lengths import LognormalLengths
+from mobula.deploy.rehearsal.simulated.machine import LognormalLengths
 
 MAX_STALENESS = (0, 1, 2, 4, 8)
 ASYNC = 4  # the bound that the targets are for

@@ -20,8 +20,7 @@ from benchmarks.replay import Load, make_group
 from mobula.cluster.audit.observer import AuditSink, RunAudit
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.metrics.step_records import StepRecord
-from mobula.cluster.records.content import group_digest
-from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup, group_digest
 from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.learner.batch import check_digest
 

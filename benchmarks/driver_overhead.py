@@ -32,7 +32,7 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.rollout.staleness import StalenessGate
 from mobula.cluster.runtime.gc_tuning import tune_gc
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.configs.schema import Recipe, RunConfig
 from mobula.configs.schema.rewards import SHARED_SERVICE
 from mobula.deploy.rehearsal.simulated.engine import summary_of

@@ -19,7 +19,7 @@ from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, in
 from benchmarks.harness.stage import Stage, engines, private_ray, scratch_config
 from benchmarks.simulation.slow_environment import SlowImages
 from mobula.actors.environments.rows import ENVIRONMENT
-from mobula.actors.rollout.episode import Episode, ObservationBudget
+from mobula.actors.rollout.episodes import Episode, ObservationBudget
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan

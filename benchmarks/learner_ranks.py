@@ -20,12 +20,11 @@ from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.rehearsal.simulated.cores import Cores
+from mobula.deploy.rehearsal.simulated.machine import Cores
 from mobula.deploy.rehearsal.simulated.workers import Handle, RankTimes, SimulatedRank, SimulatedRanks
-from mobula.learner.examples.planners import Planners
+from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.shares import StepGroups, planner_of
-from mobula.learner.shares.share_fetcher import planned_shares
+from mobula.learner.shares import StepGroups, planned_shares, planner_of
 
 NUM_RANKS = (256, 1024, 4096)
 GROUPS_OF_RANK, SIBLINGS = 2, 4

@@ -24,7 +24,7 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.logprobs import PLAIN, token_logprobs
+from mobula.learner.policies.head import PLAIN, token_logprobs
 from mobula.learner.policies.token import TokenPolicy
 
 ROW_TOKENS, NUM_ROWS, QUICK_ROWS = 1024, 2, 1

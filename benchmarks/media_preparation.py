@@ -26,13 +26,12 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
 from benchmarks.replay import Load, make_group
 from mobula.actors.datasets.prompts import InDriver, Preparation, PromptSource
-from mobula.actors.processors.make import make_processor
 from mobula.actors.processors.pool import ProcessorPool
 from mobula.actors.processors.video import require_av
-from mobula.actors.processors.worker import ProcessorWorker
+from mobula.actors.processors.worker import ProcessorWorker, make_processor
 from mobula.cluster.records.media import MediaHandle, MediaStore, ProcessedMedia
 from mobula.cluster.records.trajectory import TrajectoryGroup
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.deploy.wiring.preparation import TRAIN, Prepared
 
 NUM_WORKERS = 2

@@ -25,7 +25,7 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.logprobs import PLAIN, token_logprobs
+from mobula.learner.policies.head import PLAIN, token_logprobs
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.token import TokenPolicy
 

@@ -21,12 +21,13 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements
 from benchmarks.harness.stage import private_ray, scratch_config, scratch_folder
 from mobula.cluster.runtime.placement import needed_roles
-from mobula.cluster.runtime.role_log import LOGS_FOLDER
+from mobula.cluster.runtime.ray_deaths import LOGS_FOLDER
 from mobula.configs.schema import RunConfig
-from mobula.deploy.planning.policy_shape import policy_shape
+from mobula.deploy.planning.memory import policy_shape
 from mobula.deploy.planning.workers import worker_memory
 from mobula.deploy.run.runtime import run_training
-from mobula.learner.policies.tiny.qwen2_5_vl import build_config, build_processor
+from mobula.learner.policies.tiny.qwen import build_config
+from mobula.learner.policies.tiny.qwen import build_processor_qwen2_5_vl as build_processor
 
 WIDTH, NUM_BLOCKS, NUM_HEADS = 768, 8, 24
 SETTINGS = (

@@ -29,7 +29,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.token import TokenPolicy
 

@@ -16,14 +16,14 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
-from mobula.actors.reference.quantised import Quantisation, num_weight_bytes, quantise
+from mobula.actors.reference.scorer import Quantisation, num_weight_bytes, quantise
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import LearnerConfig, ResourcesConfig
 from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import DTYPES
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.token import TokenPolicy
 
 ROW_TOKENS, NUM_ROWS, QUICK_ROWS = 256, 8, 2

@@ -19,7 +19,7 @@ from mobula.cluster.metrics.step_records import StepRecord
 from mobula.configs.schema import RunConfig
 from mobula.deploy.rehearsal.command import RehearseCommand, mean_prompt_tokens, staged
 from mobula.deploy.rehearsal.measured import MeasuredRun, measured_speeds
-from mobula.deploy.rehearsal.simulated.lengths import RecordedLengths
+from mobula.deploy.rehearsal.simulated.machine import RecordedLengths
 from mobula.deploy.rehearsal.stage import result_of
 
 SETTINGS = (

@@ -25,7 +25,7 @@ from mobula.cluster.weight_sync.changes import Base, PushedChanges, VersionStep
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.pretrained.smollm2 import write_smollm2
+from mobula.learner.policies.pretrained import write_smollm2
 from mobula.learner.weight_publisher import WeightPublisher
 
 RATES = (1e-6, 1e-5)

@@ -70,12 +70,7 @@ class Controller:
     guard: Guard = field(default_factory=NoGuard)
 
     async def run(self) -> int:
-        """Trains until version `total_steps` and returns it.
-
-        Raises:
-            RunStopped: after a stop request. The version has a checkpoint unless the deadline has passed.
-            MobulaError: a failure that no retry could fix; the newest complete checkpoint is untouched.
-        """
+        """Trains until version `total_steps` and returns it."""
         version = await self.checkpoints.resume()
         await self.weights.publish(version)
         async with (

@@ -1,4 +1,4 @@
-"""Failure: why a process or an engine ended, in plain values that can be sent between processes."""
+"""Failures of workers: causes, and errors in one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of libraries: colours, and moves of the cursor
+
+
+# C0 and C1 without tab and line feed, and characters that change the direction of a line.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+MAX_DETAIL = 120  # characters of each line that is shown of an error of several lines
+
+
+MAX_LINE = 400  # characters of an error of one line
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns the text of an error, shortened for a table; of several lines the first and the last."""
+    lines = [line.strip() for line in COLOUR.sub("", str(error)).strip().splitlines()]
+    if len(lines) < 2:
+        return _cut("".join(lines), MAX_LINE)
+    return " ... ".join(_cut(line, MAX_DETAIL) for line in (lines[0], lines[-1]))
+
+
+def escaped(text: str) -> str:
+    """Returns the text with every control character as `\\u001b`, which is valid in JSON as well."""
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _cut(line: str, length: int) -> str:
+    return line if len(line) <= length else f"{line[: length - 3].rstrip()}..."
+
+
 NUM_FRAMES = 3  # stack frames in a failure
+
+
 MAX_MESSAGE = 300  # characters of an exception's message in a failure
+
+
 MAX_TRACEBACK = 20_000  # last characters of a traceback in a failure, so that it fits into a pipe
+
+
 WRAPPERS = ("contextlib.py", "vllm/tracing/otel.py")  # wrapper files, whose frames are left out
+
+
 FRAME = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')  # as a printed stack shows it
+
+
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # caused by the process itself
 
 

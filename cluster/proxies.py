@@ -47,11 +47,7 @@ def proxy_of(url: httpx.URL) -> tuple[str, str] | None:
 
 
 def proxied_transport(url: httpx.URL) -> httpx.HTTPTransport:
-    """Returns a transport for one URL.
-
-    Raises:
-        httpx.ProxyError: the proxy is of an unsupported kind; the message names the variable.
-    """
+    """Returns a transport for one URL."""
     variable_and_proxy = proxy_of(url)
     if variable_and_proxy is None:
         return httpx.HTTPTransport()

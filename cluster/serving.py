@@ -100,11 +100,7 @@ class Address:
             raise RefusalError(401, "a bearer token is needed, and not this one", {"WWW-Authenticate": "Bearer"})
 
     def listen(self, access: Access | None = None, option: str = "--token-env or --token-file") -> socket.socket:
-        """A listening socket. `option` names the option of the tokens in an error.
-
-        Raises:
-            PreflightError: the address is taken, not of this machine, or open to other machines without a token.
-        """
+        """A listening socket. `option` names the option of the tokens in an error."""
         if (access or self).is_open and not is_loopback(self.host):
             raise PreflightError(
                 f"--host {self.host} is reached from other machines, and there is no token: give {option}, or listen "
@@ -322,11 +318,7 @@ async def reply(send: Send, status: int, body: bytes, headers: Mapping[str, str]
 
 
 def read_token(env: str | None, file: Path | None) -> str | None:
-    """The bearer token from an environment variable or a file; None if neither is given.
-
-    Raises:
-        ConfigError: the source holds no token, or both are given.
-    """
+    """The bearer token from an environment variable or a file; None if neither is given."""
     if env is not None and file is not None:
         raise ConfigError("--token-env and --token-file both name a token: give one of them")
     if env is not None:

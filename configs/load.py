@@ -5,7 +5,7 @@
     assert load_resolved(path) == config
 
 The order of overrides does not matter. From weak to strong: the schema's defaults, the groups, the experiment, the
-groups on the command line (`configs/groups.py`), the keys on the command line. Kind sections that are not selected
+groups on the command line (`configs/overrides.py`), the keys on the command line. Kind sections that are not selected
 (`sampler.vllm` with `sampler=huggingface`) are dropped from options, and refused on the command line and in a file. An
 override without effect is refused. Errors are a ConfigError that names the key, the value got and the next action.
 """
@@ -24,23 +24,28 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mobula.configs import keys
+from mobula.configs import overrides as keys
 from mobula.configs.errors import ConfigError
-from mobula.configs.groups import (
+from mobula.configs.overrides import (
     COMPUTATIONS,
     COMPUTED_FROM,
     EXPERIMENT,
     FOLDER,
     SMALL_EXAMPLE,
+    Override,
+    apply_overrides,
     layers,
     merge,
     own_values,
+    read_overrides,
+    refuse_overruled,
+    refuse_unread,
     roots,
+    unknown,
     without_missing,
 )
-from mobula.configs.overrides import Override, apply_overrides, read_overrides, refuse_overruled, refuse_unread, unknown
 from mobula.configs.rules import checked
-from mobula.configs.rules.rewards import reward_contradictions
+from mobula.configs.rules.data import reward_contradictions
 from mobula.configs.schema.base import defaults, unread, without_unread
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.run import RunConfig

@@ -1,25 +1,355 @@
-"""Command-line overrides, `GROUP=OPTION` and `KEY=VALUE`: parsing, checks, and application to a configuration.
-
-For keys of text or paths the value is the literal text, without enclosing quotes; a leading `~/` is the home directory.
-Other values follow Hydra's grammar: numbers, true and false, lists, mappings.
-"""
+"""Words of the command line: groups and overrides, with the nearest names in errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.errors import HydraException
+from pydantic.fields import FieldInfo
 
-from mobula.configs import keys
 from mobula.configs.errors import ConfigError
-from mobula.configs.groups import EXPERIMENT, groups, leaves, merge, own_values
-from mobula.configs.schema.base import unread
+from mobula.configs.schema.base import ENTRY, ITEM, NOT_EMPTY, Section, defaults, kinds, section_below, unread
 from mobula.configs.schema.run import RunConfig
+
+# The YAML groups, their options, and the values that an option sets.
+#
+# An option's file may include other options of the group (`defaults: [held_out, _self_]`). An option sets the values in
+# its file and in the included options.
+#
+# Options are searched in this directory, the directories of `MOBULA_TASKS` and of `examples/`, in this order.
+
+FOLDER = Path(__file__).parent
+
+
+EXAMPLES = FOLDER.parent / "examples"  # inside the package `mobula`, also in a wheel
+
+
+TASKS_VARIABLE = "MOBULA_TASKS"
+
+
+"""Environment variable: the user's directories with groups (such as `examples/sums`), separated by colons."""
+
+
+MISSING = "???"  # a value that the user must set
+
+
+EXPERIMENT = "experiment"
+
+
+SMALL_EXAMPLE = "digits"
+
+
+"""The experiment of `examples/` for checks of a machine: needs neither a GPU nor files."""
+
+
+GLOBAL_PACKAGE = "# @package _global_"
+
+
+# Keys that values are computed from in group files, and their types.
+COMPUTED_FROM = {
+    "resources.num_nodes": int,
+    "resources.device": str,
+    "policy.lora.rank": int,
+    "sampler.max_tokens": int,
+}
+
+
+COMPUTATIONS: Mapping[str, Callable[..., Any]] = {  # `${NAME:${KEY},...}` in files
+    "times": lambda a, b: a * b,
+    "if_positive": lambda number, yes, no: yes if number > 0 else no,
+    "if_gpu": lambda device, yes, no: yes if device != "cpu" else no,
+}
+
+
+@cache
+def roots() -> tuple[Path, ...]:
+    """The directories with groups. The first directory with an option's file decides."""
+    tasks = [Path(name).resolve() for name in os.environ.get(TASKS_VARIABLE, "").split(":") if name]
+    for task in tasks:
+        if not task.is_dir():
+            raise ConfigError(f"{TASKS_VARIABLE} names {task}, which is no directory: correct or unset it")
+        for file in task.glob("*/*.yaml"):
+            if (FOLDER / file.relative_to(task)).is_file():
+                raise ConfigError(f"{file} has the name of a built-in option of {file.parent.name}: rename it")
+    return (FOLDER, *tasks, *sorted(folder for folder in EXAMPLES.iterdir() if folder.is_dir()))
+
+
+@cache
+def groups() -> Mapping[str, tuple[str, ...]]:
+    """Group -> options."""
+    names = sorted(folder.name for folder in FOLDER.iterdir() if any(folder.glob("*.yaml")))
+    files = {name: {file.stem for root in roots() for file in (root / name).glob("*.yaml")} for name in names}
+    return {name: tuple(sorted(stems)) for name, stems in files.items()}
+
+
+def option_file(group: str, option: str) -> Path:
+    """The file of an existing option."""
+    return next(file for root in roots() if (file := root / group / f"{option}.yaml").is_file())
+
+
+def layers() -> tuple[str, ...]:
+    """The groups in the order of `config.yaml`, from weak to strong; the experiment is last."""
+    entries = yaml.safe_load((FOLDER / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return tuple(group for entry in entries if isinstance(entry, dict) for group in entry)
+
+
+def own_values(group: str, option: str) -> dict[str, Any]:
+    """The values that an option sets in a run's configuration, without values that the user must set."""
+    text = option_file(group, option).read_text(encoding="utf-8")
+    content = yaml.safe_load(text) or {}
+    values: dict[str, Any] = {}
+    for entry in content.pop("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            merge(values, own_values(group, entry.partition("@")[0]))
+    settings = without_missing(content)
+    return merge(values, settings if text.startswith(GLOBAL_PACKAGE) else {group: settings})
+
+
+def merge(values: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges `others` into `values` recursively, and returns `values`. An empty mapping replaces a value."""
+    for key, other in others.items():
+        if isinstance(other, Mapping) and other and isinstance(values.get(key), dict):
+            merge(values[key], other)
+        else:
+            values[key] = merge({}, other) if isinstance(other, Mapping) else other
+    return values
+
+
+def leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted name and value of the leaves of nested mappings; an empty mapping is a leaf."""
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from leaves(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, values
+
+
+def without_missing(values: Any) -> Any:
+    """`values` without keys that the user must set."""
+    if isinstance(values, Mapping):
+        return {key: without_missing(value) for key, value in values.items() if value != MISSING}
+    if isinstance(values, list):
+        return [without_missing(value) for value in values]
+    return values
+
+
+BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
+
+
+USER_CODE = "module:name or path/to/file.py:name"
+
+
+"""The form of user code instead of a built-in name."""
+
+
+NOUNS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A dotted key."""
+
+    name: str
+    expected: str
+    description: str
+    section: type[Section] | None  # for keys of sections
+    is_open: bool  # a mapping with any keys
+    default: Any  # MISSING if the field has no default
+    read_with: str = ""  # of a kind section: the KEY=VALUE that selects it
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the value on the command line is literal text."""
+        is_name = self.expected.startswith("one of") and self.expected.endswith(USER_CODE)
+        return is_name or self.expected.startswith(("text", "a path"))
+
+
+def walk(section: type[Section], prefix: str) -> Iterator[Key]:
+    """Yields the keys of `section` in the schema's order; the key of a section comes before the keys in it."""
+    fields, read_with = defaults(section), kinds(section)
+    for field_name, info in section.model_fields.items():
+        name = f"{prefix}{field_name}"
+        below, item = section_below(info.annotation)
+        is_open = get_origin(info.annotation) is dict and below is None
+        default = fields.get(field_name, MISSING)
+        read = f"{prefix}{read_with[field_name]}={field_name}" if field_name in read_with else ""
+        yield Key(name, _expectation(info), info.description or "", below, is_open, default, read)
+        if below is not None and item.startswith(ENTRY):
+            yield Key(
+                f"{name}.{ENTRY}",
+                _noun(below),
+                f"One entry of `{name}`, under a name of its own.",
+                None,
+                False,
+                MISSING,
+            )
+        if below is not None:
+            yield from walk(below, f"{name}.{item}")
+
+
+@cache
+def known_keys() -> Mapping[str, Key]:
+    """Dotted name -> key, for every key of a run's configuration, in the schema's order."""
+    return {key.name: key for key in walk(RunConfig, "")}
+
+
+def find(name: str) -> Key | None:
+    """The schema's key for a dotted name. An index matches ITEM; any name matches ENTRY or a key in an open mapping."""
+    parts = name.split(".")
+    exact = next((key for key in known_keys().values() if _fits(key, parts)), None)
+    if exact is not None:
+        return exact
+    heads = (parts[:end] for end in range(len(parts) - 1, 0, -1))
+    return next((key for head in heads for key in known_keys().values() if key.is_open and _fits(key, head)), None)
+
+
+def _fits(key: Key, parts: Sequence[str]) -> bool:
+    pattern = key.name.split(".")
+    return len(pattern) == len(parts) and all(
+        wanted in (part, ENTRY) or (wanted == ITEM and part.isdecimal())
+        for wanted, part in zip(pattern, parts, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A key of ours and the equivalent keys of other trainers; see `other_trainers.yaml`."""
+
+    ours: str
+    theirs: Mapping[str, Sequence[str]]  # trainer -> keys
+    note: str
+
+
+TRAINERS = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF", "lightrft": "LightRFT", "flow_grpo": "flow_grpo"}
+
+
+OTHER_TRAINERS = Path(__file__).with_name("other_trainers.yaml")
+
+
+@cache
+def translations() -> tuple[Translation, ...]:
+    """All entries of `other_trainers.yaml`."""
+    entries = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))["keys"]
+    return tuple(
+        Translation(ours, {name: entry[name] for name in TRAINERS if name in entry}, entry.get("note", ""))
+        for ours, entry in entries.items()
+    )
+
+
+@cache
+def _homes() -> Mapping[str, str]:
+    """Section of another trainer -> section of ours."""
+    sections = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))["sections"]
+    return {theirs: ours for ours, names in sections.items() for theirs in names}
+
+
+def translated(name: str) -> tuple[Translation, str] | None:
+    """Translates another trainer's key `name`; returns our key and the trainer, or None.
+
+    `name` may lack leading sections (`rollout.n` for verl's `actor_rollout_ref.rollout.n`). If it starts with a section
+    of ours (`learner.lr`), only keys of this section are considered.
+    """
+    section, _, last = name.rpartition(".")
+    is_ours = name.partition(".")[0] in known_keys()
+    wanted = last if is_ours else name
+    candidates = [
+        (theirs != name, translation.ours.count("."), translation, trainer)
+        for translation in translations()
+        if not is_ours or translation.ours.startswith(f"{section}.")
+        for trainer, names in translation.theirs.items()
+        for theirs in names
+        if f".{theirs}".endswith(f".{wanted}") or ("." in theirs and wanted.endswith(f".{theirs}"))
+    ]
+    return min(candidates, key=lambda entry: entry[:2])[2:] if candidates else None
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """Suggests a known name for an unknown `name`.
+
+    In this order: the shallowest name that ends in `name`; a similar key of the same section (or of the equivalent
+    section of another trainer); a key with the same last part, of the most similar section; a similar name; a similar
+    last part.
+    """
+    parent, _, last = name.rpartition(".")
+    head, dot, rest = parent.partition(".")
+    sections = (parent, f"{_homes().get(head, head)}{dot}{rest}")
+    endings = [candidate for candidate in known if _flat(candidate).endswith(f".{_flat(name)}")]
+    if endings:
+        return min(endings, key=lambda candidate: (candidate.count("."), len(candidate)))
+    siblings = {_last(candidate): candidate for candidate in known if candidate.rpartition(".")[0] in sections}
+    same = [candidate for candidate in known if "." in name and _last(candidate) == last]
+    if last not in siblings and same:
+        return max(same, key=lambda candidate: SequenceMatcher(None, parent, candidate.rpartition(".")[0]).ratio())
+    others = {_last(candidate): candidate for candidate in known}
+    whole = {candidate: candidate for candidate in known if not name.startswith(f"{candidate}.")}
+    for wanted, candidates, cutoff in ((last, siblings, 0.6), (name, whole, 0.8), (last, others, 0.8)):
+        similar = get_close_matches(wanted, list(candidates), n=1, cutoff=cutoff)
+        if similar:
+            return candidates[similar[0]]
+    return None
+
+
+def _flat(name: str) -> str:
+    return name.replace("_", ".")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _expectation(info: FieldInfo) -> str:
+    """Describes a field's valid values, e.g. 'a number, at least 0'."""
+    bounds = [
+        template.format(getattr(constraint, bound))
+        for constraint in info.metadata
+        for bound, template in BOUNDS.items()
+        if hasattr(constraint, bound)
+    ]
+    patterns = [f"matching {c.pattern}" for c in info.metadata if hasattr(c, "pattern") and c.pattern is not None]
+    filled = ["not empty"] if NOT_EMPTY in info.metadata else []
+    return ", ".join([_noun(info.annotation), *bounds, *patterns, *filled])
+
+
+def _noun(annotation: Any) -> str:
+    if annotation in NOUNS:
+        return NOUNS[annotation]
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return "one of " + ", ".join(member.value for member in annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return f"{_noun(get_args(annotation)[0])}, {USER_CODE}"
+    if get_origin(annotation) is dict:
+        return "a mapping"
+    if get_origin(annotation) is tuple:
+        return "a list, each item " + _noun(get_args(annotation)[0])
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "a section with " + ", ".join(annotation.model_fields)
+    raise AssertionError(f"no words for {annotation}: name the type in configs.keys.NOUNS")
+
+
+# Command-line overrides, `GROUP=OPTION` and `KEY=VALUE`: parsing, checks, and application to a configuration.
+#
+# For keys of text or paths the value is the literal text, without enclosing quotes; a leading `~/` is the home
+# directory.
+# Other values follow Hydra's grammar: numbers, true and false, lists, mappings.
 
 
 @dataclass(frozen=True)
@@ -36,11 +366,7 @@ class Override:
 
 
 def read_overrides(texts: Sequence[str]) -> list[Override]:
-    """Parses overrides.
-
-    Raises:
-        ConfigError: an override cannot be parsed, has an unknown key or option, or contradicts another override.
-    """
+    """Parses overrides."""
     overrides: dict[str, Override] = {}
     for text in texts:
         override = _read(text)
@@ -51,11 +377,7 @@ def read_overrides(texts: Sequence[str]) -> list[Override]:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[Override]) -> None:
-    """Sets the keys of `overrides` in `values`; groups are ignored.
-
-    Raises:
-        ConfigError: a key cannot be set in `values`.
-    """
+    """Sets the keys of `overrides` in `values`; groups are ignored."""
     # Sections first: a key of a section is applied on top of the section.
     for override in sorted((o for o in overrides if not o.is_group), key=lambda o: o.name.count(".")):
         try:
@@ -67,11 +389,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[Override]) -> No
 
 
 def refuse_unread(values: Mapping[str, Any], overrides: Sequence[Override]) -> None:
-    """Refuses overrides of kind sections that are not selected in the result `values`: `sampler.vllm` without vLLM.
-
-    Raises:
-        ConfigError: names each such override and the key that selects the kind.
-    """
+    """Refuses overrides of kind sections that are not selected in the result `values`: `sampler.vllm` without vLLM."""
     lines = [
         f"{override.text} is not read with {key}={chosen}: leave it out, or set {key}={section.rpartition('.')[2]}"
         for section, key, chosen in unread(RunConfig, values)
@@ -86,9 +404,6 @@ def refuse_unread(values: Mapping[str, Any], overrides: Sequence[Override]) -> N
 def refuse_overruled(values: Mapping[str, Any], overrides: Sequence[Override]) -> None:
     """Refuses overrides without effect on the result `values`: a key with another value, or a group whose option has no
     value in the result.
-
-    Raises:
-        ConfigError: names an override without effect, and the overrides that overrule it.
     """
     for override in overrides:
         if override.is_group:
@@ -147,7 +462,7 @@ def _read(text: str) -> Override:
     name = start.lstrip("+")
     if not name or not equals:
         raise ConfigError(f"{text!r} is no override: write {start.lstrip('~+-') or 'KEY'}=VALUE")
-    key = None if name in groups() else keys.find(name)
+    key = None if name in groups() else find(name)
     if key is not None and key.takes_text:
         return Override(text, name, _text(name, value))
     return _read_by_grammar(text)
@@ -174,8 +489,8 @@ def _read_by_grammar(text: str) -> Override:
         raise ConfigError(f"{text!r} holds several values but a run takes one: {_one_value(name, text)}")
     if name in groups():
         return Override(text, name, _chosen(name, override.value(), groups()[name]))
-    if keys.find(name) is None:
-        raise ConfigError(unknown(name, [*keys.known_keys(), "experiment"]))
+    if find(name) is None:
+        raise ConfigError(unknown(name, [*known_keys(), "experiment"]))
     return Override(text, name, override.value())
 
 
@@ -197,7 +512,7 @@ def _one_value(name: str, text: str) -> str:
     value = text.partition("=")[2]
     if name in groups():
         return f"{name} is one of {', '.join(groups()[name])}"
-    key = keys.find(name)
+    key = find(name)
     if key is None or (key.is_open and key.name.count(".") < name.count(".")):
         return f"quote the value, e.g. {name}=\"'{value}'\""
     if key.expected.startswith("a list") and not value.startswith("["):
@@ -208,7 +523,7 @@ def _one_value(name: str, text: str) -> str:
 def _chosen(group: str, value: Any, options: Sequence[str]) -> str:
     if value in options:
         return str(value)
-    suggestion = keys.nearest(str(value), options)
+    suggestion = nearest(str(value), options)
     hint = f"did you mean {group}={suggestion}? " if suggestion else ""
     raise ConfigError(
         f"{group}={value} is unknown: {hint}{group} is one of {', '.join(options)}; "
@@ -218,12 +533,12 @@ def _chosen(group: str, value: Any, options: Sequence[str]) -> str:
 
 def unknown(name: str, known: Sequence[str]) -> str:
     """Message for an unknown key."""
-    translation = keys.translated(name)
+    translation = translated(name)
     if translation is not None:
         key, trainer = translation
         note = f" ({key.note})" if key.note else ""
-        return f"{name} is a key of {keys.TRAINERS[trainer]}: set {key.ours}=VALUE{note}"
-    suggestion = keys.nearest(name, known)
+        return f"{name} is a key of {TRAINERS[trainer]}: set {key.ours}=VALUE{note}"
+    suggestion = nearest(name, known)
     if suggestion:
         return f"{name} is unknown: did you mean {suggestion}?"
     section = name.rpartition(".")[0]

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Literal
 
 from mobula.cluster.errors import MobulaError, PreflightError
+from mobula.cluster.failures import escaped
 from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.rollout.evaluation import EvaluationResult
-from mobula.cluster.runtime.error_text import escaped
 from mobula.configs.load import dump_config, load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli.errors import INTERRUPTED, USER_ERROR
@@ -126,7 +126,7 @@ def export(
     Raises:
         PreflightError: there is no such run or checkpoint, or the directory exists or cannot be written.
     """
-    from mobula.deploy.tools.export import export_policy  # it imports torch
+    from mobula.deploy.run.export import export_policy  # it imports torch
 
     return export_policy(str(run), step, merge=merge, ema=ema, dtype=dtype, output=output).path
 

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from mobula.cluster.errors import WrongGroupError
-from mobula.cluster.records.content import group_digest
 from mobula.cluster.records.media import MediaReader
-from mobula.cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup, group_digest
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema import AlgorithmConfig
-from mobula.learner.algorithms.aggregation import Totals
-from mobula.learner.policies.base import PolicyRow, RowOutline
+from mobula.learner.algorithms.policy_losses import Totals
+from mobula.learner.policies.base import PolicyRow, RowOutline, on_device
 from mobula.learner.policies.batch import TokenSequence, pad_rows
-from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.trained import PolicyBatch, collate_rows, row_of
 
 RowOf = Callable[[Prompt, Any], PolicyRow]
@@ -112,10 +110,6 @@ def fetch_items(
     Token ages are relative to `version`, which the step trains from; advantages are 0. A trajectory without a reward
     (None) is not trained. `row` builds the scored row of a prompt and its actions: one target for each step, or one
     for the whole trajectory.
-
-    Raises:
-        LostObjectError: a group is lost.
-        WrongGroupError: a group has another content than its rollout actor reported.
     """
     chosen = range(len(groups)) if indices is None else indices
     some = [groups[n] for n in chosen]
@@ -144,11 +138,7 @@ def fetch_items(
 
 
 def check_digest(summary: GroupSummary, group: TrajectoryGroup) -> None:
-    """Compares the content of a fetched group with the digest that its rollout actor computed.
-
-    Raises:
-        WrongGroupError: they differ.
-    """
+    """Compares the content of a fetched group with the digest that its rollout actor computed."""
     if summary.sha256 and (found := group_digest(group)) != summary.sha256:
         raise WrongGroupError(
             f"group {summary.group_id} has sha256 {found}, and its rollout actor reported {summary.sha256}: the object "

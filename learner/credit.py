@@ -20,19 +20,30 @@ from mobula.learner.algorithms.advantages import (
     AdvantageFunction,
     AdvantageOptions,
     GroupStatistics,
+    PromptHistory,
+    RunningMoments,
     StepRewards,
     whitened,
 )
-from mobula.learner.algorithms.distillation import teacher_advantage
-from mobula.learner.algorithms.kl import AdaptiveCoefficient, FixedCoefficient, KLCoefficient, kl_estimator
-from mobula.learner.algorithms.kl.base import capped
-from mobula.learner.algorithms.moments import RunningMoments
-from mobula.learner.algorithms.prompt_history import PromptHistory
+from mobula.learner.algorithms.kl import (
+    AdaptiveCoefficient,
+    FixedCoefficient,
+    KLCoefficient,
+    capped,
+    kl_estimator,
+    teacher_advantage,
+)
 from mobula.learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share, token_rewards
-from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage, TokenValues
-from mobula.learner.algorithms.turn_advantages import TURN_ADVANTAGES, StepTurns, TurnAdvantage
-from mobula.learner.algorithms.turns import turns_of
-from mobula.learner.algorithms.value_loss import explained_variance
+from mobula.learner.algorithms.token_advantages import (
+    TOKEN_ADVANTAGES,
+    TURN_ADVANTAGES,
+    StepTurns,
+    TokenAdvantage,
+    TokenValues,
+    TurnAdvantage,
+    explained_variance,
+    turns_of,
+)
 from mobula.learner.batch import LearnerItem, filled
 
 NUM_MEASURED_TURNS = 16  # first turns of an episode with a reward metric

@@ -23,8 +23,7 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends import build_backend
 from mobula.learner.backends.base import Optimizer
-from mobula.learner.backends.process_group import RankRendezvous
-from mobula.learner.backends.sharded import ShardedWriter
+from mobula.learner.backends.sharded import RankRendezvous, ShardedWriter
 from mobula.learner.batch import (
     LearnerBatch,
     LearnerItem,
@@ -37,30 +36,24 @@ from mobula.learner.batch import (
 )
 from mobula.learner.credit import Credit
 from mobula.learner.critic import build_critic
-from mobula.learner.critic.rows import Values, with_values
-from mobula.learner.examples.entries import StoredExample, TaughtExamples
-from mobula.learner.examples.supervised_term import SupervisedTerm
+from mobula.learner.critic.critic import Values, with_values
+from mobula.learner.examples import StoredExample, SupervisedTerm, TaughtExamples
 from mobula.learner.gradient_step import GradientStep, Term
-from mobula.learner.images.teaching import ImageTrainer
-from mobula.learner.measures.fresh_gap import FreshGap
-from mobula.learner.measures.movement import Movement, ratios
+from mobula.learner.image_teaching import ImageTrainer
+from mobula.learner.measures import FreshGap, Movement, ratios
 from mobula.learner.meter import Meter
 from mobula.learner.objective import PolicyObjective, measure_gap
-from mobula.learner.offload import Offloader
-from mobula.learner.optim import learning_rate
-from mobula.learner.optim.average import NullAverage, WeightAverage
-from mobula.learner.optim.slow import NullSlow, SlowWeights
+from mobula.learner.optim import NullAverage, NullSlow, SlowWeights, WeightAverage, learning_rate
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
-from mobula.learner.policies.base import PolicyOutput
+from mobula.learner.policies.base import PolicyOutput, on_device
 from mobula.learner.policies.batch import TokenBatch, pad_rows
-from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policies.trained import as_policy, collate_rows, save_trained, scoring_of, unread_trained_model
 from mobula.learner.policy_weights import PolicyWeights
 from mobula.learner.scoring_pass import ReferencePass, ScoringPass, unscored
 from mobula.learner.shares import Portion, ShareFetcher, StepGroups, all_ranks
-from mobula.learner.state import StateWriter, load_state
+from mobula.learner.state import Offloader, StateWriter, load_state
 from mobula.learner.supervised import SupervisedTrainer, taught_rate
 from mobula.learner.weight_publisher import WeightPublisher
 
@@ -173,13 +166,6 @@ class Learner:
                 is measured.
             kl_scale: factor of the KL coefficient.
             portion: the references of this rank, if `groups` has none; `supervised_portion` those to `supervised`.
-
-        Raises:
-            LostObjectError: on every rank, if any rank could not fetch a group; nothing has changed.
-            WrongGroupError: on every rank, if any rank fetched a group with another content than its actor reported;
-                nothing has changed.
-            UnplannedShareError: on every rank, if any rank needs a group or row outside its portion; nothing has
-                changed.
         """
         with self._profiler.update(version):
             self._credit.kl_scale = kl_scale

@@ -11,23 +11,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mobula.cluster.errors import DeadlineError, LostObjectError, PlacementError, WorkerDiedError
-from mobula.cluster.guard.kl_scale import KLScale
+from mobula.cluster.guard.actions import KLScale
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.cluster.rollout.supervised_rows import SupervisedRows
+from mobula.cluster.rollout.row_stream import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes
 from mobula.cluster.runtime.ray_actors import answer, in_background, kill, stop
 from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
-from mobula.cluster.weight_sync.fresh_samples import FreshSamples
 from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.tolerance import FreshSamples
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import TimeoutsConfig
-from mobula.learner.backends.process_group import is_peer_lost
-from mobula.learner.examples.entries import stored_examples
-from mobula.learner.examples.examples import Outlined
-from mobula.learner.examples.planners import NO_PLANNERS, Planners
-from mobula.learner.shares.portions import GROUPS, ROWS, Planner, Portion, as_argument, in_portions
+from mobula.learner.backends.sharded import is_peer_lost
+from mobula.learner.examples import NO_PLANNERS, Outlined, Planners, stored_examples
+from mobula.learner.shares import GROUPS, ROWS, Planner, Portion, as_argument, in_portions
 
 T = TypeVar("T")
 Arguments = Mapping[str, Any]
@@ -66,11 +64,7 @@ class ModelRanks:
         self.is_started = True
 
     async def respawn(self) -> None:
-        """Kills every rank and starts all of them again.
-
-        Raises:
-            WorkerDiedError: no node has room for the ranks now.
-        """
+        """Kills every rank and starts all of them again."""
         self.is_started = False
         self.vitals.clear()
         for worker in self._workers:
@@ -93,11 +87,7 @@ class ModelRanks:
         return answers[0] if answers else None
 
     async def _each(self, calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-        """Waits for calls to all ranks and returns their results.
-
-        Raises:
-            WorkerDiedError: a rank died. Peers may notice this before Ray does.
-        """
+        """Waits for calls to all ranks and returns their results."""
         # Counted for `mobula status`: a rank is busy while a call is in progress.
         self.num_calls += 1
         try:
@@ -199,11 +189,7 @@ class LearnerGroup(RankGroup):
         return (self,)
 
     async def respawn(self) -> None:
-        """Kills every rank and starts all of them again, at version 0.
-
-        Raises:
-            WorkerDiedError: no node has room for the ranks now.
-        """
+        """Kills every rank and starts all of them again, at version 0."""
         self.version = 0
         await super().respawn()
 
@@ -217,10 +203,6 @@ class LearnerGroup(RankGroup):
 
         Args:
             values: of a critic with separate ranks, or a reference to them.
-
-        Raises:
-            LostObjectError: no rank could fetch its groups; the state of every rank is unchanged.
-            WrongGroupError: a group has another content than its rollout actor reported; the same holds.
         """
         rows = () if self._supervised is None else await self._supervised.of(self.version + 1)
         more = {} if values is None else {"values": values}

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from mobula.cluster.user_code import chosen
 from mobula.configs.schema import AlgorithmConfig
-from mobula.learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
-from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
-from mobula.learner.algorithms.distillation import reverse_kl
+from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS, by_age, truncated_importance
 from mobula.learner.algorithms.flow_losses import FLOW_LOSSES, Reads
-from mobula.learner.algorithms.kl import kl_estimator
-from mobula.learner.algorithms.kl.base import capped
-from mobula.learner.algorithms.over_age import by_age, truncated_importance
-from mobula.learner.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
+from mobula.learner.algorithms.kl import capped, kl_estimator, reverse_kl
+from mobula.learner.algorithms.policy_losses import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossFunction,
+    Totals,
+    token_mean,
+)
 from mobula.learner.batch import LearnerBatch, TokensByAge
 from mobula.learner.credit import missing_reference
 from mobula.learner.meter import Meter

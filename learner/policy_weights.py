@@ -8,20 +8,30 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mobula.cluster.weight_sync.changes import words_of
-from mobula.cluster.weight_sync.digests import digest, weights_checksum
+from mobula.cluster.weight_sync.changes import digest, weights_checksum, words_of
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends import saved_weights
 from mobula.learner.backends.base import Backend
 from mobula.learner.backends.sharded import saved_tensors
-from mobula.learner.optim.average import FOLDER as AVERAGE
-from mobula.learner.optim.average import refuse_without_average
-from mobula.learner.policies.adapters import add_adapters, as_merged, factors_of, is_factor, split_factor
+from mobula.learner.optim import AVERAGE_FOLDER as AVERAGE
+from mobula.learner.optim import refuse_without_average
+from mobula.learner.policies.adapters import (
+    WEIGHT,
+    A,
+    B,
+    adapted_modules,
+    adapter_manifest,
+    add_adapters,
+    as_merged,
+    factors_of,
+    is_factor,
+    merged,
+    split_factor,
+)
 from mobula.learner.policies.checkpoint.pushed import pushed_manifest
 from mobula.learner.policies.checkpoint.reading import StoredWeights, plain_name
 from mobula.learner.policies.loading import as_stored, checkpoint_names
-from mobula.learner.policies.lora import WEIGHT, A, B, adapted_modules, adapter_manifest, merged
 from mobula.learner.policies.trained import save_trained, save_trained_adapters, unread_trained_model
 
 Named = Iterator[tuple[str, Tensor]]
@@ -107,9 +117,6 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     The folder is a checkpoint in the Hugging Face layout with merged adapters. Without `merge` only the adapters are
     written, in the layout of PEFT or, for a flow model, of diffusers. With `average` the averaged weights replace the
     weights. Tensors have the dtypes of `policy.model`, or `dtype`; adapters are float32.
-
-    Raises:
-        CheckpointError: `state` is incomplete, or has no average.
     """
     model, stored = unread_trained_model(config)
     weights = PolicyWeights(model, config)
@@ -123,11 +130,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
 
 
 def saved_checksum(config: RunConfig, state: Path) -> str:
-    """Returns the checksum of the tensors that a push of a saved `state` sends, as `Push.checksum`.
-
-    Raises:
-        CheckpointError: as `export_state`.
-    """
+    """Returns the checksum of the tensors that a push of a saved `state` sends, as `Push.checksum`."""
     model, stored = unread_trained_model(config)
     weights = PolicyWeights(model, config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -15,8 +15,7 @@ from mobula.learner.batch import LearnerItem
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.policies.adapters import without_adapters
 from mobula.learner.policies.base import PolicyOutput
-from mobula.learner.policies.flow.noising import CleanSequence
-from mobula.learner.policies.flow.rows import LatentSequence
+from mobula.learner.policies.flow.rows import CleanSequence, LatentSequence
 
 FlowRow = LatentSequence | CleanSequence
 S = TypeVar("S")

@@ -1,15 +1,16 @@
-"""Learner checkpoints: trained parameters and optimizer state in the backend's format, version, random state and
-state of the algorithm. Frozen parameters are loaded from `policy.model`."""
+"""State of a learner rank: what a checkpoint holds, and residence on the host."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.runtime.gc_tuning import return_free_memory
@@ -75,11 +76,7 @@ class StateWriter:
         self._writing = self._thread.submit(write_all)
 
     def finish(self) -> None:
-        """Waits until the last copy is on disk.
-
-        Raises:
-            OSError: the copy could not be written.
-        """
+        """Waits until the last copy is on disk."""
         if self._writing is not None:
             self._writing.result()
             return_free_memory()  # of the copy
@@ -90,9 +87,6 @@ def load_state(
 ) -> tuple[int, dict[str, Any]]:
     """Loads this rank's state in `folder` into policy, optimizer and `parts`; returns the version and the algorithm's
     state. Collective.
-
-    Raises:
-        CheckpointError: `folder` has no complete learner state that this backend and these ranks can read.
     """
     version = backend.load(folder, optimizer)
     for part in parts:
@@ -108,11 +102,7 @@ def load_random_state(folder: Path, rank: int) -> None:
 
 
 def load_algorithm(folder: Path) -> dict[str, Any]:
-    """Reads the algorithm's state from a learner's state.
-
-    Raises:
-        CheckpointError: the state is missing.
-    """
+    """Reads the algorithm's state from a learner's state."""
     if not (folder / ALGORITHM_FILE).is_file():
         raise CheckpointError(
             f"{folder / ALGORITHM_FILE} is missing (KL coefficient, reward moments): an older version of the program "
@@ -123,3 +113,81 @@ def load_algorithm(folder: Path) -> dict[str, Any]:
 
 def _rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rng_{rank}.pt"
+
+
+HOST = torch.device("cpu")
+
+
+class Movable(Protocol):
+    """A copy of the weights."""
+
+    def to(self, device: torch.device) -> None: ...
+
+
+class Offloader:
+    """Moves policy and optimizer of one rank; not collective. Does nothing if the device is the CPU.
+
+    Args:
+        with_policy: copies of the weights that are pushed to engines; they move with the policy.
+        with_optimizer: copies of the weights that only optimizer steps read; they move with the optimizer.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        *,
+        with_policy: Sequence[Movable] = (),
+        with_optimizer: Sequence[Movable] = (),
+    ) -> None:
+        self._policy = policy
+        self._optimizer = optimizer
+        self._device = device
+        self._with_policy = tuple(with_policy)
+        self._with_optimizer = tuple(with_optimizer)
+        self.is_policy_on_device = True
+
+    def offload(self, part: str) -> None:
+        """Moves `policy` or `optimizer` to host memory."""
+        if part == "policy":
+            self._move_policy(HOST)
+        else:
+            self._move_optimizer(HOST)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # copies are asynchronous: wait before they are read and the memory is freed
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Moves policy and optimizer to the device."""
+        self._move_policy(self._device)
+        self._move_optimizer(self._device)
+
+    @contextmanager
+    def policy_on_device(self) -> Iterator[None]:
+        """Moves the policy to the device for the body, and back to the host if it was there before."""
+        was_offloaded = not self.is_policy_on_device
+        if was_offloaded:
+            self._move_policy(self._device)
+        try:
+            yield
+        finally:
+            if was_offloaded:
+                self.offload("policy")
+
+    # Copies to host memory are non-blocking: torch allocates pinned pages for them, so that both directions are fast.
+
+    def _move_policy(self, device: torch.device) -> None:
+        self._policy.to(device, non_blocking=True)
+        for copy in self._with_policy:
+            copy.to(device)
+        self.is_policy_on_device = device == self._device
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        for copy in self._with_optimizer:
+            copy.to(device)
+        assert isinstance(self._optimizer, torch.optim.Optimizer), "the configuration refuses learner.backend=deepspeed"
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:  # Adam keeps its step count on the CPU
+                    state[name] = value.to(device, non_blocking=True)

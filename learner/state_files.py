@@ -56,10 +56,6 @@ Chunk = tuple[list[int], list[int], Any]
 def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Writes a state of tensors, sharded or whole, and JSON values. Collective in `group`; without one, this process
     alone writes.
-
-    Raises:
-        ValueError: the state holds a value that is neither a plain tensor nor JSON.
-        OSError: on every rank, if any rank could not write.
     """
     for name, value in flatten_state_dict(dict(state))[0].items():
         _refuse_unwritable(name, value)
@@ -82,10 +78,6 @@ def read_state(state: dict[str, Any], folder: Path, index: Metadata | None = Non
     Args:
         index: the result of `read_index`, for many reads of one folder.
         no_dist: this process reads alone.
-
-    Raises:
-        CheckpointError: on every rank: the state is incomplete, lacks a name, or holds anything but tensors and plain
-            values. Nothing that it holds is executed.
     """
     reader = _Reader(folder, index or read_index(folder))
     with _failing_as(CheckpointError, folder):
@@ -98,11 +90,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Reads which tensors and values a state holds.
-
-    Raises:
-        CheckpointError: there is no complete state, or its index is damaged or names anything but tensors and values.
-    """
+    """Reads which tensors and values a state holds."""
     if not is_complete(folder):
         raise CheckpointError(f"{folder} holds no complete learner state: use an older checkpoint")
     file = folder / (INDEX if (folder / INDEX).is_file() else EARLIER_INDEX)
@@ -113,11 +101,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def load_plain(file: Path, *, mmap: bool = False) -> Any:
-    """Reads a file of `torch.save` that holds tensors and plain values, into host memory.
-
-    Raises:
-        CheckpointError: the file is damaged or holds anything else. Nothing that it holds is executed.
-    """
+    """Reads a file of `torch.save` that holds tensors and plain values, into host memory."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:

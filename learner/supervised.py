@@ -16,14 +16,14 @@ from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import WarmStartConfig
-from mobula.learner.algorithms.aggregation import Totals, token_mean
+from mobula.learner.algorithms.policy_losses import Totals, token_mean
 from mobula.learner.backends.base import Backend
-from mobula.learner.examples.examples import ExampleOutline, all_whole
+from mobula.learner.examples import ExampleOutline, all_whole
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.meter import Meter
+from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
-from mobula.learner.policies.device_copies import on_device
-from mobula.learner.policies.logprobs import PLAIN, Distribution
+from mobula.learner.policies.head import PLAIN, Distribution
 
 
 @dataclass(frozen=True)

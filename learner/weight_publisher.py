@@ -16,16 +16,17 @@ from mobula.cluster.weight_sync.changes import (
     TensorChanges,
     VersionStep,
     apply,
+    digest,
     message,
     offsets,
+    weights_checksum,
     words_of,
 )
-from mobula.cluster.weight_sync.digests import digest, weights_checksum
 from mobula.cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
-from mobula.cluster.weight_sync.rendezvous import RendezvousStore
 from mobula.cluster.weight_sync.transport import (
     DIGESTS,
     Rendezvous,
+    RendezvousStore,
     TransferGroup,
     lone_bytes,
     pack,
@@ -106,9 +107,6 @@ class WeightPublisher:
     def send(self, bucket_bytes: int, epoch: int) -> PushedChanges:
         """Broadcasts this rank's buckets to transfer group `epoch`, then their digests, int64 [number of buckets].
         Called on every rank; returns what this rank sent.
-
-        Raises:
-            WeightSyncError: on a sender: a member failed or the group is closed. The other members fail as well.
         """
         buckets = list(self.manifest.buckets(bucket_bytes))
         digests: list[torch.Tensor] = []
@@ -132,9 +130,6 @@ class WeightPublisher:
         [tensors, HEADER], and, if there are any, the changes. Called on every rank.
 
         Sends whole tensors if it does not hold that version. With `step.is_last` it holds `step.version` afterwards.
-
-        Raises:
-            WeightSyncError: as `send`.
         """
         buckets = list(self.manifest.buckets(bucket_bytes))
         has_base = step.base_version is not None and step.base_version == self._base.version
@@ -184,11 +179,7 @@ class WeightPublisher:
     def _send_rounds(
         self, bucket_bytes: int, send_bucket: Callable[[int, torch.Tensor], WeightSyncError | None]
     ) -> None:
-        """Gathers rounds of buckets on every rank; after each round calls `send_bucket` with this rank's bucket.
-
-        Raises:
-            WeightSyncError: returned by `send_bucket`, which is then not called again.
-        """
+        """Gathers rounds of buckets on every rank; after each round calls `send_bucket` with this rank's bucket."""
         failure: WeightSyncError | None = None
         packed: torch.Tensor | None = None
         last = sum(1 for _ in self.manifest.buckets(bucket_bytes)) - 1

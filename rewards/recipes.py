@@ -54,9 +54,6 @@ class BuiltRecipe:
     def reward(self, outcomes: Mapping[str, Outcome]) -> Reward:
         """Combines the outcomes of all components to one reward. `Reward.components` has the unweighted values, without
         judges that did not run or failed.
-
-        Raises:
-            ComponentError: a component could not score the response, or the sum is not finite.
         """
         values: dict[str, float] = {}
         reasons: dict[str, str] = {}
@@ -124,11 +121,7 @@ class RecipeBook:
         return {n: o for n, o in outcomes.items() if n in judges and isinstance(o, ScoringFailure)}
 
     def reward(self, label: str, outcomes: Mapping[str, Outcome]) -> Reward:
-        """Returns the reward of a response.
-
-        Raises:
-            ComponentError: a component could not score it, or its label has no recipe.
-        """
+        """Returns the reward of a response."""
         recipe = self.find(label)
         if recipe is None:
             known = ", ".join(self._recipes)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mobula.rewards.isolation.deadline import InTime
-from mobula.rewards.isolation.process import Isolated
+from mobula.rewards.isolation.process import InTime, Isolated
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ import torch
 from hypothesis import settings
 
 from mobula.configs import load
-from mobula.configs.groups import COMPUTED_FROM, roots
-from mobula.configs.overrides import Override, read_overrides
+from mobula.configs.overrides import COMPUTED_FROM, Override, read_overrides, roots
 from mobula.deploy.preflight.engine_build import engine_build
 
 OTHER_BUILD = re.compile(

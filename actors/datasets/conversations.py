@@ -25,11 +25,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mobula.actors.datasets.audios import Audio, AudioInputs, each_sound
+from mobula.actors.datasets.clips import Audio, AudioInputs, Video, VideoInputs, each_sound, each_video
 from mobula.actors.datasets.formats.base import MEDIA_COLUMNS, first_of
 from mobula.actors.datasets.formats.fields import system_turn, template_of, unread_fields, without
 from mobula.actors.datasets.formats.turns import as_messages, as_turns, turns_of
 from mobula.actors.datasets.images import ImageError, ImageInputs, ImageSource, flat
+from mobula.actors.datasets.open_split import read_split
 from mobula.actors.datasets.rows import (
     AUDIO_PLACEHOLDER,
     IMAGE_PLACEHOLDER,
@@ -38,8 +39,6 @@ from mobula.actors.datasets.rows import (
     Split,
     Turn,
 )
-from mobula.actors.datasets.split_files import read_split
-from mobula.actors.datasets.videos import Video, VideoInputs, each_video
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain
 
 COLUMNS: tuple[str, ...] = (
@@ -112,9 +111,6 @@ def read_conversations(
         placeholders: `data.placeholders`.
         numbers_ids: append the line number to ids.
         ignored: `data.ignored_fields`.
-
-    Raises:
-        DatasetError: there is no such file, or no line is usable.
     """
     root = folder.resolve()
 
@@ -230,11 +226,7 @@ def _answer(given: Any, key: str) -> Turn:
 def _images(
     fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
 ) -> tuple[ImageSource, ...]:
-    """Resolves the images of a row, from parts or from `images`, one for each placeholder.
-
-    Raises:
-        RowError, ImageError: the numbers differ, or an entry is no image below the folder.
-    """
+    """Resolves the images of a row, from parts or from `images`, one for each placeholder."""
     listed = list(flat(first_of(fields, "images", "image")))
     if not all(isinstance(item, str | dict) for item in listed):
         raise RowError("bad_images", f"`images` is {listed!r:.80}: write a list of paths, data URLs or objects")
@@ -268,11 +260,7 @@ def _audios(
 def _refuse_mismatch(
     shown: Sequence[Turn], placeholder: str, column: str, medium: str, num_named: int, num_listed: int
 ) -> None:
-    """Checks placeholders against `num_named` parts of messages and `num_listed` entries of `column`.
-
-    Raises:
-        RowError: the number of placeholders differs, or there are both parts and entries.
-    """
+    """Checks placeholders against `num_named` parts of messages and `num_listed` entries of `column`."""
     num_placeholders = sum(turn.text.count(placeholder) for turn in shown)
     if num_placeholders != num_named + num_listed or (num_named and num_listed):
         raise RowError(

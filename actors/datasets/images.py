@@ -53,11 +53,7 @@ class WebFile:
     fetch: Callable[[str], Path] = field(repr=False)  # `MediaDownloads.fetch`
 
     def local(self) -> Path:
-        """Returns the local path; downloads the file unless it is cached on this node.
-
-        Raises:
-            ImageError: as `MediaDownloads.fetch`.
-        """
+        """Returns the local path; downloads the file unless it is cached on this node."""
         return self.fetch(self.url)
 
     def __str__(self) -> str:
@@ -77,7 +73,7 @@ class ImageError(SkippedSample):
 
 
 class Downloads(Protocol):
-    """Resolves web URLs: `MediaDownloads` or `LateDownloads` of `mobula.actors.datasets.downloads`."""
+    """Resolves web URLs: `MediaDownloads` or `LateDownloads` of `mobula.actors.datasets.clips`."""
 
     def fetch(self, url: str) -> Path | WebFile:
         """Raises: ImageError: the host is not allowed, or the download failed."""
@@ -98,10 +94,6 @@ class ImageInputs:
 
         Args:
             name: name of the row, for images without a name.
-
-        Raises:
-            ImageError: a value is no image, or a path is missing or leads out of the root.
-            MediaError: a web URL is not allowed or cannot be fetched.
         """
         values = list(flat(value))
         names = [name] if len(values) == 1 else [f"{name}, image {number}" for number in range(1, len(values) + 1)]
@@ -195,9 +187,6 @@ def path_below(root: Path, text: str) -> Path | None:
 
     In the hub's cache, files of a snapshot are links to the folder `blobs` of the repository. Such links are allowed if
     the unresolved path is below the snapshot.
-
-    Raises:
-        OSError, RuntimeError, ValueError: the name is invalid.
     """
     path = (root / text).resolve()
     if path.is_relative_to(root):
@@ -242,11 +231,7 @@ def _from_base64(text: str) -> bytes:
 
 
 def array_of(value: Any) -> np.ndarray:
-    """Converts an array or a tensor on any device to numpy; bfloat16 becomes float32.
-
-    Raises:
-        ImageError: a tensor has no values (device `meta`), or numpy does not support its type.
-    """
+    """Converts an array or a tensor on any device to numpy; bfloat16 becomes float32."""
     try:
         if hasattr(value, "detach"):  # a tensor; torch is not imported here
             value = value.detach()

@@ -1,17 +1,184 @@
-"""Mixtures: rows of several sources in given shares, in an endless order with random access."""
+"""Lazy rows, mixtures of data sets and curricula."""
 
 from __future__ import annotations
 
+import math
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any, Generic, Protocol, overload, runtime_checkable
 
 import numpy as np
 
-from mobula.actors.datasets.lazy_rows import EndlessRows, LazyRows
-from mobula.actors.datasets.rows import Row, RowError
+from mobula.actors.datasets.rows import R, R_co, Row, RowError
 from mobula.cluster.errors import DatasetError
+
+EpochOrder = Callable[[int, int], np.ndarray]
+
+
+"""(seed, epoch) -> int64 [num_rows]: a permutation of the row indices."""
+
+
+class EndlessRows(Protocol[R_co]):
+    """An endless sequence of rows with random access."""
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        ...
+
+    def row(self, index: int) -> R_co:
+        """Raises: RowError: the record is unusable."""
+        ...
+
+
+@runtime_checkable
+class Reorderable(Protocol[R_co]):
+    """Rows that define an order."""
+
+    def endless(self, seed: int) -> EndlessRows[R_co]: ...
+
+
+def endless(rows: Sequence[R], seed: int) -> EndlessRows[R]:
+    """Repeats the rows endlessly, in the order that they define, or permuted in every epoch."""
+    if isinstance(rows, Reorderable):
+        return rows.endless(seed)
+    return Shuffled(rows, lambda seed, epoch: epoch_order(len(rows), seed, epoch), seed)
+
+
+class Shuffled(Generic[R]):
+    """Repeats `rows` endlessly, with another order in each epoch."""
+
+    def __init__(self, rows: Sequence[R], order: EpochOrder, seed: int) -> None:
+        self._rows = rows
+        self._order = lru_cache(maxsize=2)(lambda epoch: order(seed, epoch))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> R:
+        epoch, position = divmod(index, len(self._rows))
+        return self._rows[int(self._order(epoch)[position])]
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns int64 [num_rows]: the order of one epoch, a pure function of the arguments."""
+    return np.random.default_rng([seed % 2**32, epoch]).permutation(num_rows)
+
+
+def windowed_order(blocks: np.ndarray, window_bytes: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns int64 [num_rows]: an order of one epoch that needs few blocks in memory.
+
+    Blocks are grouped in random order into windows of at most `window_bytes` (at least one block), and the rows of a
+    window are shuffled. If all blocks fit into one window, the order is `epoch_order`.
+
+    Args:
+        blocks: int64 [num_blocks, 2]: number of rows and bytes in memory of each block.
+    """
+    num_rows = int(blocks[:, 0].sum())
+    if blocks[:, 1].sum() <= window_bytes:
+        return epoch_order(num_rows, seed, epoch)
+    rng = np.random.default_rng([seed % 2**32, epoch])
+    starts = np.cumsum(blocks[:, 0]) - blocks[:, 0]
+    order: list[np.ndarray] = []
+    window: list[np.ndarray] = []
+    held = 0
+    for block in rng.permutation(len(blocks)):
+        rows, num_bytes = blocks[block]
+        if window and held + num_bytes > window_bytes:
+            order.append(rng.permutation(np.concatenate(window)))
+            window, held = [], 0
+        window.append(np.arange(starts[block], starts[block] + rows))
+        held += int(num_bytes)
+    order.append(rng.permutation(np.concatenate(window)))
+    return np.concatenate(order)
+
+
+class LazyRows(Sequence[R]):
+    """Rows in the order of the files. Access to an unusable record raises a RowError."""
+
+    @abstractmethod
+    def row_at(self, index: int) -> R:
+        """Raises: RowError: the record is unusable."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """The file, and the position in the file."""
+
+    @abstractmethod
+    def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> LazyRows[R]:
+        """Selects rows by sorted `indices`, int64 [N]; `difficulty`, float64 [N], is for a curriculum."""
+
+    @abstractmethod
+    def endless(self, seed: int) -> EndlessRows[R]:
+        """Repeats the rows endlessly, in training order."""
+
+    @overload
+    def __getitem__(self, index: int) -> R: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[R]: ...
+    def __getitem__(self, index: int | slice) -> R | Sequence[R]:
+        if isinstance(index, slice):
+            return [self.row_at(i) for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.row_at(index)
+
+
+Stages = Callable[[np.ndarray, int], list[np.ndarray]]
+
+
+"""(difficulty [N], number of stages) -> sorted positions of each stage, in the order of stages."""
+
+
+def everything(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
+    """All rows in one stage."""
+    return [np.arange(len(difficulty))]
+
+
+def easy_first(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
+    """The easiest rows, then harder ones, in stages of equal size.
+
+    Example:
+        >>> easy_first(np.array([3.0, 1.0, 2.0, 9.0]), 2)
+        [array([1, 2]), array([0, 3])]
+    """
+    ranked = np.argsort(difficulty, kind="stable")
+    return [np.sort(stage) for stage in np.array_split(ranked, num_stages) if len(stage)]
+
+
+def hard_first(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
+    """The hardest rows, then easier ones, in stages of equal size."""
+    return easy_first(-difficulty, num_stages)
+
+
+CURRICULA: Mapping[str, Stages] = {"none": everything, "easy_first": easy_first, "hard_first": hard_first}
+
+
+PROMPT_TOKENS = "prompt_tokens"  # key for the length of the prompt
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """The stages of the first `num_epochs` epochs; later epochs have no stages."""
+
+    stages: Stages
+    key: str  # metadata key, or PROMPT_TOKENS
+    num_stages: int
+    num_epochs: int
+
+    def difficulty(self, row: Row, num_tokens: int) -> float:
+        """Raises: RowError: the row's metadata has no number under the key."""
+        value: Any = num_tokens if self.key == PROMPT_TOKENS else row.metadata.get(self.key)
+        try:
+            if isinstance(value, bool) or not math.isfinite(number := float(value)):
+                raise ValueError
+        except (TypeError, ValueError) as error:
+            detail = f"data.curriculum.key={self.key} is {value!r:.40} in its metadata: give every row a number there"
+            raise RowError("bad_difficulty", detail, row.sample_id) from error
+        return number
+
 
 PERIOD = 4096  # every source has its exact quota in each period of so many prompts
 
@@ -43,11 +210,7 @@ class MixedRows(LazyRows[Row]):
     def __init__(
         self, parts: Mapping[str, LazyRows[Row]], weights: Mapping[str, float], *, by_rows: bool, temperature: float
     ) -> None:
-        """With `by_rows`, the weight of a source is multiplied by its number of rows.
-
-        Raises:
-            DatasetError: a source has no row, or a share below one prompt in a period.
-        """
+        """With `by_rows`, the weight of a source is multiplied by its number of rows."""
         for name, part in parts.items():
             if len(part) == 0:
                 raise DatasetError(f"data.mixture.sources.{name} has no usable row: fix its rows, or remove the source")
@@ -140,11 +303,7 @@ class Mixture:
 
 
 def _from_source(name: str, read: Callable[[int], Row], index: int) -> Row:
-    """Reads a row and prefixes its id with the source: ids are unique only within a source.
-
-    Raises:
-        RowError: the record is unusable; the sample's name has the same prefix.
-    """
+    """Reads a row and prefixes its id with the source: ids are unique only within a source."""
     try:
         row = read(index)
     except RowError as error:

@@ -1,8 +1,8 @@
-"""open_split: opens one split of the configured data."""
+"""Opens a split: its files, sources and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -10,21 +10,50 @@ from typing import Any
 
 import numpy as np
 
-from mobula.actors.datasets.audios import AudioInputs
-from mobula.actors.datasets.curricula import CURRICULA, Curriculum
-from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads
+from mobula.actors.datasets.clips import AudioInputs, DownloadLimits, LateDownloads, MediaDownloads, VideoInputs
 from mobula.actors.datasets.formats import format_of
-from mobula.actors.datasets.formats.base import Draft, Record, RowFormat, finish, first_of, named
+from mobula.actors.datasets.formats.base import Draft, RowFormat, finish, first_of, named, present
 from mobula.actors.datasets.formats.fields import SHARED_COLUMNS, system_turn, template_of, unread_fields, without
 from mobula.actors.datasets.images import Downloads, ImageInputs
-from mobula.actors.datasets.lazy_rows import LazyRows, Shuffled, windowed_order
-from mobula.actors.datasets.mixture import MixedRows
+from mobula.actors.datasets.mixture import CURRICULA, Curriculum, LazyRows, MixedRows, Shuffled, windowed_order
 from mobula.actors.datasets.readers import reader_of
-from mobula.actors.datasets.readers.base import Opened, Table, without_nulls
-from mobula.actors.datasets.rows import Row, Split
-from mobula.actors.datasets.videos import VideoInputs
+from mobula.actors.datasets.readers.base import Opened, Record, Table, refuse_unread, without_nulls
+from mobula.actors.datasets.readers.json_files import read_objects
+from mobula.actors.datasets.rows import R, Row, RowError, Skipped, Split, first_few
 from mobula.cluster.errors import DatasetError, SkippedSample
+from mobula.configs.near_paths import near
 from mobula.configs.schema.data import DataConfig, DataKind, SourceConfig
+
+
+def read_split(
+    folder: Path, split: str, key: str, read: Callable[[Record, str], R], *, numbers_ids: bool = False
+) -> Split[R]:
+    """The rows of `<folder>/<split>.jsonl`: `read` gets the object of a line and its id; `key` names the folder. With
+    `numbers_ids` an id has the number of its line behind it.
+    """
+    file = folder / f"{split}.jsonl"
+    if not file.is_file():
+        refuse_unread(folder, split)
+        raise DatasetError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl{near(file)}")
+    rows: dict[str, R] = {}
+    skipped: list[Skipped] = []
+    for number, fields in read_objects(file):
+        name = f"{split}-{number}"
+        try:
+            if isinstance(fields, RowError):
+                raise fields
+            if (given := present(fields, "id")) is not None:
+                name = f"{given}-{number}" if numbers_ids else given
+            row = read(fields, name)
+            if name in rows:
+                raise RowError("duplicate_id", f"another row before it has the id {name!r}")
+            rows[name] = row
+        except SkippedSample as why:
+            skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, str(why)))
+    if not rows:
+        raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set {key} to another folder")
+    return Split(split, tuple(rows.values()), tuple(skipped))
+
 
 NUM_CACHED = 8  # rows; each is read twice in a row, for the id and for the prompt
 
@@ -180,9 +209,6 @@ def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bo
         label_key: metadata key of a row's label.
         fetches_late: rows have `WebFile`s, which are downloaded by the process that reads them. Otherwise web files are
             downloaded when a row is read.
-
-    Raises:
-        DatasetError: there is no such split, the files cannot be read, or there is no record.
     """
     if data.kind is not DataKind.MIXTURE:
         return Split(split, _open_source(data, data, data.path, split, label_key, fetches_late), ())

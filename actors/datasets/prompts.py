@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from mobula.actors.datasets.lazy_rows import LazyRows, endless
+from mobula.actors.datasets.mixture import LazyRows, endless
 from mobula.actors.datasets.rows import AnyRow, R, R_co, RowError, Skipped, Split, count_by_reason, first_few
 from mobula.cluster.errors import DatasetError, SkippedSample
 
@@ -142,19 +142,11 @@ class PromptSource(Generic[R, P]):
         return tuple(self._skipped.values())
 
     def prompt_at(self, index: int) -> P:
-        """Prepares the prompt at an index of the endless order.
-
-        Raises:
-            SkippedSample: the row is unusable.
-        """
+        """Prepares the prompt at an index of the endless order."""
         return self._begin(index).result()
 
     def next(self) -> P:
-        """Returns the next usable prompt. Unusable rows are skipped, counted by reason and logged once.
-
-        Raises:
-            DatasetError: no row of a whole epoch is usable.
-        """
+        """Returns the next usable prompt. Unusable rows are skipped, counted by reason and logged once."""
         for _ in range(len(self._pending) + 2 * len(self._rows)):  # two epochs from any position include a whole epoch
             num_pending = len(self._pending)
             while (num_ahead := len(self._ahead)) < self._preparation.num_ahead:
@@ -181,11 +173,7 @@ class PromptSource(Generic[R, P]):
         )
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:
-        """Resumes from a checkpoint. Prompts with the ids `pending` come first, in this order.
-
-        Raises:
-            DatasetError: an id does not match its index, so rows or seed differ from the checkpoint.
-        """
+        """Resumes from a checkpoint. Prompts with the ids `pending` come first, in this order."""
         indices = [self.index_of(prompt_id) for prompt_id in pending]
         self._cursor = cursor
         self._pending = deque(indices)
@@ -200,11 +188,7 @@ class PromptSource(Generic[R, P]):
         return f"{epoch}/{position}/{self._sample_at(index)}"
 
     def index_of(self, prompt_id: str) -> int:
-        """The index of an id in the endless order.
-
-        Raises:
-            DatasetError: the id does not match its index, so rows or seed have changed.
-        """
+        """The index of an id in the endless order."""
         epoch, position, _ = prompt_id.split("/", maxsplit=2)
         index = int(epoch) * len(self._rows) + int(position)
         if self.id_at(index) != prompt_id:
@@ -249,11 +233,7 @@ class PromptSet(Generic[P_co]):
 
 
 def fixed_prompts(split: Split[R], preparation: Preparation[R, P], num_prompts: int) -> PromptSet[P]:
-    """Prepares the first `num_prompts` usable prompts in file order; fewer if the split has fewer.
-
-    Raises:
-        DatasetError: no row is usable.
-    """
+    """Prepares the first `num_prompts` usable prompts in file order; fewer if the split has fewer."""
     prompts: list[P] = []
     skipped: list[Skipped] = []
     for sample, begun in _begun_ahead(split, preparation):
@@ -327,12 +307,7 @@ def preflight(
     difficulty: Difficulty[R] | None = None,
     note: Note[R] = lambda row: (),
 ) -> PreflightReport[R]:
-    """Checks the rows of a split (`checked_rows`), and refuses the split if too many are unusable.
-
-    Raises:
-        DatasetError: more than `data.max_skipped_fraction` of the checked rows are unusable, or all; or a curriculum
-            has rows that are not checked.
-    """
+    """Checks the rows of a split (`checked_rows`), and refuses the split if too many are unusable."""
     checked = checked_rows(split, processor, max_checked_rows, difficulty, note)
     _refuse_if_too_many_skipped(split, checked.num_usable, checked.skipped, max_skipped_fraction)
     return PreflightReport(
@@ -350,9 +325,6 @@ def checked_rows(
     """Checks the first `max_checked_rows` rows (0 for all): headers of images, placeholders, length, ids.
 
     Decodes no image. Later rows are checked when they are used. For a curriculum, computes the difficulty of each row.
-
-    Raises:
-        DatasetError: a curriculum has rows that are not checked.
     """
     rows, skipped = split.rows, list(split.skipped)
     num_checked = min(len(rows), max_checked_rows) if max_checked_rows else len(rows)

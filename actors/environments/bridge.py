@@ -33,9 +33,6 @@ class TurnBridge:
     The next prompt is the ids so far and the delta. The delta is tokenised as a part of a whole conversation. This is
     exact only for templates that render an observation independently of the text before it; the constructor tests this.
     If a template refuses `tool` messages or drops their images, they become `user` turns.
-
-    Raises:
-        ValueError: the template's text of an observation depends on the earlier turn, or lacks images or an end token.
     """
 
     def __init__(self, chat: ChatProcessor, model: str) -> None:
@@ -51,22 +48,14 @@ class TurnBridge:
         self.end_id: int = int(self._ids((Message("user", ""),))[0])
 
     def delta(self, observation: Sequence[Message]) -> Delta:
-        """Tokenises an observation; images are measured and not processed yet.
-
-        Raises:
-            EpisodeError: an image cannot be used.
-        """
+        """Tokenises an observation; images are measured and not processed yet."""
         try:
             return self._delta(observation)
         except SkippedSample as error:
             raise EpisodeError(error.reason, str(error)) from error
 
     def stored(self, delta: Delta) -> tuple[MediaHandle, ...]:
-        """Processes and stores the images of an admitted delta; equal files are processed once.
-
-        Raises:
-            EpisodeError: an image is damaged.
-        """
+        """Processes and stores the images of an admitted delta; equal files are processed once."""
         try:
             return tuple(self._chat.store_image(image.content, image) for image in delta.images)
         except SkippedSample as error:

@@ -11,12 +11,12 @@ from mobula.cluster.user_code import check_call, did_you_mean, is_user_code, loa
 ENVIRONMENTS: Mapping[str, str] = {  # name -> class, imported on use
     "gymnasium": "mobula.actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
     "openenv": "mobula.actors.environments.adapters.openenv:OpenEnv",
-    "program": "mobula.actors.environments.adapters.program:Program",
+    "program": "mobula.actors.environments.adapters.agent_environment:Program",
     "reasoning_gym": "mobula.actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
     "textarena": "mobula.actors.environments.adapters.textarena_adapter:TextArena",
-    "trl": "mobula.actors.environments.adapters.trl_class:TRLClass",
-    "verifiers": "mobula.actors.environments.adapters.verifiers_environment:Verifiers",
-    "vagen": "mobula.actors.environments.adapters.vagen_class:VAGENClass",
+    "trl": "mobula.actors.environments.adapters.classes:TRLClass",
+    "verifiers": "mobula.actors.environments.adapters.agent_environment:Verifiers",
+    "vagen": "mobula.actors.environments.adapters.classes:VAGENClass",
 }
 EXTRAS: Mapping[str, str] = {  # name -> extra with the dependencies
     "gymnasium": "environments",
@@ -26,11 +26,7 @@ EXTRAS: Mapping[str, str] = {  # name -> extra with the dependencies
 
 
 def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """Builds a built-in or user environment with `options`.
-
-    Raises:
-        ValueError: the name is unknown, a library is missing, or an option is unknown or unfit.
-    """
+    """Builds a built-in or user environment with `options`."""
     made_by = _class_of(name)
     try:
         check_call(made_by, (), options)

@@ -21,7 +21,7 @@ from mobula.actors.environments.base import (
 )
 from mobula.actors.environments.hosts.pool import EnvironmentPool
 from mobula.cluster.errors import DatasetError
-from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.data import EnvironmentConfig
 
 ENVIRONMENT = "environment"  # the key of a row's metadata
 SPLITS = ("train", "validation", "test")
@@ -32,9 +32,6 @@ def environment_split(config: EnvironmentConfig, name: str, *, takes_images: boo
     check that observations depend only on the seed.
 
     There is no cluster yet: with `environment.host=ray`, a local process is used.
-
-    Raises:
-        DatasetError: the split is unknown, a reset failed, or the environment ignores the seed.
     """
     counts = dict(zip(SPLITS, (config.num_train, config.num_validation, config.num_test), strict=True))
     if name not in counts:

@@ -29,7 +29,7 @@ from mobula.actors.environments.base import Action, EpisodeError, checked_reward
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from mobula.actors.environments.wire import Json, reset_to_json, spec_to_json, step_to_json
 from mobula.cluster.serving import RETRY_AFTER_S, problems
-from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.data import EnvironmentConfig
 
 NEEDED = {"reset": "seed", "step": "action", "demonstrate": "call"}  # method -> field
 CHECKS_A_LIMIT = 4  # checks for abandoned sessions within `idle_s`
@@ -86,11 +86,7 @@ class EnvironmentServer:
         return {"session": name, "name": self._config.name, "spec": spec_to_json(session.spec)}
 
     async def call(self, name: str, method: str, given: CallBody) -> Json:
-        """Returns the result or the failure of one call.
-
-        Raises:
-            KeyError: the session does not exist or has ended.
-        """
+        """Returns the result or the failure of one call."""
         held = self._held[name]
         async with held.lock:
             if given.call == held.last_call:

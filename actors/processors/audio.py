@@ -1,4 +1,4 @@
-"""Decodes sound files to mono samples at the model's rate. Size and length are checked before decoding."""
+"""Sounds of a prompt: tracks, features and placeholders."""
 
 from __future__ import annotations
 
@@ -12,14 +12,125 @@ from typing import IO, Any, Protocol
 import numpy as np
 from PIL import Image
 
-from mobula.actors.datasets.audios import Audio
-from mobula.actors.processors.audio_track import CONTAINERS, MP3, Track, has_count
+from mobula.actors.datasets.clips import Audio
 from mobula.actors.processors.image import open_bounded
 from mobula.cluster.errors import MediaError
 from mobula.configs.schema.data import AudioConfig
 
-EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg", "AIFF": "aiff"}
-FORMATS = tuple(EXTENSIONS)  # libsndfile formats that are accepted
+# FFmpeg demuxer -> file extension. Playlists are left out: FFmpeg would open the files that they name.
+AUDIO_TRACK_EXTENSIONS = {"mov,mp4,m4a,3gp,3g2,mj2": "m4a", "matroska,webm": "mka", "aac": "aac"}
+
+
+CONTAINERS = ",".join(AUDIO_TRACK_EXTENSIONS)
+
+
+MP3 = "mp3"
+
+
+NUM_HEAD = 2048  # bytes of an MP3 file that hold the header of its first frame
+
+
+class Track:
+    """The first audio track of a file. The length is counted by decoding: headers lack it, or have an estimate."""
+
+    def __init__(self, file: IO[bytes], source: Audio, containers: str, max_seconds: float) -> None:
+        """`containers` are FFmpeg's names of the accepted formats."""
+        try:
+            import av
+        except ImportError as error:
+            raise MediaError(
+                f"{source} is no sound that soundfile reads; others need PyAV ({error}): install mobula[audio]"
+            ) from error
+        self._av = av
+        self._file = file
+        self._source = source
+        self._containers = containers
+        self._max_seconds = max_seconds
+        self._frames: int | None = None
+        self._rate = 0
+        self.extension = MP3
+
+    @property
+    def frames(self) -> int:
+        """Samples of each channel. Decodes the sound on first use; the samples are not kept."""
+        if self._frames is None:
+            self._frames = sum(len(block) for block in self._blocks())
+        return self._frames
+
+    @property
+    def rate(self) -> int:
+        """Samples a second."""
+        return self._rate if self.frames else 1
+
+    def read(self) -> np.ndarray:
+        """float32 [frames, channels]."""
+        blocks = list(self._blocks())
+        self._frames = sum(map(len, blocks))
+        return np.concatenate(blocks) if blocks else np.zeros((0, 1), dtype=np.float32)
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        """float32 [N, channels] each."""
+        self._file.seek(0)
+        options = {"format_whitelist": self._containers, "protocol_whitelist": "none"}
+        try:
+            with self._av.open(self._file, options=options, metadata_errors="ignore") as container:
+                if not container.streams.audio:
+                    raise MediaError(f"{self._source} has no sound: replace the file or remove its row")
+                self.extension = AUDIO_TRACK_EXTENSIONS.get(container.format.name, MP3)
+                yield from self._decoded(container, container.streams.audio[0])
+        except (self._av.FFmpegError, ValueError) as error:
+            raise MediaError(
+                f"{self._source} is corrupt or no sound ({error}): replace the file or remove its row"
+            ) from error
+
+    def _decoded(self, container: Any, stream: Any) -> Iterator[np.ndarray]:
+        stream.codec_context.thread_count = 1  # the worker pool decodes several files in parallel
+        to_float = self._av.AudioResampler(format="fltp")
+        num_packets, num_samples, first = 0, 0, None
+        for packet in container.demux(stream):
+            num_packets += packet.size > 0
+            for frame in packet.decode():
+                first = first or (frame.sample_rate, frame.layout.name)
+                if (frame.sample_rate, frame.layout.name) != first:
+                    raise ValueError("its rate or its channels change")
+                self._rate = frame.sample_rate
+                for floats in to_float.resample(frame):
+                    block = floats.to_ndarray().T  # [N, channels]
+                    num_samples += len(block)
+                    if num_samples > self._max_seconds * self._rate:
+                        raise MediaError(
+                            f"{self._source} lasts longer than data.audio.max_seconds={self._max_seconds:g}: cut the "
+                            "sound or raise the limit"
+                        )
+                    yield block
+        if num_packets < stream.frames:  # 0 if the header has no count
+            raise MediaError(
+                f"{self._source} has {num_packets:,} of the {stream.frames:,} packets that its header names: replace "
+                "the file or remove its row"
+            )
+
+
+def has_count(file: IO[bytes]) -> bool:
+    """Whether the header of an MP3 file has the number of frames. Without it, libsndfile estimates the length."""
+    file.seek(0)
+    head = file.read(10)
+    tag = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=False))  # length of ID3
+    file.seek(10 + tag if head[:3] == b"ID3" else 0)
+    first = file.read(NUM_HEAD)
+    file.seek(0)
+    for mark in (b"Xing", b"Info"):
+        start = first.find(mark)
+        if start >= 0 and first[start + 7 : start + 8] and first[start + 7] & 1:
+            return True
+    return b"VBRI" in first
+
+
+AUDIO_EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg", "AIFF": "aiff"}
+
+
+FORMATS = tuple(AUDIO_EXTENSIONS)  # libsndfile formats that are accepted
+
+
 UNKNOWN_SIZE = 0x7FFF0000  # a WAV file written into a pipe has this size or more in the header
 
 
@@ -80,7 +191,7 @@ class FileSound:
 
     @property
     def extension(self) -> str:
-        return EXTENSIONS[self.file.format]
+        return AUDIO_EXTENSIONS[self.file.format]
 
     def read(self) -> np.ndarray:
         return self.file.read(dtype="float32", always_2d=True)
@@ -90,9 +201,6 @@ def check_audio(source: Audio, limits: AudioLimits) -> int:
     """Returns the number of samples after resampling; for checks of a whole dataset.
 
     Reads the header alone. Files without a length in the header are decoded (`audio_track`).
-
-    Raises:
-        MediaError: the file is missing, empty, too large, too long, or no sound.
     """
     with open_bounded(source, limits.audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         with _opened(file, source, limits.audio) as sound:
@@ -100,11 +208,7 @@ def check_audio(source: Audio, limits: AudioLimits) -> int:
 
 
 def load_audio(source: Audio, limits: AudioLimits) -> LoadedAudio:
-    """Reads the file and measures the sound.
-
-    Raises:
-        MediaError: as `check_audio`.
-    """
+    """Reads the file and measures the sound."""
     with open_bounded(source, limits.audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         content = file.read()
     with _opened(BytesIO(content), source, limits.audio) as sound:
@@ -112,11 +216,7 @@ def load_audio(source: Audio, limits: AudioLimits) -> LoadedAudio:
 
 
 def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
-    """Returns float32 [num_samples] in [-1, 1]: the mean of the channels, resampled to `limits.rate`.
-
-    Raises:
-        MediaError: the file is corrupt, or has fewer samples than the header names.
-    """
+    """Returns float32 [num_samples] in [-1, 1]: the mean of the channels, resampled to `limits.rate`."""
     with _opened(BytesIO(audio.content), audio.source, limits.audio) as sound:
         samples = sound.read()  # [N, channels]
         expected, rate = sound.frames, sound.rate
@@ -137,11 +237,7 @@ def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
 
 
 def whole_audio(source: Audio, audio: AudioConfig) -> tuple[bytes, str]:
-    """Returns the content and extension of a sound file. Decodes the sound once as a check.
-
-    Raises:
-        MediaError: the sound cannot be used.
-    """
+    """Returns the content and extension of a sound file. Decodes the sound once as a check."""
     with open_bounded(source, audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         content = file.read()
     with _opened(BytesIO(content), source, audio) as sound:
@@ -162,11 +258,7 @@ def draw_sound(samples: np.ndarray, size: tuple[int, int]) -> Image.Image:
 
 
 def require_soundfile() -> Any:
-    """Returns the module soundfile.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Returns the module soundfile."""
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: libsndfile is missing
@@ -218,11 +310,7 @@ def _opened(file: IO[bytes], source: Audio, audio: AudioConfig) -> Iterator[Soun
 
 
 def _refuse_cut(file: IO[bytes], source: Audio) -> None:
-    """Refuses a WAV or AIFF file that was cut off: libsndfile would read the samples that are left without an error.
-
-    Raises:
-        MediaError: the file has fewer bytes of samples than the header names.
-    """
+    """Refuses a WAV or AIFF file that was cut off: libsndfile would read the samples that are left without an error."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     form, chunk = file.read(12), b""

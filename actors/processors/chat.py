@@ -22,11 +22,9 @@ from transformers import (
     ProcessorMixin,
 )
 
-from mobula.actors.datasets.audios import Audio
-from mobula.actors.datasets.downloads import fetch_together, web_files
+from mobula.actors.datasets.clips import Audio, Video, fetch_together, web_files
 from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
-from mobula.actors.datasets.videos import Video
 from mobula.actors.processors.audio import (
     AudioLimits,
     LoadedAudio,
@@ -42,9 +40,16 @@ from mobula.actors.processors.text.chat_template import ChatTemplate, Fields, gi
 from mobula.actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
 from mobula.actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from mobula.cluster.errors import MediaError, PromptError
-from mobula.cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
 from mobula.cluster.records.markup import BREAK, is_verbatim, literal, needed_breaks, plain, without_special
-from mobula.cluster.records.media import MediaHandle, MediaKeeper, MediaSpan, ProcessedMedia, content_key
+from mobula.cluster.records.media import (
+    IMAGE_SIZES,
+    SHOWN_SIZES,
+    MediaHandle,
+    MediaKeeper,
+    MediaSpan,
+    ProcessedMedia,
+    content_key,
+)
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import DataConfig
@@ -116,10 +121,6 @@ class ChatProcessor:
     a video.
 
     A text-only model has a tokenizer instead of a processor, and takes prompts without media.
-
-    Raises:
-        ValueError: the model family is not supported, or the processor, tokenizer or a text of the configuration is
-            unfit.
     """
 
     @classmethod
@@ -206,12 +207,7 @@ class ChatProcessor:
         )
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """Builds the prompt of a row. Processes and stores the media.
-
-        Raises:
-            MediaError: a media file cannot be used.
-            PromptError: the prompt is too long, has too many images, or the text contains special tokens.
-        """
+        """Builds the prompt of a row. Processes and stores the media."""
         self._check_row(row)
         loaded = self.load_media(row)
         layout = self._lay_out(row, loaded.measured)
@@ -229,11 +225,7 @@ class ChatProcessor:
         )
 
     def prompt_text(self, row: Row) -> str:
-        """The text of the row's prompt, with one placeholder a medium. Reads no media.
-
-        Raises:
-            PromptError: the text contains special tokens, or the chat template refuses the row.
-        """
+        """The text of the row's prompt, with one placeholder a medium. Reads no media."""
         return self._encode(row.history, row.question, row.template)[0]
 
     def _sizes(self, sizes: Sequence[tuple[int, int]]) -> dict[str, list[list[int]]]:
@@ -248,9 +240,6 @@ class ChatProcessor:
         """Returns the prompt's length in tokens, from the text and the headers of the media. Decodes nothing.
 
         Rows with web files: counts the text alone; `prepare` downloads the files and checks the total.
-
-        Raises:
-            MediaError, PromptError: as `prepare`, except for images that are damaged after the header.
         """
         self._check_row(row)
         if web_files((*row.images, *row.videos, *row.audios)):
@@ -277,9 +266,6 @@ class ChatProcessor:
         """Returns int32 [T]: the tokens of `text` in the whole text behind a generation prompt, and an end token.
 
         A token that would hold characters of the generation prompt, whose tokens are given, is divided.
-
-        Raises:
-            PromptError: the text contains special tokens.
         """
         text = literal(text)  # an answer holds no media
         self.refuse_special_tokens(text)
@@ -292,11 +278,7 @@ class ChatProcessor:
         return np.append(ids[len(given) :], np.int32(self.eos_token_ids[0]))
 
     def inlined(self, turns: Sequence[Turn], template: str, num_context: int) -> list[Turn]:
-        """Returns the turns with their fields in their texts (`chat_template.inlined`); `template` is of the row.
-
-        Raises:
-            PromptError: the chat template does not show a field of a turn or a variable of the row.
-        """
+        """Returns the turns with their fields in their texts (`chat_template.inlined`); `template` is of the row."""
 
         def shown(turns: Sequence[Turn], is_open: bool, template: str = template) -> str:
             texts = [(turn.role, turn.text) for turn in turns]
@@ -319,9 +301,6 @@ class ChatProcessor:
         """Applies the chat template to (role, text) turns; `is_open` adds the generation prompt.
 
         Args: template: of the row. fields: of each turn.
-
-        Raises:
-            PromptError: the template refuses the turns, or has no placeholder for the media.
         """
 
         def parts(text: str) -> list[dict[str, str]]:
@@ -391,11 +370,7 @@ class ChatProcessor:
         )
 
     def check_images(self, images: Sequence[ImageSource], name: str) -> None:
-        """Checks the number of images of the row `name`.
-
-        Raises:
-            PromptError: the model takes no images, or there are too many.
-        """
+        """Checks the number of images of the row `name`."""
         if images and not self.takes_images:
             raise PromptError(
                 f"{name} has {len(images)} images, and {self._without_images}: "
@@ -408,11 +383,7 @@ class ChatProcessor:
             )
 
     def check_media(self, row: HasMedia) -> None:
-        """Checks the number of images, videos and sounds of a row.
-
-        Raises:
-            PromptError: the model does not take them, or there are too many.
-        """
+        """Checks the number of images, videos and sounds of a row."""
         self.check_images(row.images, row.sample_id)
         if len(row.videos) > self.max_videos:
             raise PromptError(
@@ -426,11 +397,7 @@ class ChatProcessor:
             )
 
     def measure_media(self, row: HasMedia) -> MeasuredMedia:
-        """Measures the media from the headers of the row's files.
-
-        Raises:
-            MediaError: a file cannot be used.
-        """
+        """Measures the media from the headers of the row's files."""
         return MeasuredMedia(
             self.image_sizes(row.images),
             [check_video(video, self._video_limits) for video in row.videos],
@@ -438,12 +405,7 @@ class ChatProcessor:
         )
 
     def load_media(self, row: HasMedia) -> LoadedMedia:
-        """Downloads and reads the row's files.
-
-        Raises:
-            MediaError: a file cannot be used.
-            ImageError: a web file cannot be downloaded.
-        """
+        """Downloads and reads the row's files."""
         fetch_together((*row.images, *row.videos, *row.audios))
         contents, sizes = self.read_images(row.images)
         videos = [load_video(video, self._video_limits) for video in row.videos]
@@ -461,31 +423,18 @@ class ChatProcessor:
         return stored
 
     def image_sizes(self, images: Sequence[ImageSource]) -> list[tuple[int, int]]:
-        """(width, height) of each file, from its header.
-
-        Raises:
-            MediaError: a file cannot be used.
-        """
+        """(width, height) of each file, from its header."""
         return [check_image(path, self._limits) for path in images]
 
     def read_images(self, images: Sequence[ImageSource]) -> tuple[list[bytes], list[tuple[int, int]]]:
-        """Content and (width, height) of each file.
-
-        Raises:
-            MediaError: a file cannot be used.
-        """
+        """Content and (width, height) of each file."""
         contents = [read_image(path, self._limits) for path in images]
         return contents, [measure_image(c, path, self._limits) for c, path in zip(contents, images, strict=True)]
 
     def expansions(
         self, compact_ids: np.ndarray, images: Sequence[ImageSource], sizes: Sequence[tuple[int, int]], name: str
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns the positions of image placeholders in `compact_ids`, and the replacement ids of each.
-
-        Raises:
-            PromptError: the numbers of placeholders and images differ.
-            MediaError: an image has a size that cannot be used.
-        """
+        """Returns the positions of image placeholders in `compact_ids`, and the replacement ids of each."""
         expansions = []
         for (width, height), source in zip(sizes, images, strict=True):
             try:
@@ -505,10 +454,6 @@ class ChatProcessor:
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
         """Returns, in the order of the text: the positions of placeholders in `compact_ids`, the replacement ids of
         each, and the index of each medium among images, videos, then sounds of the row.
-
-        Raises:
-            PromptError: the numbers of placeholders and media differ.
-            MediaError: a medium has a size that cannot be used.
         """
         positions, expansions = self.expansions(compact_ids, row.images, measured.sizes, row.sample_id)
         video_positions, video_expansions = self._video_expansions(compact_ids, row, measured.clips)
@@ -637,11 +582,7 @@ class ChatProcessor:
             )
 
     def checked_text(self, text: str) -> str:
-        """Returns the text of a turn. In a verbatim text, special tokens are marked as plain text.
-
-        Raises:
-            PromptError: the text is not verbatim and contains special tokens.
-        """
+        """Returns the text of a turn. In a verbatim text, special tokens are marked as plain text."""
         if is_verbatim(text):
             text = without_special(text.removeprefix(BREAK), self._special)
         self.refuse_imitations(text)
@@ -715,11 +656,7 @@ def _content(question: str) -> list[dict[str, str]]:
 
 
 def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
-    """Loads the model's processor, with the pixel budget of `data` if the family has a budget.
-
-    Raises:
-        ValueError: files are missing or damaged, or parts of the checkpoint do not match.
-    """
+    """Loads the model's processor, with the pixel budget of `data` if the family has a budget."""
     try:
         options = family.processor_options(model, data) if isinstance(family, ImageFamily) else {}
         processor = AutoProcessor.from_pretrained(model, **options, trust_remote_code=False)

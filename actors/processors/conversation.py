@@ -94,12 +94,7 @@ class ConversationProcessor:
         self._trains_template = trains_template
 
     def prepare(self, row: Conversation, prompt_id: str) -> ScoredGroup:
-        """Builds the group of a row. Processes and stores the media.
-
-        Raises:
-            MediaError: an image, video or sound cannot be used.
-            PromptError: the row is too long, has too many media, or the text contains special tokens.
-        """
+        """Builds the group of a row. Processes and stores the media."""
         row = self._inlined(row)
         self._check(row)
         loaded = self.chat.load_media(row)
@@ -124,11 +119,7 @@ class ConversationProcessor:
         return ScoredGroup(group.summary(), group, tuple(Reward(ending.label) for ending in row.endings))
 
     def check(self, row: Conversation) -> int:
-        """Returns the number of tokens of context and longest ending, from texts and headers. Decodes nothing.
-
-        Raises:
-            MediaError, PromptError: as `prepare`, except for images that are damaged after the header.
-        """
+        """Returns the number of tokens of context and longest ending, from texts and headers. Decodes nothing."""
         row = self._inlined(row)
         self._check(row)
         _, wholes = self._laid_out(row, self.chat.measure_media(row))

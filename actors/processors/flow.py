@@ -1,4 +1,4 @@
-"""FlowProcessor: turns rows into prompts with text embeddings, computed once for all siblings and roles."""
+"""Prompts and preference pairs of flow models."""
 
 from __future__ import annotations
 
@@ -12,13 +12,25 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mobula.actors.datasets.conversations import CHOSEN, REJECTED
 from mobula.actors.datasets.images import path_below
+from mobula.actors.datasets.preferences import ImagePair
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import PromptError
+from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.markup import plain
-from mobula.cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
-from mobula.cluster.records.rgb import FORMATS, to_rgb
-from mobula.cluster.records.trajectory import NO_IDS, Prompt
+from mobula.cluster.records.media import FORMATS, MediaHandle, MediaKeeper, ProcessedMedia, content_key, to_rgb
+from mobula.cluster.records.trajectory import (
+    NO_IDS,
+    FinishReason,
+    Prompt,
+    Response,
+    Reward,
+    ScoredGroup,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
 from mobula.configs.schema import DataConfig, RunConfig
 from mobula.configs.schema.rollout import FlowConfig
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
@@ -27,7 +39,10 @@ from mobula.learner.policies.flow.rows import CONDITION, WHERE
 from mobula.learner.policies.trained import flow_checkpoint
 
 TARGETS = "target_images"  # key of a row's metadata: files of images that fit the prompt
+
+
 MAX_IMAGES = 4096  # cached latents
+
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +83,7 @@ class FlowProcessor:
         self.fingerprint = f"{checkpoint.encoder_fingerprint()} {flow.max_text_tokens}"
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """Builds the prompt of a row. Encodes and stores the text.
-
-        Raises:
-            PromptError: the row has images or no text.
-        """
+        """Builds the prompt of a row. Encodes and stores the text."""
         self.check(row)
         text = self.prompt_text(row)
         negatives = (self._condition(self._flow.negative_prompt),) if self.takes_negatives else ()
@@ -85,11 +96,7 @@ class FlowProcessor:
         return plain(row.question) + self._suffix
 
     def check(self, row: Row) -> int:
-        """0: a prompt has no tokens.
-
-        Raises:
-            PromptError: as `prepare`.
-        """
+        """0: a prompt has no tokens."""
         if row.images or row.history or row.template:
             raise PromptError(
                 f"{row.sample_id} has {len(row.images)} images and {len(row.history)} turns before the question: a "
@@ -104,11 +111,7 @@ class FlowProcessor:
         return 1 if self._flow.guidance == 1 else 2
 
     def clean(self, prompt: Prompt, choice: int) -> np.ndarray:
-        """Returns the latents, float32 [...], of target image `choice` (modulo their number).
-
-        Raises:
-            PromptError: the row names no target, or the file is outside `data.path`, unreadable or of another size.
-        """
+        """Returns the latents, float32 [...], of target image `choice` (modulo their number)."""
         names = prompt.metadata.get(TARGETS)
         if not isinstance(names, list | tuple) or not names:
             raise PromptError(
@@ -122,11 +125,7 @@ class FlowProcessor:
         return self.latents(path)
 
     def latents(self, path: Path) -> np.ndarray:
-        """Reads latents, float32 [...], from a NumPy file, or encodes an image.
-
-        Raises:
-            PromptError: the file cannot be read, or is of another size.
-        """
+        """Reads latents, float32 [...], from a NumPy file, or encodes an image."""
         if path.suffix != ".npy":
             return self._encoded_image(path)
         try:
@@ -198,3 +197,50 @@ def _is_not_about_a_cut_text(record: logging.LogRecord) -> bool:
     `_report` logs texts that no encoder reads whole.
     """
     return not record.getMessage().startswith("The following part of your input was truncated")
+
+
+class ImagePairProcessor:
+    """Builds a group from each row: two trajectories of one step that ends in an image; rewards are the labels.
+
+    `behavior_logprobs` are 0, because no policy sampled the images.
+    """
+
+    media_token_ids: tuple[int, ...] = ()
+    template_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, flow: FlowProcessor) -> None:
+        self._flow = flow
+
+    def prepare(self, row: ImagePair, prompt_id: str) -> ScoredGroup:
+        """Builds the group of a row."""
+        prompt = self._flow.prepare(_asked(row), prompt_id)
+        paths = (row.chosen, row.rejected)
+        trajectories = tuple(_trajectory(f"{prompt_id}#{n}", self._flow.latents(path)) for n, path in enumerate(paths))
+        group = TrajectoryGroup(prompt, trajectories)
+        return ScoredGroup(group.summary(), group, (Reward(CHOSEN), Reward(REJECTED)))
+
+    def num_media(self, row: ImagePair) -> int:
+        """Number of encoded texts."""
+        return self._flow.num_media(_asked(row))
+
+    def check(self, row: ImagePair) -> int:
+        """0: a prompt has no tokens."""
+        for path in (row.chosen, row.rejected):
+            self._flow.latents(path)
+        return self._flow.check(_asked(row))
+
+
+def _asked(row: ImagePair) -> Row:
+    return Row(row.sample_id, row.question, "", "")
+
+
+def _trajectory(name: str, latents: np.ndarray) -> Trajectory:
+    return Trajectory(
+        trajectory_id=name,
+        actions=LatentActions.of_image(latents),
+        behavior_logprobs=np.zeros(1, dtype=np.float32),
+        action_mask=np.ones(1, dtype=bool),
+        weight_spans=(WeightSpan(0, 0, 1),),
+        finish_reason=FinishReason.STOP,
+        response=Response("", 1, False),
+    )

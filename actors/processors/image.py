@@ -13,7 +13,7 @@ from PIL import Image
 
 from mobula.actors.datasets.images import EncodedFile, ImageSource, WebFile
 from mobula.cluster.errors import MediaError
-from mobula.cluster.records.rgb import FORMATS, to_rgb, upright_size
+from mobula.cluster.records.media import FORMATS, to_rgb, upright_size
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,19 @@ class ImageLimits:
 
 
 def check_image(source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
-    """Returns (width, height) of the upright image from the file's header; for checks of a whole dataset.
-
-    Raises:
-        MediaError: the file is missing, empty, too large or no image.
-    """
+    """Returns (width, height) of the upright image from the file's header; for checks of a whole dataset."""
     with _open_file(source, limits) as file:
         return _measured(file, source, limits)
 
 
 def read_image(source: ImageSource, limits: ImageLimits) -> bytes:
-    """Returns the file's bytes.
-
-    Raises:
-        MediaError: the file is missing, empty or too large.
-    """
+    """Returns the file's bytes."""
     with _open_file(source, limits) as file:
         return file.read()
 
 
 def measure_image(content: bytes, source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
-    """Returns (width, height) of the upright image from the header in `content`, the bytes of the file `source`.
-
-    Raises:
-        MediaError: the content is no image, or decodes to too many pixels.
-    """
+    """Returns (width, height) of the upright image from the header in `content`, the bytes of the file `source`."""
     return _measured(BytesIO(content), source, limits)
 
 
@@ -58,9 +46,6 @@ def decode_image(content: bytes, source: object, limits: ImageLimits) -> Image.I
 
     Args:
         source: name of the image in errors.
-
-    Raises:
-        MediaError: the content is no image, is corrupt or truncated, or decodes to too many pixels.
     """
     with _open_image(BytesIO(content), source, limits) as image:
         with _refusing_corrupt(source):
@@ -87,12 +72,7 @@ def _open_file(source: ImageSource, limits: ImageLimits) -> AbstractContextManag
 
 @contextmanager
 def open_bounded(source: ImageSource, max_bytes: int, key: str) -> Iterator[IO[bytes]]:
-    """Checks the file's size and opens it; `key` is the configuration key of `max_bytes`.
-
-    Raises:
-        MediaError: the file is missing, empty or too large.
-        ImageError: a web file cannot be downloaded.
-    """
+    """Checks the file's size and opens it; `key` is the configuration key of `max_bytes`."""
     if isinstance(source, EncodedFile):
         _check_num_bytes(source, len(source.content), max_bytes, key)
         yield BytesIO(source.content)

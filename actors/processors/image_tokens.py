@@ -14,15 +14,11 @@ from mobula.cluster.records.markup import plain
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import DataConfig
 from mobula.configs.schema.rollout import SamplerConfig
-from mobula.learner.policies.image_tokens.guidance import num_image_tokens
+from mobula.learner.policies.image_tokens import num_image_tokens
 
 
 class ImageTokenProcessor:
-    """Builds prompts of one user turn, the generation prompt, and the token that opens an image.
-
-    Raises:
-        ValueError: `sampler.max_model_len` has no room for an image.
-    """
+    """Builds prompts of one user turn, the generation prompt, and the token that opens an image."""
 
     takes_images = False
     media_token_ids: tuple[int, ...] = ()  # none is banned: image tokens are sampled
@@ -50,11 +46,7 @@ class ImageTokenProcessor:
         return str(self._processor.chat_template)
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """Builds the prompt of a row.
-
-        Raises:
-            PromptError: the row has images, earlier turns or no text, or is too long.
-        """
+        """Builds the prompt of a row."""
         text, ids = self._encoded(row)
         return Prompt(prompt_id, row.sample_id, text, ids, ids, (), (), row.references, row.metadata)
 
@@ -63,19 +55,11 @@ class ImageTokenProcessor:
         return 0
 
     def prompt_text(self, row: Row) -> str:
-        """The text of the row's prompt.
-
-        Raises:
-            PromptError: as `prepare`.
-        """
+        """The text of the row's prompt."""
         return self._encoded(row)[0]
 
     def check(self, row: Row) -> int:
-        """Returns the number of tokens of the row's prompt.
-
-        Raises:
-            PromptError: as `prepare`.
-        """
+        """Returns the number of tokens of the row's prompt."""
         return len(self._encoded(row)[1])
 
     def _encoded(self, row: Row) -> tuple[str, np.ndarray]:

@@ -16,7 +16,7 @@ from mobula.cluster.records.media import MediaHandle, MediaStore
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.runtime.object_store import bring_here
 from mobula.cluster.runtime.ray_actors import answer
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 
 DIED, HUNG = "processor_died", "processor_hung"
@@ -91,12 +91,7 @@ class ProcessorPool:
         return asyncio.run_coroutine_threadsafe(self.prepare(row, prompt_id), self._loop)
 
     async def prepare(self, row: Any, prompt_id: str) -> Prompt | ScoredGroup:
-        """Returns the prompt of a row.
-
-        Raises:
-            RowError: the row is unusable, or `MAX_LOSSES` workers were lost while they processed it.
-            WorkerDiedError: no worker is left, and none is restarted.
-        """
+        """Returns the prompt of a row."""
         lost: list[str] = []
         while len(lost) < MAX_LOSSES:
             async with self._work.slot(is_urgent=bool(lost)) as slot:

@@ -38,10 +38,6 @@ def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
 
     Args:
         key: configuration key of the teacher.
-
-    Raises:
-        PreflightError: vocabulary or image settings differ, or the teacher has fewer positions.
-        ValueError: the model family of the teacher is not supported.
     """
     policy = config.policy.model
     _check_vocabulary(policy, teacher, key)

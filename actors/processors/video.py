@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from mobula.actors.datasets.videos import FrameList, Video
+from mobula.actors.datasets.clips import FrameList, Video
 from mobula.actors.processors.image import ImageLimits, check_image, decode_image, open_bounded, read_image
 from mobula.cluster.errors import MediaError
 from mobula.configs.schema.data import DataConfig, VideoConfig
@@ -52,11 +52,7 @@ class _Plan:
 
 
 def check_video(source: Video, limits: VideoLimits) -> Clip:
-    """Returns the frames that would be sampled, from headers and packets alone; for checks of a whole dataset.
-
-    Raises:
-        MediaError: the video is missing, empty, too large, too long, or no video.
-    """
+    """Returns the frames that would be sampled, from headers and packets alone; for checks of a whole dataset."""
     if isinstance(source, FrameList):
         return _plan_frames(source, limits).clip
     with open_bounded(source, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
@@ -64,11 +60,7 @@ def check_video(source: Video, limits: VideoLimits) -> Clip:
 
 
 def load_video(source: Video, limits: VideoLimits) -> LoadedVideo:
-    """Reads the video and plans the frames to sample.
-
-    Raises:
-        MediaError: as `check_video`.
-    """
+    """Reads the video and plans the frames to sample."""
     if isinstance(source, FrameList):
         plan = _plan_frames(source, limits)
         contents = tuple(read_image(source.frames[index], limits.frame) for index in plan.taken)
@@ -80,11 +72,7 @@ def load_video(source: Video, limits: VideoLimits) -> LoadedVideo:
 
 
 def decode_video(video: LoadedVideo, limits: VideoLimits) -> np.ndarray:
-    """Returns uint8 [T, H, W, 3]: the frames at `video.clip.timestamps`. Rotation metadata is ignored.
-
-    Raises:
-        MediaError: a frame is corrupt or missing.
-    """
+    """Returns uint8 [T, H, W, 3]: the frames at `video.clip.timestamps`. Rotation metadata is ignored."""
     source, clip = video.source, video.clip
     if isinstance(source, FrameList):
         images = [np.asarray(decode_image(content, source, limits.frame)) for content in video.contents]
@@ -189,11 +177,7 @@ def _opened(file: IO[bytes], source: Video) -> Iterator[tuple[Any, Any]]:
 
 
 def require_av() -> Any:
-    """Returns the module av (PyAV).
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Returns the module av (PyAV)."""
     try:
         import av
     except ImportError as error:

@@ -1,18 +1,58 @@
-"""ProcessorWorker: prepares prompts in a separate process; returns each processed medium as a separate value."""
+"""Builds the processor of a configuration, also in worker processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mobula.actors.processors.make import make_processor
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.cluster.errors import SkippedSample
-from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.cluster.user_code import chosen
 from mobula.configs.schema import RunConfig
+
+if TYPE_CHECKING:
+    from mobula.actors.processors.flow import FlowProcessor, ImagePairProcessor
+
+
+def make_processor(
+    config: RunConfig, media: MediaKeeper
+) -> ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | ImageTokenProcessor:
+    """Builds the processor that turns rows into prompts (offline jobs: into groups). Media are stored in `media`."""
+    if config.sampler.is_flow:
+        from mobula.actors.processors.flow import (
+            FlowProcessor,  # imports diffusers
+            ImagePairProcessor,
+        )
+
+        flow = FlowProcessor.of(config, media)
+        return ImagePairProcessor(flow) if config.offline.is_on else flow
+    if config.sampler.draws_tokens:
+        return ImageTokenProcessor(config.policy.model, config.data, config.sampler, config.question_suffix)
+    chat = processor_maker(config)(config, media)
+    if not config.offline.is_on:
+        return chat
+    return ConversationProcessor(
+        chat,
+        system_prompt=config.data.system_prompt,
+        max_tokens=config.offline.max_tokens,
+        has_tail=config.offline.job == "reward_model",
+        trains_template=config.offline.train_template_text,
+    )
+
+
+def processor_maker(config: RunConfig) -> Callable[[RunConfig, MediaKeeper], ChatProcessor]:
+    """Returns the factory of the processor that `data.processor` names."""
+    given = ("config", "media")
+    return chosen(
+        {"chat": ChatProcessor.of}, config.data.processor, "data.processor", given, config.data.processor_options
+    )
 
 
 @dataclass(frozen=True)

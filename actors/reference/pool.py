@@ -12,7 +12,7 @@ from mobula.cluster.errors import DeadlineError, WorkerDiedError
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.ray_actors import answer
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 
 DIED, HUNG = "reference_died", "reference_hung"
@@ -64,11 +64,7 @@ class ReferencePool:
         self.losses: Counter[str] = Counter({DIED: 0, HUNG: 0})
 
     async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Returns the groups, in order, with `reference_logprobs` set to object references.
-
-        Raises:
-            WorkerDiedError, DeadlineError, LostReplyError: one share was not answered `max_attempts` times.
-        """
+        """Returns the groups, in order, with `reference_logprobs` set to object references."""
         self._has_begun = True
         num_shares = max(1, min(len(groups), len(self._work.handles)))
         shares = [list(groups[first::num_shares]) for first in range(num_shares)]

@@ -1,16 +1,16 @@
-"""ReferenceScorer: computes log-probs of a frozen policy for sampled trajectories."""
+"""Reference scorer: log-probs under the frozen policy, quantised where configured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from mobula.actors.reference.quantised import quantise
 from mobula.cluster.errors import DeadlineError, ScoringError
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup
@@ -18,13 +18,59 @@ from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.base import PolicyRow
 from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import DTYPES
-from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policies.trained import collate_rows, row_of
 
+Quantisation = Literal["none", "int8", "int4"]
+
+
+GROUP = {"int8": 1, "int4": 128}  # values of a row per scale; 1: the whole row
+
+
+def quantise(model: PreTrainedModel, kind: Quantisation) -> None:
+    """Quantises all linear layers except the output layer, in place; embeddings, norms and convolutions are unchanged.
+    `int4` skips layers whose row length is no multiple of 128, and needs bfloat16 on an NVIDIA GPU.
+    """
+    if kind == "none":
+        return
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"reference.scorers.quantisation={kind} needs {error.name!r}, which is not installed: "
+            "pip install 'mobula[quantised]', or set reference.scorers.quantisation=none"
+        ) from error
+    group, output = GROUP[kind], model.get_output_embeddings()
+
+    def is_chosen(module: nn.Module, _: str) -> bool:
+        return isinstance(module, nn.Linear) and module is not output and module.in_features % group == 0
+
+    if kind == "int8":
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=is_chosen)
+    else:
+        packing = "tile_packed_to_4d"  # the layout of torch's own kernels
+        quantize_(model, Int4WeightOnlyConfig(group_size=group, int4_packing_format=packing), filter_fn=is_chosen)
+
+
+def num_weight_bytes(model: nn.Module) -> int:
+    """Returns the bytes of all parameters in memory, each counted once."""
+    return sum(_num_bytes(parameter.data) for parameter in model.parameters())
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, or of the parts of a quantised tensor."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_num_bytes(getattr(tensor, name)) for name in names)
+
+
 NO_TEACHERS: Mapping[str, Path] = {}
+
+
 OTHERS = ""  # key of labels without a teacher; no label is empty
 
 
@@ -63,12 +109,7 @@ class ReferenceScorer:
         return TokenPolicy(model, config.learner).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
-        """Returns for each group one float32 [T] array per trajectory, in order.
-
-        Raises:
-            ScoringError: images did not arrive within `timeouts.object_s`.
-            LostObjectError: groups did not arrive in time, or were lost with their node.
-        """
+        """Returns for each group one float32 [T] array per trajectory, in order."""
         try:
             return self._score([group.group for group in groups])
         except DeadlineError as error:  # not a DeadlineError: the pool would replace a healthy scorer

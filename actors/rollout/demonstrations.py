@@ -13,12 +13,12 @@ from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSe
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.rollout.episode import Episode, ObservationBudget
+from mobula.actors.rollout.episodes import Episode, ObservationBudget
 from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.data import EnvironmentConfig
 from mobula.configs.schema.rollout import SamplerConfig
 
 
@@ -46,11 +46,7 @@ class Demonstrations:
         self._made: dict[int, Demonstration] = {}
 
     async def of(self, prompt: Prompt) -> Demonstration:
-        """Returns the demonstrated episode of the prompt's seed.
-
-        Raises:
-            DatasetError: the environment failed, or a turn is longer than `sampler.max_tokens`.
-        """
+        """Returns the demonstrated episode of the prompt's seed."""
         task = prompt.metadata[ENVIRONMENT]
         seed = task["seed"]
         if seed not in self._made:

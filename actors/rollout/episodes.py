@@ -1,33 +1,158 @@
-"""EpisodeRunner: plays a group of episodes for a prompt, with an environment between the turns of the policy."""
+"""Episodes: turns of policy and environment, and the actor that plays them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
-from mobula.actors.environments.base import Action, EpisodeError, observation_hash
+from mobula.actors.environments.base import (
+    IMAGE_MARK,
+    IMAGE_PLACEHOLDER,
+    Action,
+    EpisodeError,
+    Observation,
+    Step,
+    checked_rewards,
+    observation_hash,
+)
+from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.rollout.actor import MediaBatcher
-from mobula.actors.rollout.episode import Episode, ObservationBudget
-from mobula.actors.samplers.base import Sampler
+from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
+from mobula.actors.samplers.base import EngineSettings, Sampler
 from mobula.cluster.errors import EnvironmentFailedError, RolloutError
-from mobula.cluster.records.actions import TokenActions
-from mobula.cluster.records.partial_response import NOTHING, Attempt, PlayedTurn, SampledSequence, TokenChunk
-from mobula.cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup
+from mobula.cluster.records.actions import KeptSets, TokenActions
+from mobula.cluster.records.media import MediaHandle, MediaSpan, MediaStore
+from mobula.cluster.records.partial_response import NOTHING, Attempt, PlayedTurn, SampledSequence, TokenChunk, shifted
+from mobula.cluster.records.trajectory import (
+    EpisodeTurn,
+    FinishReason,
+    GroupReport,
+    Prompt,
+    Response,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.seeds import derived_seed
-from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.data import DataConfig, EnvironmentConfig
+from mobula.configs.schema.rollout import SamplerConfig
+
+
+@dataclass
+class Episode:
+    """An episode in progress. Lists of tokens have the axis T, which starts after the prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)  # True on tokens of the policy
+    weight_spans: list[WeightSpan] = field(default_factory=list)
+    kept: KeptSets | None = None  # candidate tokens at each step; None: the whole vocabulary
+    media: list[MediaHandle] = field(default_factory=list)
+    media_spans: list[MediaSpan] = field(default_factory=list)
+    turns: list[EpisodeTurn] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.ABORT
+    failure: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def actions(self) -> TokenActions:
+        ids = np.array(self.token_ids, dtype=np.int32)
+        return TokenActions(ids, self.kept, tuple(self.media), tuple(self.media_spans))
+
+    def add_turn(self, sampled: SampledSequence) -> None:
+        assert isinstance(sampled.actions, TokenActions)
+        self._add_kept(sampled.actions.kept, sampled.num_tokens)
+        self.weight_spans += shifted(sampled.weight_spans, self.num_steps)
+        self.token_ids += sampled.actions.token_ids.tolist()
+        self.logprobs += sampled.logprobs.tolist()
+        self.mask += [True] * sampled.num_tokens
+
+    def add_masked(self, ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not write, with the version of the previous turn."""
+        if not len(ids):
+            return
+        self._add_kept(None, len(ids))
+        last = self.weight_spans[-1]
+        self.weight_spans[-1] = replace(last, end=last.end + len(ids))
+        self.token_ids += list(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.mask += [False] * len(ids)
+
+    def _add_kept(self, more: KeptSets | None, num_steps: int) -> None:
+        if self.kept is None and more is None:
+            return
+        before = KeptSets.uncut(self.num_steps) if self.kept is None else self.kept
+        self.kept = before.followed_by(KeptSets.uncut(num_steps) if more is None else more)
+
+    def note_step(self, begin: int, action: Action, step: Step) -> None:
+        """Records the outcome of the turn that began at `begin`."""
+        observation = "\n".join(f"{m.role}: {m.text.replace(IMAGE_MARK, IMAGE_PLACEHOLDER)}" for m in step.observation)
+        rewards = checked_rewards(step.reward)
+        self.turns.append(EpisodeTurn(begin, self.num_steps, action.text, observation, rewards, action.status))
+
+    def prompt(self, start: Prompt, name: str) -> Prompt:
+        """Builds the prompt of the next turn from the exact tokens and media so far."""
+        num = start.num_tokens
+        spans = (MediaSpan(span.start + num, span.end + num) for span in self.media_spans)
+        return replace(
+            start,
+            prompt_id=name,
+            expanded_ids=np.concatenate([start.expanded_ids, np.array(self.token_ids, dtype=np.int32)]),
+            media=(*start.media, *self.media),
+            media_spans=(*start.media_spans, *spans),
+        )
+
+
+class ObservationBudget:
+    """Appends observations to episodes within `environment.max_tokens` and `sampler.max_images_per_prompt`.
+
+    An observation must leave a token for the next turn.
+    """
+
+    def __init__(self, config: EnvironmentConfig, chat: ChatProcessor, *, model: str, max_images: int) -> None:
+        """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
+        self._max_tokens = config.max_tokens
+        self._max_images = max_images
+        self._eos_token_ids = chat.eos_token_ids
+        self._bridge = TurnBridge(chat, model)
+
+    def admit(self, episode: Episode, prompt: Prompt, observation: Observation) -> bool:
+        """Appends the observation if it fits, and returns whether it does.
+
+        A turn without an end token (cut at a limit or a stop string) gets one.
+        """
+        delta = self._bridge.delta(observation)
+        is_open = episode.token_ids[-1] not in self._eos_token_ids
+        num_more = len(delta.ids) + is_open
+        num_images = len(prompt.media) + len(episode.media) + len(delta.images)
+        if episode.num_steps + num_more >= self._max_tokens or num_images > self._max_images:
+            return False
+        media = self._bridge.stored(delta)
+        if is_open:
+            episode.add_masked([self._bridge.end_id])
+        offset = episode.num_steps
+        episode.add_masked(delta.ids.tolist())
+        episode.media += media
+        episode.media_spans += [MediaSpan(span.start + offset, span.end + offset) for span in delta.spans]
+        return True
+
 
 _logger = logging.getLogger(__name__)
+
 
 NUM_WATCHED = 100  # episodes whose share of failures may end the run
 
@@ -150,9 +275,6 @@ class EpisodeRunner:
     ) -> TrajectoryGroup:
         """Plays one episode per sibling. Calls `report` with each answered turn and `note_failure` with the kind of
         each failure, including retried ones.
-
-        Raises:
-            EnvironmentFailedError: the environment fails too often.
         """
         known = attempt.siblings or (NOTHING,) * settings.num_samples
         requests = [
@@ -274,3 +396,56 @@ class EpisodeRunner:
                 f"environment.max_failed_fraction is {self._config.max_failed_fraction:g}: repair the environment; the "
                 f"last one: {episode.failure}"
             )
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """Settings of episodes, in addition to the engine's; equal for all actors of a run."""
+
+    environment: EnvironmentConfig
+    data: DataConfig
+    sampler: SamplerConfig
+    keeps_files: bool  # of images, for reward functions
+
+
+class EpisodeActor(RolloutActor):
+    """Samples episodes.
+
+    A group contains each image of its observations once: objects of an actor in the object store are lost with it.
+    """
+
+    def __init__(
+        self, sampler: str, settings: EngineSettings, episodes: EpisodeSettings, *, object_timeout_s: float
+    ) -> None:
+        super().__init__(sampler, settings, object_timeout_s=object_timeout_s)
+        store = MediaStore(lambda media: media, episodes.data.media_cache_bytes)
+        chat = ChatProcessor(
+            settings.model,
+            episodes.data,
+            episodes.sampler,
+            store,
+            keep_files=episodes.keeps_files,
+            device=settings.device,
+        )
+        self._episodes = EpisodeRunner(
+            episodes.environment,
+            chat,
+            self._sampler,
+            self._media,
+            model=settings.model,
+            max_images=episodes.sampler.max_images_per_prompt,
+        )
+
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, GroupReport]:
+        """Plays one episode per sibling; continues the turns of an earlier attempt."""
+        failures: Counter[str] = Counter()
+        group = await self._episodes.generate(
+            prompt, settings, attempt, report=self.report, note_failure=lambda kind: failures.update([kind])
+        )
+        return group, (replace(group.summary(), failures=dict(failures)), group.small_responses())
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._episodes.close)
+        await super().close()

@@ -14,11 +14,7 @@ def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
 
 
 def sampler_maker(kind: str, options: Mapping[str, object]) -> Callable[[EngineSettings], Sampler]:
-    """Returns the class of a sampler with its options.
-
-    Raises:
-        ValueError: the name is unknown, or the options are invalid.
-    """
+    """Returns the class of a sampler with its options."""
     return chosen(SAMPLERS, kind, "sampler.kind", ("settings",), options)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from mobula.actors.samplers.serving import RunningRequests
+from mobula.actors.samplers.settings import RunningRequests
 from mobula.configs.schema.rollout import ServedAdaptersConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -40,11 +40,7 @@ class ServedAdapters:
 
     @contextmanager
     def adding(self, name: str, folder: Path) -> Iterator[ServedAdapter]:
-        """Reserves a place for an adapter, which is served once the body has loaded it.
-
-        Raises:
-            ValueError: the name or all places are taken, or the folder holds no adapter that the limits allow.
-        """
+        """Reserves a place for an adapter, which is served once the body has loaded it."""
         limits = self._limits
         if not limits.are_on:
             raise ValueError("the engines serve no adapters: set sampler.adapters.max_served to 1 or more")
@@ -67,11 +63,7 @@ class ServedAdapters:
 
     @asynccontextmanager
     async def removing(self, name: str) -> AsyncIterator[ServedAdapter]:
-        """Refuses new requests of an adapter and waits for the running ones; its place is free after the body.
-
-        Raises:
-            ValueError: it is not served.
-        """
+        """Refuses new requests of an adapter and waits for the running ones; its place is free after the body."""
         adapter = self._find(name)
         adapter.is_ready = False
         await adapter.running.ended()
@@ -80,11 +72,7 @@ class ServedAdapters:
 
     @contextmanager
     def used(self, name: str | None) -> Iterator[ServedAdapter | None]:
-        """Counts a request of an adapter while the body runs. None is the base model.
-
-        Raises:
-            ValueError: it is not served.
-        """
+        """Counts a request of an adapter while the body runs. None is the base model."""
         if name is None:
             yield None
             return
@@ -109,11 +97,7 @@ class ServedAdapters:
 
 
 def _checked_folder(name: str, folder: Path, max_rank: int) -> bool:
-    """Returns whether the adapter in a folder adapts the output layer.
-
-    Raises:
-        ValueError: the folder holds no adapter, or one of too high a rank.
-    """
+    """Returns whether the adapter in a folder adapts the output layer."""
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
             raise ValueError(f"adapter {name!r}: {folder} has no {file}: export the adapter in PEFT's format")

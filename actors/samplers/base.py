@@ -19,8 +19,8 @@ from mobula.cluster.runtime.vitals import EngineLoad
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema.rollout import ServedAdaptersConfig
+from mobula.learner.policies.adapters import AdapterPush
 from mobula.learner.policies.flow.denoising import Denoising
-from mobula.learner.policies.lora import AdapterPush
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.images import ImageRequest, ImageRow, ImageSampler, png
+from mobula.actors.samplers.image_tokens import ImageRequest, ImageRow, ImageSampler, png
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.records.actions import LatentActions, to_bfloat16
 from mobula.cluster.records.media import MediaHandle, ProcessedMedia

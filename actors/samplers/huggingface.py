@@ -15,9 +15,9 @@ from transformers.generation import LogitsProcessorList
 
 from mobula.actors.samplers.adapters import ServedAdapter, ServedAdapters
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.in_process import InProcessSampler
-from mobula.actors.samplers.progress import (
+from mobula.actors.samplers.in_process import (
     GroupProgress,
+    InProcessSampler,
     StopStrings,
     continued,
     first_token_settings,
@@ -33,8 +33,8 @@ from mobula.learner.policies.adapters import choose_adapter, load_adapter
 from mobula.learner.policies.batch import joined
 from mobula.learner.policies.families import family_of
 from mobula.learner.policies.families.base import ImageFamily
+from mobula.learner.policies.head import PLAIN, target_logprobs
 from mobula.learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
-from mobula.learner.policies.logprobs import PLAIN, target_logprobs
 
 CHUNK_TOKENS = 512  # prompt tokens per log-prob computation
 

@@ -19,7 +19,7 @@ from benchmarks.harness.measure import Effort, Measurements, interleave
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.lora import A, B, merged
+from mobula.learner.policies.adapters import A, B, merged
 from mobula.learner.weight_publisher import WeightPublisher
 
 SENDER = 0

@@ -18,7 +18,7 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.lora import adapter_manifest
+from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.weight_publisher import WeightPublisher
 
 RECEIVER = 1

@@ -20,7 +20,7 @@ from benchmarks.harness.measure import Effort, Measurements, Side, interleave
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
 from mobula.configs.schema import RunConfig
-from mobula.learner.backends.gather import gather_whole
+from mobula.learner.backends.sharded import gather_whole
 from mobula.learner.weight_publisher import WeightPublisher
 
 NUM_RANKS = 2

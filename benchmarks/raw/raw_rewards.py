@@ -17,9 +17,9 @@ from aiohttp import web
 
 from mobula.cluster.records.trajectory import Response, Reward
 from mobula.configs.load import load_rewards
+from mobula.rewards.components import RewardScoring
 from mobula.rewards.contract import RewardRequest
 from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
 TIMEOUT_S = 60.0

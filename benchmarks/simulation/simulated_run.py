@@ -18,10 +18,8 @@ from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RolloutDispatcher
 from mobula.cluster.rollout.staleness import StalenessGate, StepOrder
-from mobula.deploy.rehearsal.simulated.decoder import Decoder, DecodeSpeed
-from mobula.deploy.rehearsal.simulated.engine import summary_of
-from mobula.deploy.rehearsal.simulated.lengths import LognormalLengths
-from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, summary_of
+from mobula.deploy.rehearsal.simulated.machine import LognormalLengths, run_virtually
 
 KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_row=1)
 

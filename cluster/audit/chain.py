@@ -60,9 +60,6 @@ class SigningKey:
 def signing_key(variable: str, option: str = "audit.key_env") -> Iterator[SigningKey | None]:
     """Yields the key in an environment variable, which child processes that start in the body do not get; None for an
     empty name.
-
-    Raises:
-        PreflightError: the variable has no key, or a short one.
     """
     if not variable:
         yield None
@@ -190,11 +187,7 @@ def encode(
 
 
 def decode(line: bytes) -> AuditRecord:
-    """Reads a line without its line feed.
-
-    Raises:
-        DamagedRecord: the line is not as `encode` wrote it.
-    """
+    """Reads a line without its line feed."""
     start = max(0, len(line) - _END_BYTES)
     end = _END.search(line, start)
     text = b"" if end is None else line[: end.start()] + b"}"
@@ -357,11 +350,7 @@ def check_signatures(chain: ChainFile, key: SigningKey | None) -> Iterator[Audit
 
 
 def read_chain(folder: Path) -> ChainFile:
-    """Reads the chain of a run folder.
-
-    Raises:
-        PreflightError: there is none.
-    """
+    """Reads the chain of a run folder."""
     path, end = folder / AUDIT_FILE, folder / HEAD_FILE
     try:
         # The end first: a run that goes on writes it after the record.

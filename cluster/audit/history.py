@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from mobula.cluster.audit.chain import AUDIT_FILE, AuditFinding, AuditKind, AuditRecord, ChainFile
-from mobula.cluster.audit.files import is_growing, is_segment
+from mobula.cluster.audit.writer import is_growing, is_segment
 from mobula.cluster.workers.faults import Fault
 
 MAX_NAMED = 5  # groups in one message
@@ -343,10 +343,7 @@ class History:
 
 
 def _check_body(record: AuditRecord) -> None:
-    """
-    Raises:
-        KeyError, TypeError, ValueError: a chain of another program; the rest of the audit relies on these types.
-    """
+    """"""
     for name, kind in BODIES[record.kind].items():
         if not isinstance(record.body[name], kind):
             raise TypeError(f"{name} is {type(record.body[name]).__name__}")

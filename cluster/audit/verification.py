@@ -19,16 +19,6 @@ from mobula.cluster.audit.chain import (
     check_signatures,
     read_chain,
 )
-from mobula.cluster.audit.files import (
-    CHECKPOINTS,
-    FORMERLY_UNCOVERED,
-    RUN_LOG,
-    TRAJECTORIES,
-    file_sha256,
-    files_below,
-    is_segment,
-    is_uncovered,
-)
 from mobula.cluster.audit.history import (
     Cover,
     History,
@@ -37,6 +27,16 @@ from mobula.cluster.audit.history import (
     check_pushes,
     check_staleness,
     replayed,
+)
+from mobula.cluster.audit.writer import (
+    CHECKPOINTS,
+    FORMERLY_UNCOVERED,
+    RUN_LOG,
+    TRAJECTORIES,
+    file_sha256,
+    files_below,
+    is_segment,
+    is_uncovered,
 )
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE
@@ -67,11 +67,7 @@ class Audit:
 
 
 def verify(folder: Path, head: str = "", key: SigningKey | None = None) -> Audit:
-    """Audits a run folder. `head`: the sha256 of a record that was noted elsewhere and must be part of the chain.
-
-    Raises:
-        PreflightError: there is no chain, or no record of it can be read.
-    """
+    """Audits a run folder. `head`: the sha256 of a record that was noted elsewhere and must be part of the chain."""
     chain = read_chain(folder)
     records = chain.records
     if not records:

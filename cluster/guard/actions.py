@@ -1,18 +1,120 @@
-"""Actions: what the guard does at an alarm. One class an action; `guard.action` and `guard.actions` choose."""
+"""Watches of the signs, and what the guard does when one fires."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mobula.cluster.errors import RewardHackingError
-from mobula.cluster.guard.kl_scale import KLScale
-from mobula.cluster.guard.watch import Alarm
+from mobula.cluster.guard.signs import Sign
+from mobula.cluster.guard.windows import Level, Series, StepValues
 from mobula.cluster.metrics.guard_events import GuardEvent
+
+
+class KLScale:
+    """Steps of a factor that is 1 at the start. Which factor makes a version does not depend on when it is asked, so
+    repeated steps train as before.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, float]] = []  # (first version, factor), ascending
+
+    @property
+    def newest(self) -> float:
+        return self._steps[-1][1] if self._steps else 1.0
+
+    def at(self, version: int) -> float:
+        """The factor for the step that makes `version`."""
+        return next((factor for first, factor in reversed(self._steps) if first <= version), 1.0)
+
+    def set_from(self, version: int, factor: float) -> None:
+        """Sets the factor of the steps that make `version` and later ones."""
+        self._steps = [*(step for step in self._steps if step[0] < version), (version, factor)]
+
+    def state(self) -> list[list[float]]:
+        """Returns the state for a checkpoint, as JSON."""
+        return [[first, factor] for first, factor in self._steps]
+
+    def restore(self, state: Sequence[Sequence[float]]) -> None:
+        self._steps = [(int(first), float(factor)) for first, factor in state]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A sign that fired at `step`. `is_new`: it did not fire at the look before. Other fields as in `SignVerdict`."""
+
+    sign: str
+    step: int
+    strength: float
+    agreeing: int
+    text: str
+    is_new: bool
+
+
+@dataclass
+class Watch:
+    """The windows of a run and the outcome of the newest look. Each complete window is one look of every sign."""
+
+    signs: Sequence[Sign]
+    series: Series
+    false_alarm_rate: float
+    num_looks: int = 0
+    agreeing: int = 0  # last step of the newest window that every sign agrees with
+    strength: float = 0.0  # largest of the signs, at the newest look
+    firing: set[str] = field(default_factory=set)  # signs that fired at the newest look
+
+    def observe(self, values: StepValues) -> list[Alarm]:
+        """Adds a step; returns the alarms if it completes a window, the strongest first."""
+        if not self.series.add(values):
+            return []
+        self.num_looks += 1
+        alarms, agreeing, strengths = [], [values.step], [0.0]
+        for sign in self.signs:
+            windows = [w for w in self.series.windows if all(q in w.moments for q in sign.quantities)]
+            if len(windows) < 2 or self.num_looks < 2 or windows[-1].last != values.step:
+                continue
+            verdict = sign.judge(windows, Level(self.false_alarm_rate, self.num_looks))
+            strengths.append(verdict.strength)
+            agreeing.append(verdict.agreeing)
+            if verdict.is_alarm:
+                is_new = sign.name not in self.firing
+                alarms.append(Alarm(sign.name, values.step, verdict.strength, verdict.agreeing, verdict.text, is_new))
+        self.firing = {alarm.sign for alarm in alarms}
+        self.agreeing, self.strength = min(agreeing), max(strengths)
+        return sorted(alarms, key=lambda alarm: -alarm.strength)
+
+    def cut(self, after: int) -> None:
+        """Removes the steps after `after`. The number of looks stays, so the bound on false alarms holds."""
+        self.series.cut(after)
+        self.agreeing = min(self.agreeing, after)
+        self.firing.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON."""
+        known = {"num_looks": self.num_looks, "agreeing": self.agreeing, "strength": min(self.strength, 1e9)}
+        return {**known, "firing": sorted(self.firing), "series": self.series.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.num_looks, self.agreeing, self.strength = state["num_looks"], state["agreeing"], state["strength"]
+        self.firing = set(state["firing"])
+        self.series.restore(state["series"])
+
+
+def alarms_of(
+    steps: Iterable[StepValues], signs: Sequence[Sign], *, window_steps: int, false_alarm_rate: float
+) -> list[Alarm]:
+    """Returns all alarms of a recorded run, in order. A pure function of its steps.
+
+    Example:
+        alarms_of(map(recorded_values, records), [Divergence(0.2)], window_steps=5, false_alarm_rate=0.01)
+    """
+    watch = Watch(signs, Series(window_steps), false_alarm_rate)
+    return [alarm for values in steps for alarm in watch.observe(values)]
+
 
 _logger = logging.getLogger(__name__)
 
@@ -110,11 +212,7 @@ class Rollback:
         return situation.event(self.name, situation.kl_scale, found[0])
 
     async def repeat(self, event: GuardEvent) -> None:
-        """Loads the checkpoint of a recorded rollback again, for a step that a resume repeats.
-
-        Raises:
-            RewardHackingError: the checkpoint is gone.
-        """
+        """Loads the checkpoint of a recorded rollback again, for a step that a resume repeats."""
         assert event.restored is not None, "a rollback names its checkpoint"
         found = await asyncio.to_thread(self._newest, event.restored)
         if found is None or found[0] != event.restored:

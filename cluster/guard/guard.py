@@ -1,4 +1,4 @@
-"""Guard: looks for signs of reward hacking after each step, and acts before the new weights are pushed."""
+"""RewardGuard and LogprobGuard: follow a run, step by step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from mobula.cluster.errors import MobulaError, RewardHackingError
-from mobula.cluster.guard.actions import GuardAction, Rollback, Situation
-from mobula.cluster.guard.kl_scale import KLScale
+from mobula.cluster.errors import LogprobGapError, MobulaError, RewardHackingError
+from mobula.cluster.guard.actions import Alarm, GuardAction, KLScale, Rollback, Situation, Watch
 from mobula.cluster.guard.observation import Observer, metrics_of, reward_and_judge
-from mobula.cluster.guard.watch import Alarm, Watch
 from mobula.cluster.guard.windows import Moments, StepValues
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.guard_events import GuardEvent, GuardLog
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.roles import UpdateReport
+from mobula.cluster.weight_sync.tolerance import Rounding
 
 _logger = logging.getLogger(__name__)
 
@@ -98,11 +97,7 @@ class RunGuard:
             self._evaluated.append(StepValues(version, {q: Moments.of(v) for q, v in values.items() if v}))
 
     async def inspect(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
-        """Looks at a step and acts.
-
-        Raises:
-            RewardHackingError: by the configuration the run has to stop.
-        """
+        """Looks at a step and acts."""
         self._log.forget_from(update.version)  # of an earlier part of the run that lost this step
         measured, alarms = await self._look(groups, update.version)
         chosen = max(alarms, key=lambda alarm: (self._actions[alarm.sign].severity, alarm.strength), default=None)
@@ -199,3 +194,44 @@ class RunGuard:
             MetricName.GUARD_KL_SCALE: self._kl_scale.newest,
         }
         return replace(update, metrics={**update.metrics, **measured, **own})
+
+
+CAUSES = (
+    "engine and learner differ in the chat template, processor or position ids of this model",
+    "the checkpoint's configuration changes one of them (penalties of generation_config.json, dropout with "
+    "policy.dropout=true, sliding windows, quantisation)",
+    "a push left a tensor of the engine at an old value (weight_sync.canary_interval=1 tests every push)",
+    "tokens were not sampled with the settings of sampler.*",
+)
+
+
+class LogprobGuard:
+    """Raises or warns if learner and engine compute different log-probs of a step's tokens at equal weights."""
+
+    def __init__(self, *, dtype: str, limit: float, rounding: Rounding, stops: bool) -> None:
+        """`limit` is the maximum mean gap in nat for `resources.dtype=dtype`; `rounding` may widen it."""
+        self._dtype = dtype
+        self._limit = limit
+        self._rounding = rounding
+        self._stops = stops
+
+    def check(self, report: UpdateReport) -> None:
+        """Checks the report of a step."""
+        gap = report.metrics.get(MetricName.LOGPROB_GAP_MEAN)
+        if gap is not None and not gap <= self._rounding.widened(self._limit):  # `not <=`: a NaN is over the limit
+            message = self._message(gap, report)
+            if self._stops:
+                raise LogprobGapError(message)
+            _logger.warning("%s", message)
+
+    def _message(self, gap: float, report: UpdateReport) -> str:
+        largest = report.metrics.get(MetricName.LOGPROB_GAP_MAX, gap)
+        limit = self._rounding.widened(self._limit)
+        widened = "" if limit == self._limit else f", widened to {limit:.3g} by the rounding of the model"
+        causes = "; ".join(f"({n}) {cause}" for n, cause in enumerate(CAUSES, 1))
+        return (
+            f"step {report.version}: log-probs of the learner differ from those that its engines recorded at equal "
+            f"weights by {gap:.3g} nat in the mean, {largest:.3g} at most "
+            f"(supervision.max_logprob_gap.{self._dtype}={self._limit:g}{widened}). Likely causes: {causes}. "
+            "Find the cause, raise the limit if it is rounding, or go on with supervision.on_logprob_gap=warn"
+        )

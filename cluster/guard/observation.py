@@ -38,9 +38,6 @@ class Observer:
     def observe(self, step: int, groups: Sequence[ScoredGroup], *, since: int = 0) -> StepValues:
         """Returns the means of `groups`, without those that weights before version `since` sampled in part. Fetches
         texts: call it in a thread.
-
-        Raises:
-            LostObjectError, DeadlineError: a group cannot be fetched.
         """
         groups = [group for group in groups if group.summary.oldest_version >= since]
         values: dict[Quantity, list[float]] = {

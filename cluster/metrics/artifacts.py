@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from mobula.cluster.metrics.files import write_atomically
-from mobula.cluster.metrics.report.samples import Fetch
-from mobula.cluster.metrics.report.videos import INDEX, read_artifacts
+from mobula.cluster.metrics.report.samples import INDEX, Fetch, read_artifacts
 
 if TYPE_CHECKING:
     from mobula.cluster.metrics.step_records import SampleRecord
@@ -105,11 +104,7 @@ def _poster(frame: bytes) -> bytes:
 
 
 def refuse_without_encoder() -> None:
-    """Checks that videos can be written.
-
-    Raises:
-        ValueError: PyAV is not installed.
-    """
+    """Checks that videos can be written."""
     if find_spec("av") is None:
         raise ValueError(
             "metrics.artifacts_per_step writes videos with PyAV, which is not installed: pip install mobula[video], or "

@@ -23,11 +23,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_verified(path: Path, sha256: str, index: str) -> bytes:
-    """Returns the content of `path`. `index` names the file that lists its digest, for the error message.
-
-    Raises:
-        ValueError: the content has another digest.
-    """
+    """Returns the content of `path`. `index` names the file that lists its digest, for the error message."""
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != sha256:

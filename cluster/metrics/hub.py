@@ -1,28 +1,25 @@
-"""Metrics: collects the numbers of the loop into one record per step and passes it to the sinks.
-
-with metrics.step(version + 1) as step:
-    with step.timed("update"):
-        update = await learner.update(groups)
-    step.record(groups, update, await replay.stats())
-"""
+"""MetricsHub: collects values, times the start and feeds the sinks."""
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mobula.cluster.errors import RunStopped
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.sinks.base import Sink
-from mobula.cluster.metrics.sinks.fan_out import FanOut
-from mobula.cluster.metrics.start_up import StartUp
-from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
-from mobula.cluster.metrics.step_values import (
+from mobula.cluster.metrics.sinks.base import FanOut, Sink
+from mobula.cluster.metrics.step_records import (
+    EvaluationRecord,
+    MetricsRecord,
+    RunTotals,
+    SampleRecord,
+    StepRecord,
     component_means,
     correlations,
     reasons_of,
@@ -30,25 +27,101 @@ from mobula.cluster.metrics.step_values import (
     staleness_of,
     step_values,
 )
-from mobula.cluster.metrics.totals import RunTotals
-from mobula.cluster.tracing.spans import UNTRACED, RunTracer
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
 from mobula.cluster.workers.status import Progress, RunStatus
 
 if TYPE_CHECKING:
-    from mobula.cluster.metrics.signal_watch import SignalWatch
+    from mobula.cluster.metrics.guard_events import SignalWatch
     from mobula.cluster.metrics.sinks.ray_gauges import RaySink
     from mobula.cluster.records.trajectory import Reward, ScoredGroup
     from mobula.cluster.roles import ReplayStats, UpdateReport
 
 _logger = logging.getLogger(__name__)
 
+
+@contextmanager
+def informing(what: str) -> Iterator[None]:
+    """Logs an error of the body, such as a full disk, with its traceback; `what` names the output."""
+    try:
+        yield
+    except Exception:
+        _logger.exception("%s could not be written; the run goes on without it", what)
+
+
+T = TypeVar("T")
+
+
+FIRST_RESPONSE = "first response"
+
+
+TOTAL = "total"
+
+
+class StartUp:
+    """Phases that run side by side (engines, learner, scorers) each count from the same moment.
+
+    `clock` is monotonic, in seconds; `begun` is the start of the run on it.
+    """
+
+    def __init__(self, begun: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: dict[str, float] = {}  # by phase, in the order of their ends
+        self._clock = clock
+        self._begun = begun
+        self._last = begun  # end of the newest phase
+
+    def ended(self, phase: str, seconds: float | None = None) -> None:
+        """Records the first end of `phase`, by default begun at the end of the phase before."""
+        now = self._clock()
+        self.seconds.setdefault(phase, now - self._last if seconds is None else seconds)
+        self._last = now
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Measures the body as `phase` if it succeeds."""
+        start = self._clock()
+        yield
+        self.ended(phase, self._clock() - start)
+
+    async def timing(self, phase: str, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits `work`, measured as `phase`, and returns its result."""
+        with self.timed(phase):
+            return await work
+
+    def responded(self) -> None:
+        """Records the first response; later calls have no effect."""
+        if TOTAL in self.seconds:
+            return
+        self.ended(FIRST_RESPONSE)
+        self.seconds[TOTAL] = self._clock() - self._begun
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items() if phase != TOTAL)
+        _logger.info("first response after %.1f s: %s", self.seconds[TOTAL], phases)
+
+
+# Metrics: collects the numbers of the loop into one record per step and passes it to the sinks.
+#
+# with metrics.step(version + 1) as step:
+#     with step.timed("update"):
+#         update = await learner.update(groups)
+#     step.record(groups, update, await replay.stats())
+
 Clock = Callable[[], float]
 
+
 STARTING = "starting"  # engines, warm start, first push, first evaluation
+
+
 BETWEEN_PHASES = "other"
+
+
 ENDING = "ending"
+
+
 MAX_REASONS = 24  # of rewards that are counted by name; others are counted together
+
+
 OTHER = "other"
+
+
 LASTING = (  # gauges that a resume does not set again
     MetricName.HELD_OUT_LOSS,
     MetricName.HELD_OUT_MARGIN,

@@ -41,9 +41,6 @@ def line_positions(file: Path) -> Iterator[tuple[int, int, int]]:
     """Yields start, length and number (from 1) of every non-empty line.
 
     Only a line feed ends a line: U+2028, U+0085 and a carriage return may be part of a text.
-
-    Raises:
-        ValueError: the file is compressed, or in another encoding than UTF-8.
     """
     check_encoding(file)
     with file.open("rb") as lines:
@@ -55,11 +52,7 @@ def line_positions(file: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields number (from 1) and content of every non-empty line.
-
-    Raises:
-        ValueError: as `line_positions`.
-    """
+    """Yields number (from 1) and content of every non-empty line."""
     with file.open("rb") as content:
         for start, length, number in line_positions(file):
             content.seek(start)
@@ -67,11 +60,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parses the JSON value of a line. NaN, which pandas and Python write for a missing value, becomes None.
-
-    Raises:
-        ValueError: the text is not JSON, an object has a duplicate key, or a text cannot be encoded.
-    """
+    """Parses the JSON value of a line. NaN, which pandas and Python write for a missing value, becomes None."""
     try:
         value = _DECODER.decode(text.removeprefix(BYTE_ORDER_MARK).decode())
         if b"\\u" in text:  # tokenizers refuse half a surrogate pair

@@ -1,11 +1,8 @@
-"""The records that roles exchange: Prompt, Trajectory, TrajectoryGroup, Response, Reward, WeightSpan.
-
-All arrays for training have the axis T: the decision steps of one trajectory (generated tokens, or denoising steps).
-The policy's actions in these steps are opaque here (`actions`).
-"""
+"""Trajectory: what a sampled response consists of, and its digest."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -14,10 +11,52 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mobula.cluster.records.actions import Actions, Column, packed, unpacked
-from mobula.cluster.records.content import group_digest
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 
+
+def group_digest(group: TrajectoryGroup) -> str:
+    """Returns the sha256 of prompt tokens, media keys, actions, behaviour log-probs, masks and weight versions.
+
+    The group gives the same digest after it was written to the journal or the trajectory log and read again.
+    """
+    prompt = group.prompt
+    media = _places(prompt.media, prompt.media_spans)
+    digest = hashlib.sha256(repr((group.group_id, media)).encode())
+    for ids in (prompt.compact_ids, prompt.expanded_ids):
+        digest.update(_bytes(ids, np.int32))
+    for trajectory in group.trajectories:
+        digest.update(_outline(trajectory))
+        for part in trajectory.actions.content():
+            digest.update(np.ascontiguousarray(part).data)
+        digest.update(_bytes(trajectory.behavior_logprobs, np.float32))
+        digest.update(_bytes(trajectory.action_mask, np.bool_))
+    return digest.hexdigest()
+
+
+def _outline(trajectory: Trajectory) -> bytes:
+    """Returns the fields that are not arrays, and the lengths that separate the arrays."""
+    spans = [(int(span.version), int(span.start), int(span.end)) for span in trajectory.weight_spans]
+    shown = _places(trajectory.actions.media, trajectory.actions.media_spans)
+    reason = trajectory.finish_reason.value
+    return repr((trajectory.trajectory_id, trajectory.num_steps, spans, shown, reason)).encode()
+
+
+def _places(media: Sequence[MediaHandle], spans: Sequence[MediaSpan]) -> tuple[list[str], list[tuple[int, int]]]:
+    return [medium.key for medium in media], [(int(span.start), int(span.end)) for span in spans]
+
+
+def _bytes(array: np.ndarray, dtype: type[np.generic]) -> memoryview:
+    return np.ascontiguousarray(array, dtype=dtype).data
+
+
+# The records that roles exchange: Prompt, Trajectory, TrajectoryGroup, Response, Reward, WeightSpan.
+#
+# All arrays for training have the axis T: the decision steps of one trajectory (generated tokens, or denoising steps).
+# The policy's actions in these steps are opaque here (`actions`).
+
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; larger responses are fetched by their readers
+
+
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
@@ -339,6 +378,8 @@ class GroupSummary:
 
 
 GroupReport = tuple[GroupSummary, tuple[Response, ...] | None]
+
+
 """Report of an actor on a group: the summary, and the responses if they are small."""
 
 

@@ -155,11 +155,6 @@ class Checkpoints:
 
         The newest complete checkpoint is loaded and the steps of the journal are repeated. Without a checkpoint
         version 0 is prepared and saved.
-
-        Raises:
-            PreflightError: resume=never and there is a checkpoint, or a key changed that must not change.
-            CheckpointError: the learner cannot load the checkpoint.
-            JournalError: a step of the journal cannot be repeated.
         """
         latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
         await asyncio.to_thread(_remove_leftovers, self._folder)
@@ -191,11 +186,7 @@ class Checkpoints:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Writes checkpoints in the background while the body runs. Waits for a write in progress on exit.
-
-        Raises:
-            CheckpointError: a checkpoint could not be written; the body was cancelled.
-        """
+        """Writes checkpoints in the background while the body runs. Waits for a write in progress on exit."""
         async with background_tasks() as self._tasks:
             try:
                 yield
@@ -224,11 +215,7 @@ class Checkpoints:
                 await self._finish()
 
     async def ensure_saved(self, version: int) -> None:
-        """Saves `version` before a stop, unless its checkpoint exists.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written; earlier checkpoints are untouched.
-        """
+        """Saves `version` before a stop, unless its checkpoint exists."""
         await self._finish_write()
         if self._newest == version:
             _logger.info("step %d already has a checkpoint", version)
@@ -236,11 +223,7 @@ class Checkpoints:
             await self.save(version)
 
     async def save(self, version: int) -> Path:
-        """Writes a checkpoint and removes the oldest ones beyond `keep`.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written; earlier checkpoints are untouched.
-        """
+        """Writes a checkpoint and removes the oldest ones beyond `keep`."""
         while True:
             path = await self._write(*await self._copy(version))
             if path is not None:
@@ -348,12 +331,7 @@ def _is_full_disk(error: Exception) -> bool:
 
 
 def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) -> Path | None:
-    """Returns the checkpoint from which a run with this configuration resumes; None for a new run. Needs no role.
-
-    Raises:
-        PreflightError: resume=never and there is a checkpoint, none of the checkpoints can be read, or another run
-            wrote the newest that can (`refuse_other_run`).
-    """
+    """Returns the checkpoint from which a run with this configuration resumes; None for a new run. Needs no role."""
     latest, faults = _newest_readable(folder)
     if latest is None and not faults:
         return None
@@ -375,11 +353,7 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
 
 
 def refuse_other_run(checkpoint: Path, identity: Mapping[str, Any]) -> None:
-    """Compares `identity` with the identity in a checkpoint. Keys that an older version did not save are ignored.
-
-    Raises:
-        PreflightError: a key changed that must not change.
-    """
+    """Compares `identity` with the identity in a checkpoint. Keys that an older version did not save are ignored."""
     saved = json.loads((checkpoint / STATE_FILE).read_text())["identity"]
     then, now = same_identity(saved), same_identity(identity)
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
@@ -436,11 +410,7 @@ def versions_in(folder: Path) -> list[int]:
 
 
 def learner_state_of(folder: Path, version: int) -> Path:
-    """Returns the learner folder of the checkpoint of `version`.
-
-    Raises:
-        PreflightError: the checkpoint does not exist or is not complete.
-    """
+    """Returns the learner folder of the checkpoint of `version`."""
     path = checkpoint_folder(folder, version)
     if not path.is_dir():
         steps = ", ".join(map(str, versions_in(folder)))

@@ -16,8 +16,7 @@ from typing import Any
 from mobula.cluster.errors import LostObjectError
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.replay.buffer import ReplayBuffer
-from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.roles import Reference
 from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
 from mobula.cluster.runtime.concurrency import run_all
@@ -53,9 +52,6 @@ class GroupRegenerator:
     async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns the groups of a step that is not trained yet, in order. Regenerated groups, and groups that lost only
         their reference log-probs, have no reference log-probs.
-
-        Raises:
-            RolloutError, RewardError: a prompt could not be sampled or scored again.
         """
         lost = [group for group in groups if await self._is_lost(group.group)]
         recorded = await self._replay.recall(_ids(lost)) if lost else {}
@@ -64,11 +60,7 @@ class GroupRegenerator:
         return [replace(g, reference_logprobs=None) if await self._is_lost(g.reference_logprobs) else g for g in whole]
 
     async def recall(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Reads the groups of a trained step from the journal, with their log-probs.
-
-        Raises:
-            LostObjectError: the journal lacks one of them (`replay.journal` is off).
-        """
+        """Reads the groups of a trained step from the journal, with their log-probs."""
         recorded = await self._replay.recall(_ids(groups))
         missing = [group_id for group_id in _ids(groups) if group_id not in recorded]
         if missing:

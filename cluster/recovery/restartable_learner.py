@@ -32,7 +32,7 @@ from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.cluster.workers.colocation import MovableLearner
 from mobula.cluster.workers.faults import report_loss
-from mobula.cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget
+from mobula.cluster.workers.status import MAX_EQUAL, RepeatedCause, RestartBudget
 
 _logger = logging.getLogger(__name__)
 
@@ -185,11 +185,7 @@ class RestartableLearner:
         return rendezvous
 
     async def join_transfer(self, rendezvous: Rendezvous) -> None:
-        """Joins the transfer group. A missed deadline does not mean a lost rank: the ranks may wait for a receiver.
-
-        Raises:
-            WeightSyncError: the group did not form, or was lost with the ranks that had opened it.
-        """
+        """Joins the transfer group. A missed deadline does not mean a lost rank: the ranks may wait for a receiver."""
 
         async def join() -> None:
             # Inside the repeated call: after a restart the group is gone, and a new one needs a new epoch.
@@ -251,11 +247,7 @@ class RestartableLearner:
             self._lost.exception()  # marks it as retrieved: no call may be in progress to do so
 
     async def _restart(self, error: Exception) -> None:
-        """Restarts all ranks until they are back.
-
-        Raises:
-            WorkerDiedError: the restart budget is used up, or there is no checkpoint.
-        """
+        """Restarts all ranks until they are back."""
         self._break_off(error)
         while True:
             fault = report_loss("the learner", error, "it is started again and restored")
@@ -286,11 +278,7 @@ class RestartableLearner:
             return
 
     async def _bring_back(self, error: Exception) -> None:
-        """Restores the ranks to their version before the loss.
-
-        Raises:
-            NotRestartableError: there is no checkpoint.
-        """
+        """Restores the ranks to their version before the loss."""
         newest = await asyncio.to_thread(self._newest)
         if newest is None:
             raise NotRestartableError(f"the learner was lost before its first checkpoint: {error}") from error

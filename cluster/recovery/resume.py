@@ -19,9 +19,8 @@ from mobula.cluster.errors import JournalError, SkippedSample
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal, Recovered, TrainedStep
-from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import ReplayStats, UpdateReport
 from mobula.cluster.rollout.dispatcher import OVER_AGE, RolloutDispatcher
 from mobula.cluster.rollout.staleness import AgeLimit
@@ -77,9 +76,6 @@ class JournalRecovery:
     async def recover(self, version: int) -> int:
         """Repeats the journal's steps after the checkpoint of `version`, from which learner and dispatcher were
         restored. Returns the version reached.
-
-        Raises:
-            JournalError: a step cannot be repeated: the data have changed, or the checkpoint already contains it.
         """
         recovered = await asyncio.to_thread(self._recovered, version)
         # In this order: the dispatcher needs the version that the learner reached, the buffer needs both.

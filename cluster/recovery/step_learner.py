@@ -19,7 +19,7 @@ from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
 from mobula.cluster.runtime.concurrency import run_all
-from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
 
 _logger = logging.getLogger(__name__)
 
@@ -72,10 +72,6 @@ class StepLearner:
 
         Lost groups are regenerated and the step is trained again. The caller's list keeps the lost groups, and the
         metrics of the step are computed from them.
-
-        Raises:
-            LostObjectError: groups were lost more than `MAX_NODES_LOST` times, or cannot be regenerated.
-            JournalError: the step cannot be written to the journal.
         """
         for call in self._before:
             await call()
@@ -116,11 +112,7 @@ class StepLearner:
         return self._version
 
     async def _recorded(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Trains on a step and writes it to the journal at the same time.
-
-        Raises:
-            LostObjectError: the learner could not fetch the groups, and has not changed.
-        """
+        """Trains on a step and writes it to the journal at the same time."""
         if self._journal is None:
             return await self.repeat(groups)
         version = self._version + 1

@@ -53,11 +53,7 @@ class StopRequest:
 
     @asynccontextmanager
     async def accepting_requests(self) -> AsyncIterator[None]:
-        """Accepts requests while the body runs: the loop and its last checkpoint.
-
-        Raises:
-            RunStopped: the deadline has passed; the body was cancelled.
-        """
+        """Accepts requests while the body runs: the loop and its last checkpoint."""
         # No deadline yet: `request` reschedules this timeout.
         deadline = asyncio.timeout(None)
         try:
@@ -79,11 +75,7 @@ class StopRequest:
 
     @asynccontextmanager
     async def interruptible(self) -> AsyncIterator[None]:
-        """Cancels the body at a request. After a request the body does not run.
-
-        Raises:
-            RunStopped: the body was cancelled or did not run.
-        """
+        """Cancels the body at a request. After a request the body does not run."""
         if self._is_requested:
             self._is_saving = True
             raise RunStopped

@@ -1,7 +1,4 @@
-"""ReplayBuffer: a FIFO queue of finished groups, from which training steps lease groups.
-
-The buffer runs in the driver process, which owns the groups. It holds references; the bytes stay in the object store.
-"""
+"""ReplayBuffer: groups that wait for the learner."""
 
 from __future__ import annotations
 
@@ -15,15 +12,65 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from mobula.cluster.errors import DeadlineError, JournalError, LostObjectError
+import numpy as np
+
+from mobula.cluster.errors import ChangedDataError, DeadlineError, JournalError, LostObjectError
 from mobula.cluster.records.arrow import RecordedGroup
-from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
+from mobula.cluster.records.trajectory import GroupOutcome, Prompt, ScoredGroup, TrajectoryGroup
 from mobula.cluster.replay.journal import NO_SECONDS, Seconds
 from mobula.cluster.replay.journal_writer import GroupJournal, NoJournal
-from mobula.cluster.roles import ReplayStats
-from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
+from mobula.cluster.roles import Prompts, ReplayStats
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
+
+
+class LiveGroups:
+    """Records hold no images, so each prompt is rebuilt from its id. The rebuilt prompt must equal the recorded one."""
+
+    def __init__(self, prompts: Prompts, put: Callable[[Any], Any]) -> None:
+        """`put` stores a value and returns a reference for `mobula.cluster.runtime.object_store.fetch`."""
+        self._prompts = prompts
+        self._put = put
+
+    def revive(self, recorded: RecordedGroup) -> ScoredGroup:
+        """Returns the group as it was before it was recorded."""
+        group = recorded.group
+        if not recorded.has_all_media:
+            raise ChangedDataError(
+                f"group {group.group_id} has images of later turns that its record does not hold: it can only "
+                "be sampled again"
+            )
+        prompt = self._prompts.prompt_at(self._prompts.index_of(group.group_id))
+        _refuse_if_changed(prompt, group.prompt)
+        live = TrajectoryGroup(prompt, group.trajectories)
+        logprobs = recorded.reference_logprobs
+        return ScoredGroup(
+            summary=live.summary(),
+            group=self._put(live),
+            rewards=recorded.rewards,
+            reference_logprobs=None if logprobs is None else self._put(list(logprobs)),
+        )
+
+
+def _refuse_if_changed(now: Prompt, then: Prompt) -> None:
+    is_equal = {
+        "tokens": np.array_equal(now.expanded_ids, then.expanded_ids)
+        and np.array_equal(now.compact_ids, then.compact_ids),
+        "images": now.media == then.media and now.media_spans == then.media_spans,
+    }
+    changed = [name for name, equal in is_equal.items() if not equal]
+    if changed:
+        raise ChangedDataError(
+            f"prompt {then.prompt_id} has other {' and '.join(changed)} than when it was sampled: "
+            f"restore the row {then.sample_id} and its images, or the data.* keys, as they were"
+        )
+
+
+# ReplayBuffer: a FIFO queue of finished groups, from which training steps lease groups.
+#
+# The buffer runs in the driver process, which owns the groups. It holds references; the bytes stay in the object store.
 
 _logger = logging.getLogger(__name__)
+
 
 DUPLICATE = "duplicate"
 
@@ -86,9 +133,6 @@ class ReplayBuffer:
 
         Does not wait while less than a step is ready: the learner could not free any room. A group larger than the
         whole budget is accepted and counted. A group id that was seen before is a duplicate.
-
-        Raises:
-            DeadlineError: no room within `room_s`.
         """
         group_id = group.summary.group_id
         if group_id in self._seen or group_id in self._waiting:
@@ -135,9 +179,6 @@ class ReplayBuffer:
         """Waits until `num_groups` groups are ready and leases the oldest.
 
         The caller cancels the take if the producer dies. A cancelled take holds no lease.
-
-        Raises:
-            DeadlineError: fewer groups were ready within `take_s`.
         """
         try:
             # All leases are taken after the wait, without an await: a cancelled take holds none.
@@ -159,10 +200,6 @@ class ReplayBuffer:
     async def commit(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None:
         """Records in the journal that these leased groups make `version`, in order. The step then survives a kill.
         `seconds` are the phases of the step so far.
-
-        Raises:
-            JournalError: the step or one of its groups could not be written.
-            LostObjectError: a group was lost with its node before it was written.
         """
         leased = [self._leased_group(group.summary.group_id) for group in groups]
         for held in leased:

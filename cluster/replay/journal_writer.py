@@ -13,8 +13,7 @@ from mobula.cluster.errors import JournalError
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
 from mobula.cluster.replay import journal as records
-from mobula.cluster.replay.journal import NO_SECONDS, Journal, Seconds
-from mobula.cluster.replay.journal_segments import JournalRecord
+from mobula.cluster.replay.journal import NO_SECONDS, Journal, JournalRecord, Seconds
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
 

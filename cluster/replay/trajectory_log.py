@@ -1,7 +1,8 @@
-"""TrajectoryLog: append-only Parquet log of trained trajectories, one file per step, one row per trajectory."""
+"""Trajectories of a run on disk, and their replay."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,8 @@ import pyarrow.parquet as pq
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.records.arrow import SCHEMA, RecordedGroup, from_batch, to_rows
 from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.replay.buffer import LiveGroups
+from mobula.cluster.roles import Learner, UpdateReport
 from mobula.cluster.runtime.object_store import fetch
 
 IMAGES_FOLDER = "images"  # of captured sessions, beside the log: the image files, under their keys
@@ -59,11 +62,7 @@ class TrajectoryLog:
         return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.parquet"))
 
     def check(self, steps: Iterable[int]) -> None:
-        """Checks the files of these steps without reading their rows.
-
-        Raises:
-            PreflightError: a file is truncated, has other columns than `append` writes, or has no row.
-        """
+        """Checks the files of these steps without reading their rows."""
         for path in map(self._path, steps):
             with _readable(path), pq.ParquetFile(path) as file:
                 schema, num_rows = file.schema_arrow, file.metadata.num_rows
@@ -74,11 +73,7 @@ class TrajectoryLog:
                 raise _no_record(path, "it has no rows")
 
     def read(self, step: int) -> list[RecordedGroup]:
-        """Returns the groups of one step in the order of `append`.
-
-        Raises:
-            PreflightError: the file is damaged.
-        """
+        """Returns the groups of one step in the order of `append`."""
         path = self._path(step)
         with _readable(path):
             table = pq.read_table(path, schema=SCHEMA).combine_chunks()
@@ -116,3 +111,37 @@ def _by_group(table: pa.Table) -> Iterator[pa.RecordBatch]:
         [batch] = table.slice(start, num).to_batches()
         yield batch
         start += num
+
+
+def recorded_steps(log: TrajectoryLog) -> range:
+    """Returns the steps of a log, from the first."""
+    steps = log.steps()
+    if not steps:
+        raise PreflightError(f"{log.folder} holds no recorded step: run with replay.trajectory_log=true first")
+    missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
+    if missing:
+        raise PreflightError(
+            f"{log.folder} lacks step {missing[0]} ({len(missing)} of {steps[-1]} are missing): a run is replayed from "
+            "its first step on, so it must have been recorded from the first step on"
+        )
+    return range(1, steps[-1] + 1)
+
+
+async def train_again(
+    learner: Learner, log: TrajectoryLog, groups: LiveGroups, on_step: Callable[[UpdateReport], None]
+) -> int:
+    """Trains every recorded step, starting from version 0 of the learner. Returns the final version.
+
+    With the run's own configuration this reproduces the weights (see `mobula.cluster.recovery.resume`).
+    """
+
+    def revived(step: int) -> list[ScoredGroup]:
+        return [groups.revive(recorded) for recorded in log.read(step)]
+
+    steps = recorded_steps(log)
+    for step in steps:
+        live = await asyncio.to_thread(revived, step)
+        report = await learner.update(live)
+        assert report.version == step, f"recorded step {step} made version {report.version}"
+        on_step(report)
+    return steps[-1]

@@ -1,7 +1,4 @@
-"""RolloutDispatcher: prompt -> gate -> rollout actor -> rewards -> replay, many groups at once.
-
-It tracks every prompt in flight until the prompt is trained or rejected; checkpoints keep the pending prompts.
-"""
+"""RolloutDispatcher: starts, retries and completes groups."""
 
 from __future__ import annotations
 
@@ -25,30 +22,86 @@ from mobula.cluster.errors import (
     UnscoredGroupError,
     WorkerDiedError,
 )
+from mobula.cluster.failures import in_one_line
 from mobula.cluster.records.trajectory import Generated, GroupOutcome, GroupSummary, Prompt, Reward, ScoredGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Arrival
 from mobula.cluster.roles import Prompts, Rewards, Rollouts, SamplingSettings
-from mobula.cluster.rollout.in_flight import InFlightRequests
-from mobula.cluster.rollout.prefetch import PromptPrefetcher
-from mobula.cluster.rollout.repeated_events import RepeatedEvents
+from mobula.cluster.rollout.in_flight import InFlightRequests, PromptPrefetcher
 from mobula.cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
-from mobula.cluster.runtime.error_text import in_one_line
-from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
 from mobula.cluster.workers.supervisor import background_tasks
+
+
+@dataclass
+class _Line:
+    first: str
+    plural: str
+    count: int = 0
+
+
+class RepeatedEvents:
+    """Needs a running event loop.
+
+    Example:
+        events = RepeatedEvents(logger, window_s=1.0)
+        for prompt in prompts:
+            events.note("failed and are retried: no output", f"prompt {prompt}", "prompts")
+
+    logs "64 prompts failed and are retried: no output (first: prompt 0/3/s3)" once, a second after the first of them.
+    """
+
+    def __init__(self, logger: logging.Logger, window_s: float) -> None:
+        self._logger = logger
+        self._window_s = window_s
+        self._lines: dict[str, _Line] = {}  # by event
+
+    def note(self, event: str, subject: str, plural: str) -> None:
+        """Counts `event` of `subject`; `plural` names its kind in the log line."""
+        if event not in self._lines:
+            self._lines[event] = _Line(subject, plural)
+            asyncio.get_running_loop().call_later(self._window_s, self._write, event)
+        self._lines[event].count += 1
+
+    def _write(self, event: str) -> None:
+        line = self._lines.pop(event)
+        self._logger.warning("%d %s %s (first: %s)", line.count, line.plural, event, line.first)
+
+
+# RolloutDispatcher: prompt -> gate -> rollout actor -> rewards -> replay, many groups at once.
+#
+# It tracks every prompt in flight until the prompt is trained or rejected; checkpoints keep the pending prompts.
 
 _logger = logging.getLogger(__name__)
 
+
 Result = TypeVar("Result")
 
+
 TOO_FEW_SCORED = "too_few_scored"
+
+
 UNIFORM = "uniform"
+
+
 OVER_AGE = "over_age"
+
+
 ROLLED_BACK = "rolled_back"
+
+
 UNUSABLE = "unusable"  # a pending row of a checkpoint that can no longer be read
+
+
 LOST_TOGETHER_S = 1.0  # actors that die within this time count as one failure of a prompt: their node is gone
+
+
 LOG_WINDOW_S = 1.0  # failures of prompts with one cause within this time are one line of the log
+
+
 MAX_NODES_LOST = 8  # in a row, for one prompt or one step
+
+
 MAX_PREFETCHED = 32  # prompts that are prepared before a slot is free
 
 
@@ -106,24 +159,14 @@ class RetryingRollouts:
         self._log = RepeatedEvents(_logger, LOG_WINDOW_S)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """Samples a group.
-
-        Raises:
-            RolloutError: all tries failed; the last failure is its cause.
-            ExcludedPromptError: the prompt crashed several engines.
-        """
+        """Samples a group."""
         with self._in_flight_requests.held(prompt, settings):
             generated = await self.retried(prompt, lambda: self._rollouts.generate(prompt, settings))
         self._on_sampled(generated.summary)
         return generated
 
     async def retried(self, prompt: Prompt, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Awaits `work` for a prompt until it succeeds.
-
-        Raises:
-            RolloutError: all tries failed; the last failure is its cause.
-            ExcludedPromptError: the prompt crashed several engines.
-        """
+        """Awaits `work` for a prompt until it succeeds."""
         num_failed, last_death_s = 0, -math.inf
         while True:
             try:
@@ -161,9 +204,6 @@ async def sample_and_score(
     """Samples a group of `prompt` and scores it. A group that cannot be scored has no rewards.
 
     A group that is lost with its node before it is scored is sampled again; `on_lost` is called for each loss.
-
-    Raises:
-        RolloutError: `MAX_NODES_LOST` groups were lost.
     """
     for _ in range(MAX_NODES_LOST):
         with tracer.sampling(prompt.prompt_id) as attributes:
@@ -278,12 +318,7 @@ class RolloutDispatcher:
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[None]:
-        """Produces groups while the body runs.
-
-        Raises:
-            MobulaError: a prompt could not be sampled or scored, or too many groups in a row were rejected; the body
-                was cancelled.
-        """
+        """Produces groups while the body runs."""
         async with background_tasks() as tasks:
             tasks.create_task(self._put_complete_steps(), name="put steps that were complete before a resume")
             num_prefetched = min(self._gate.prompts_per_step, MAX_PREFETCHED) if self._prefetches else 0

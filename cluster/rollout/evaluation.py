@@ -1,4 +1,4 @@
-"""Evaluator: scores held-out prompts with the run's rollout actors and reward pool, on a schedule."""
+"""Evaluations on held-out prompts and rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from mobula.cluster.errors import ExcludedPromptError, RewardError
-from mobula.cluster.metrics.evaluation_statistics import (
+from mobula.cluster.metrics.hub import informing
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
+from mobula.cluster.metrics.summary import (
     bootstrap_interval,
     interval_of_mean,
     ks,
@@ -18,10 +20,8 @@ from mobula.cluster.metrics.evaluation_statistics import (
     pass_at_k,
     reflection_ratios,
 )
-from mobula.cluster.metrics.informing import informing
-from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
-from mobula.cluster.records.trajectory import Generated, Prompt, Reward
-from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
+from mobula.cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
+from mobula.cluster.roles import Reference, Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.dispatcher import sample_and_score
 from mobula.cluster.workers.supervisor import background_tasks
 
@@ -164,11 +164,7 @@ class Evaluator:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[None]:
-        """Evaluates in the background while the body runs.
-
-        Raises:
-            RewardError, RolloutError: an evaluation failed; the body was cancelled.
-        """
+        """Evaluates in the background while the body runs."""
         async with background_tasks() as self._tasks:
             yield
             await self.finish()
@@ -200,9 +196,6 @@ class Evaluator:
         """Evaluates `version`. Engines answer once they serve `min_version`.
 
         Returns one result per suite, in order.
-
-        Raises:
-            RewardError: no response of a suite could be scored, or none has the accuracy component.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
         async with background_tasks() as tasks:
@@ -329,11 +322,7 @@ def component_means(rewards: Sequence[Reward]) -> dict[str, float]:
 
 
 def mean_of_component(name: str, rewards: Sequence[Reward]) -> tuple[float, int]:
-    """Returns the mean of one component over the rewards that have it, and their number: recipes may leave it out.
-
-    Raises:
-        RewardError: no reward has the component.
-    """
+    """Returns the mean of one component over the rewards that have it, and their number: recipes may leave it out."""
     values = [reward.components[name] for reward in rewards if name in reward.components]
     if not values:
         known = sorted({component for reward in rewards for component in reward.components})
@@ -342,3 +331,66 @@ def mean_of_component(name: str, rewards: Sequence[Reward]) -> tuple[float, int]
             f"components are {known}: set one of these, or hold out prompts whose label has a recipe with {name}"
         )
     return math.fsum(values) / len(values), len(values)
+
+
+class Assessor(Protocol):
+    """The learner of an offline job."""
+
+    async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """Returns the job's metrics on these rows with the current weights."""
+        ...
+
+
+class RowEvaluator:
+    """Implements `HeldOutEvaluator` and `Resumable`.
+
+    An evaluation is a forward pass of the learner, so `maybe_run` waits for it. The frozen reference scores the rows
+    once.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: Sequence[ScoredGroup],
+        learner: Assessor,
+        reference: Reference,
+        schedule: EvaluationSchedule,
+        on_result: Callable[[int, Mapping[str, float]], None],
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`on_result` gets the version and the metrics of each evaluation; `identity` names what is evaluated."""
+        self._identity = dict(identity or {})
+        self.results: dict[int, dict[str, float]] = {}
+        self._rows = rows
+        self._is_scored = False
+        self._learner = learner
+        self._reference = reference
+        self._schedule = schedule
+        self._on_result = on_result
+
+    @asynccontextmanager
+    async def evaluating(self) -> AsyncIterator[None]:
+        """Does nothing: `maybe_run` evaluates in the foreground."""
+        yield
+
+    async def maybe_run(self, version: int) -> None:
+        """Evaluates `version`, which the learner holds, if that is due and not done."""
+        if not self._schedule.is_due(version) or version in self.results:
+            return
+        if not self._is_scored:
+            self._rows, self._is_scored = await self._reference.score(self._rows), True
+        self.results[version] = dict(await self._learner.assess(self._rows))
+        self._on_result(version, self.results[version])
+
+    async def finish(self) -> None:
+        """Does nothing: no evaluation runs in the background."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON."""
+        results = [[version, metrics] for version, metrics in self.results.items()]
+        return {"identity": self._identity, "results": results}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        """Restores the results of an earlier part of the run; results of another evaluation do not count."""
+        is_same = state.get("identity", self._identity) == self._identity
+        self.results = dict(state["results"]) if is_same else {}

@@ -1,18 +1,8 @@
-"""InFlightRequests: every prompt in flight with the tokens received so far.
-
-The caller holds a request until its group is complete; the sampling side makes attempts:
-
-    with in_flight_requests.held(prompt, settings):         # RetryingRollouts, over all tries
-        in_flight = in_flight_requests.of(prompt, settings)     # RolloutClient, in each try
-        attempt = in_flight.next_attempt()          # goes to the actor, with the tokens of earlier attempts
-        in_flight.add(chunk)                        # for each chunk that the actor streams
-
-After the loss of an actor the next attempt continues from the received tokens. Requests do not survive the driver:
-prompts in flight when the driver is killed are sampled again.
-"""
+"""Requests in flight, and prompts fetched ahead."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import Counter
@@ -22,8 +12,47 @@ from contextlib import contextmanager
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.records.partial_response import NOTHING, Attempt, SampledSequence, TokenChunk
 from mobula.cluster.records.trajectory import EndedResponse, Prompt
-from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.roles import Prompts, SamplingSettings
 from mobula.cluster.workers.status import InFlightSummary
+
+
+class PromptPrefetcher:
+    """Returns the prompts of `prompts` in order. Up to `num_prefetched` are prepared ahead; with 0 each is chosen when
+    it is asked for, because the order depends on the groups that are finished until then.
+
+    Each prompt comes with its own cursor, because the cursor of the source is ahead.
+    """
+
+    def __init__(self, prompts: Prompts, num_prefetched: int) -> None:
+        self._prompts = prompts
+        self._is_ahead = num_prefetched > 0
+        self._ready: asyncio.Queue[tuple[Prompt, int]] = asyncio.Queue(num_prefetched)
+
+    async def prepare(self) -> None:
+        """Prepares prompts until it is cancelled."""
+        while self._is_ahead:
+            # On a thread: reading and processing an image would block the driver's event loop.
+            prompt = await asyncio.to_thread(self._prompts.next)
+            await self._ready.put((prompt, self._prompts.cursor))
+
+    async def next(self) -> tuple[Prompt, int]:
+        """Returns the next prompt and the source's cursor after it."""
+        if not self._is_ahead:
+            return await asyncio.to_thread(self._prompts.next), self._prompts.cursor
+        return await self._ready.get()
+
+
+# InFlightRequests: every prompt in flight with the tokens received so far.
+#
+# The caller holds a request until its group is complete; the sampling side makes attempts:
+#
+#     with in_flight_requests.held(prompt, settings):         # RetryingRollouts, over all tries
+#         in_flight = in_flight_requests.of(prompt, settings)     # RolloutClient, in each try
+#         attempt = in_flight.next_attempt()          # goes to the actor, with the tokens of earlier attempts
+#         in_flight.add(chunk)                        # for each chunk that the actor streams
+#
+# After the loss of an actor the next attempt continues from the received tokens. Requests do not survive the driver:
+# prompts in flight when the driver is killed are sampled again.
 
 PROMPTS, TOKENS_KEPT, TOKENS_LOST = "prompts", "tokens_kept", "tokens_lost_at_most"
 
@@ -58,11 +87,7 @@ class InFlightRequest:
         return self._attempt
 
     def add(self, chunk: TokenChunk) -> None:
-        """Appends a chunk of the newest attempt.
-
-        Raises:
-            RolloutError: the chunk belongs to another attempt, or does not begin at the end of the received tokens.
-        """
+        """Appends a chunk of the newest attempt."""
         known = NOTHING if chunk.is_restart else self._siblings[chunk.sibling]
         if self._attempt is None or chunk.request_id != self._attempt.request_id:
             raise RolloutError(f"prompt {self.prompt_id} got a chunk of {chunk.request_id}, which is not its attempt")

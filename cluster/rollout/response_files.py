@@ -1,16 +1,104 @@
-"""ResponseFiles: writes the responses of evaluations as JSONL, one file per suite and version."""
+"""Responses of an evaluation as files and contact sheets."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from PIL import Image
+
 from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.report.samples import SHEETS_FILE
 from mobula.cluster.records.trajectory import Answers, Response, TrajectoryGroup
 from mobula.cluster.rollout.evaluation import ScoredPrompt
 from mobula.cluster.runtime.object_store import fetch
+
+MAX_PROMPTS, MAX_SAMPLES = 48, 8  # on one sheet
+
+
+PROMPTS_A_ROW = 6
+
+
+SIDE = 128  # pixels; larger images are scaled down
+
+
+SMALL = 32  # pixels; smaller images are scaled up
+
+
+GAP = 2  # pixels between images
+
+
+class ContactSheets:
+    """Writes `<folder>/<suite>-<version>.png`, prompt by prompt, and its SHA-256 into `sheets.json`."""
+
+    def __init__(self, folder: Path, *, timeout_s: float) -> None:
+        """`timeout_s` bounds the fetch of one prompt's images from the object store."""
+        self._folder = folder
+        self._timeout_s = timeout_s
+
+    async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        await asyncio.to_thread(self._write, suite, version, prompts)
+
+    def _write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        shown = [(p.prompt.text, self._images(p)[:MAX_SAMPLES]) for p in prompts[:MAX_PROMPTS]]
+        images = [image for _, of_prompt in shown for image in of_prompt]
+        if not images:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        per_prompt = max(len(of_prompt) for _, of_prompt in shown)
+        sheet = contact_sheet(images, columns=PROMPTS_A_ROW * per_prompt)
+        name = f"{suite}-{version}.png"
+        (self._folder / name).write_bytes(sheet)
+        self._add_row(
+            name, suite, version, hashlib.sha256(sheet).hexdigest(), [text for text, images in shown if images]
+        )
+
+    def _add_row(self, name: str, suite: str, version: int, digest: str, texts: Sequence[str]) -> None:
+        path = self._folder / SHEETS_FILE
+        rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        rows = [row for row in rows if row["file"] != name]
+        rows.append({"file": name, "suite": suite, "version": version, "sha256": digest, "prompts": list(texts)})
+        write_atomically(path, json.dumps(rows, indent=1, ensure_ascii=False))
+
+    def _images(self, scored: ScoredPrompt) -> list[bytes]:
+        """Returns the first image of each response."""
+        if scored.generated is None:
+            return []
+        what = f"the images of {scored.prompt.prompt_id}"
+        [group] = fetch([scored.generated.to_score], timeout_s=self._timeout_s, what=what)
+        if isinstance(group, Answers):
+            responses = group.responses
+        else:
+            assert isinstance(group, TrajectoryGroup), f"{what} are a {type(group).__name__}"
+            responses = tuple(trajectory.response for trajectory in group.trajectories)
+        return [response.images[0] for response in responses if response.images]
+
+
+def contact_sheet(images: Sequence[bytes], columns: int) -> bytes:
+    """Returns one PNG of encoded images, row by row, in tiles of equal size."""
+    tiles = [_tile(image) for image in images]
+    width, height = (max(tile.size[axis] for tile in tiles) + GAP for axis in (0, 1))
+    rows = -(-len(tiles) // columns)
+    sheet = Image.new("RGB", (width * min(columns, len(tiles)) + GAP, height * rows + GAP), (90, 90, 90))
+    for index, tile in enumerate(tiles):
+        sheet.paste(tile, (GAP + index % columns * width, GAP + index // columns * height))
+    file = io.BytesIO()
+    sheet.save(file, "PNG")
+    return file.getvalue()
+
+
+def _tile(image: bytes) -> Image.Image:
+    with Image.open(io.BytesIO(image)) as opened:
+        tile = opened.convert("RGB")
+    factor = -(-SMALL // max(tile.size))
+    if factor > 1:
+        return tile.resize((tile.width * factor, tile.height * factor), Image.Resampling.NEAREST)
+    tile.thumbnail((SIDE, SIDE))
+    return tile
 
 
 class ResponseFiles:

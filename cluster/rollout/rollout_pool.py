@@ -22,12 +22,11 @@ from mobula.cluster.errors import (
 from mobula.cluster.records.trajectory import Generated, Prompt
 from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.runtime.vitals import Vitals
-from mobula.cluster.weight_sync.fresh_samples import SamplingEngine
 from mobula.cluster.weight_sync.interfaces import Receiver
-from mobula.cluster.workers.restart_policy import RestartPolicy
-from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.weight_sync.tolerance import SamplingEngine
+from mobula.cluster.workers.faults import Suspects
+from mobula.cluster.workers.status import RestartPolicy, WorkerState, WorkerStatus
 from mobula.cluster.workers.supervisor import background_tasks
-from mobula.cluster.workers.suspects import Suspects
 from mobula.cluster.workers.worker_pool import Hooks, Worker, WorkerPool
 
 _logger = logging.getLogger(__name__)
@@ -164,23 +163,13 @@ class RolloutPool:
         self._starting = starting
 
     async def start(self) -> None:
-        """Starts the first engines concurrently. They serve the weights that they loaded at start-up.
-
-        Raises:
-            WorkerDiedError: the process of an engine ended.
-            Exception: an error of `Engine.start`; it is not retried.
-        """
+        """Starts the first engines concurrently. They serve the weights that they loaded at start-up."""
         await self._pool.start()
         self._has_started = True
 
     @asynccontextmanager
     async def tended(self) -> AsyncIterator[None]:
-        """Checks the engines while the body runs, and allows to scale them.
-
-        Raises:
-            WorkerDiedError: every engine was lost more often than its budget allows; the body was cancelled.
-            RestartLoopError: engines die soon after pushes with the same cause; the body was cancelled.
-        """
+        """Checks the engines while the body runs, and allows to scale them."""
         async with background_tasks() as tasks:
             tasks.create_task(self._watch(), name="watch the rollout actors")
             tasks.create_task(self._end_run(), name="end the run if no rollout actor is left")
@@ -196,14 +185,7 @@ class RolloutPool:
         await self._pool.close()
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """Samples a prompt on the engine with the fewest prompts in flight.
-
-        Raises:
-            WorkerDiedError, DeadlineError, EngineDiedError: the engine was lost and is being replaced, or none serves.
-            LostReplyError: the engine is healthy but did not answer in time.
-            RolloutError: the engine failed to sample the prompt.
-            ExcludedPromptError: the prompt crashed several engines and is not sampled any more.
-        """
+        """Samples a prompt on the engine with the fewest prompts in flight."""
         return await self._on_an_engine(prompt, lambda engine: engine.generate(prompt, settings))
 
     async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores:
@@ -275,11 +257,7 @@ class RolloutPool:
         ]
 
     async def scale(self, num_workers: int) -> None:
-        """Sets the target number of engines: new engines join in the background, surplus engines drain.
-
-        Raises:
-            ValueError: `num_workers` is less than 1, or the run does not train now.
-        """
+        """Sets the target number of engines: new engines join in the background, surplus engines drain."""
         if not self._is_tended:
             raise ValueError("the run has not begun or is over: scale it while it trains")
         await self._pool.scale(num_workers)

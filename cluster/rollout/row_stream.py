@@ -1,4 +1,4 @@
-"""RowStream: replaces rollouts and replay buffer by the rows of a data set, for offline jobs."""
+"""Streams of rows to offline jobs and to the supervised term."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from mobula.cluster.roles import Reference, ReplayStats
 
 # A small row travels by value with the step's rows: to store and fetch an object of its own takes about 2 ms.
 SMALL_BYTES = 32 * 1024
+
+
 NO_QUEUE = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 
@@ -54,12 +56,7 @@ class RowStream:
                 self._ahead.cancel()
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
-        """Returns the next rows, scored. They count as sampled by the version that trains on them.
-
-        Raises:
-            DatasetError: no row of the data set is usable.
-            WorkerDiedError, DeadlineError, LostReplyError: the reference did not score them.
-        """
+        """Returns the next rows, scored. They count as sampled by the version that trains on them."""
         reading = self._ahead or self._read(num_groups)
         groups, self._cursor = await reading
         self._version += 1
@@ -102,3 +99,59 @@ def stored(row: ScoredGroup, version: int, put: Callable[[Any], Any]) -> ScoredG
     group = replace(row.group, trajectories=trajectories)
     summary = group.summary()
     return replace(row, summary=summary, group=group if summary.num_bytes <= SMALL_BYTES else put(group))
+
+
+class SupervisedRows:
+    """Implements `Resumable`: the row indices of a step depend only on the version that it makes.
+
+    So a step that is repeated after a fault, or by the journal, trains the same rows. The rows of the next step are
+    read on a thread while the learner trains.
+
+    Example:
+        rows = SupervisedRows(source, ray.put, rows_per_step=32, total_steps=100)
+        extra_rows = await rows.of(version=1)
+    """
+
+    def __init__(self, source: RowSource, put: Callable[[Any], Any], *, rows_per_step: int, total_steps: int) -> None:
+        """`put` stores a group and returns a reference for `mobula.cluster.runtime.object_store.fetch`."""
+        self._source = source
+        self._put = put
+        self._rows_per_step = rows_per_step
+        self._total_steps = total_steps
+        self._starts = {1: 0}  # version made -> cursor of its first row in the source
+        self._furthest = 0  # highest version whose rows were requested
+        self._ahead: tuple[int, asyncio.Task[list[ScoredGroup]]] | None = None
+
+    async def of(self, version: int) -> Sequence[ScoredGroup]:
+        """Returns the rows of the step that makes `version`. Steps come in order; earlier steps may be repeated."""
+        rows = await self._taken(version)
+        self._furthest = max(self._furthest, version)
+        if version < self._total_steps:
+            self._ahead = (version + 1, asyncio.create_task(self._read(version + 1), name="read supervised rows"))
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON."""
+        return {"cursor": self._starts[self._furthest + 1]}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        """Continues after the rows of `version`."""
+        self._starts, self._furthest, self._ahead = {version + 1: state["cursor"]}, version, None
+
+    async def _taken(self, version: int) -> list[ScoredGroup]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            rows = await ahead[1]  # also if these rows are not needed: the source has one reader at a time
+            if ahead[0] == version:
+                return rows
+        return await self._read(version)
+
+    async def _read(self, version: int) -> list[ScoredGroup]:
+        return await asyncio.to_thread(self._step, version)
+
+    def _step(self, version: int) -> list[ScoredGroup]:
+        if self._source.cursor != self._starts[version]:
+            self._source.restore(self._starts[version], ())
+        rows = [stored(self._source.next(), version - 1, self._put) for _ in range(self._rows_per_step)]
+        self._starts[version + 1] = self._source.cursor
+        return rows

@@ -23,12 +23,7 @@ STORE = "object_store_memory"  # Ray's name of the resource
 
 
 def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-    """Resolves references to values, in order. Other values are returned unchanged.
-
-    Raises:
-        DeadlineError: a value did not arrive within `timeout_s`.
-        LostObjectError: the node that held a value is gone.
-    """
+    """Resolves references to values, in order. Other values are returned unchanged."""
     pending = [r for r in references if _is_reference(r)]
     if not pending:
         return list(references)
@@ -52,9 +47,6 @@ def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> 
     """Like `fetch`, for values that can be regenerated: a late value counts as lost.
 
     Until Ray has noticed the death of a node, requests for its objects wait.
-
-    Raises:
-        LostObjectError: a value is gone, or did not arrive within `timeout_s`.
     """
     try:
         return fetch(references, timeout_s=timeout_s, what=what)
@@ -102,11 +94,7 @@ def _is_reference(value: Any) -> bool:
 
 
 async def bring_here(references: Sequence[Any], *, timeout_s: float, what: str) -> None:
-    """Copies every value to this node's object store, so that it survives the loss of the node that made it.
-
-    Raises:
-        DeadlineError: a value did not arrive within `timeout_s`.
-    """
+    """Copies every value to this node's object store, so that it survives the loss of the node that made it."""
     pending = [r for r in references if _is_reference(r)]
     if not pending:
         return

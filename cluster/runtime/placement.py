@@ -129,9 +129,6 @@ def training_roles(config: RunConfig) -> tuple[str, ...]:
 def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], roles: Sequence[str]) -> PlacementPlan:
     """Assigns every worker of `roles` to a node with the role's labels. Learner ranks come first; `strategy` selects
     whether a role is packed or spread.
-
-    Raises:
-        PlacementError: a worker fits on no node; the message has the role, the needed and the free resources.
     """
     spaces = [_Space(node) for node in nodes]
     asked = {role: resources.roles[role] for role in resources.roles if role in roles}
@@ -144,11 +141,7 @@ def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], r
 
 
 def check_room(resources: ResourcesConfig, role: str, num_more: int, nodes: Sequence[NodeResources]) -> None:
-    """Checks that `num_more` workers of a role fit into the free resources.
-
-    Raises:
-        PlacementError: they do not fit; the message has the needed and the free resources.
-    """
+    """Checks that `num_more` workers of a role fit into the free resources."""
     workers = resources.roles[role].model_copy(update={"num_workers": num_more})
     spaces = [_Space(node) for node in nodes]
     room = min(num_more, sum(space.capacity(workers) for space in spaces))
@@ -161,11 +154,7 @@ def check_room(resources: ResourcesConfig, role: str, num_more: int, nodes: Sequ
 
 
 def place_at(resources: ResourcesConfig, role: str, index: int, node: NodeResources, seat: int) -> PlacedWorker:
-    """Returns a worker that joins later, `seat`-th of its role on `node`; `node` has all resources of the node.
-
-    Raises:
-        PlacementError: the node has fewer cores than the worker binds threads.
-    """
+    """Returns a worker that joins later, `seat`-th of its role on `node`; `node` has all resources of the node."""
     return _placed(role, index, resources.roles[role], node, seat)
 
 

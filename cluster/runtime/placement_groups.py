@@ -69,9 +69,6 @@ def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, wait_s: flo
     """Returns the plan for the connected cluster. Retries for `wait_s` if the cluster is full.
 
     Ray reports resources that another run has just released with a delay.
-
-    Raises:
-        PlacementError: the plan still does not fit.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -96,11 +93,7 @@ def _held() -> str:
 
 
 def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:
-    """Reserves the resources of every worker on its planned node. Returns worker name -> booking.
-
-    Raises:
-        PlacementError: a group was still pending after `timeout_s`; nothing stays reserved.
-    """
+    """Reserves the resources of every worker on its planned node. Returns worker name -> booking."""
     bookings: dict[str, Booking] = {}
     for members in _groups(plan):
         group = _reserve(members, _group_name(f"{run_name}/{members[0].name}"))
@@ -123,9 +116,6 @@ def book_more(
 
     `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan they are not pinned to a node, because other runs reserve
     at the same time.
-
-    Raises:
-        PlacementError: they were still pending after `timeout_s`; nothing stays reserved.
     """
     group = placement_group(
         [bundle_of(workers)] * number,

@@ -24,13 +24,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mobula.cluster.environment_variables import SLEEPING_THREADS, UMASK
 from mobula.cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
-from mobula.cluster.runtime.error_text import COLOUR
+from mobula.cluster.failures import COLOUR
 from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.runtime.network import node_address, use_node_interface
 from mobula.cluster.runtime.placement import PlacedWorker
 from mobula.cluster.runtime.placement_groups import Booking
-from mobula.cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
-from mobula.cluster.runtime.role_log import write_to
+from mobula.cluster.runtime.ray_deaths import PROCESS_GONE, actor_death, write_to
 from mobula.cluster.runtime.usage import VitalsMeter
 from mobula.cluster.runtime.vitals import HasEngine, Vitals
 
@@ -78,11 +77,8 @@ def spawn(
 
 
 def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle[Any]:
-    """Starts `role()` in an actor that is registered under `name` in the driver's namespace. It ends with the driver.
-
-    Raises:
-        ValueError: an actor with this name is alive.
-    """
+    """Starts `role()` in an actor that is registered under `name` in the driver's namespace. It ends with the
+    driver."""
     as_actor = ray.remote(concurrency_groups={HEALTH: 1})  # type: ignore[call-overload]  # Ray does not declare it
     actor = as_actor(_hosted(role, name)).options(
         name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": {**env, **gpu_environment(0)}}
@@ -100,14 +96,7 @@ def gpu_environment(num_gpus: float) -> dict[str, str]:
 
 
 async def answer(reference: ray.ObjectRef[Any], *, timeout_s: float, what: str) -> Any:
-    """Waits for the result of an actor call and returns it.
-
-    Raises:
-        DeadlineError: no answer within `timeout_s`; the message names `what`.
-        WorkerDiedError: the actor died, or cannot be reached.
-        DependencyError: the role waited for another role until its deadline; it is not replaced.
-        Exception: any other error of the role.
-    """
+    """Waits for the result of an actor call and returns it."""
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(reference.future())
@@ -159,10 +148,6 @@ async def with_attachments(
     """Yields the values of a streaming call, each with references to the `num_attached(value)` values that follow it.
 
     Attached values are not fetched. The caller owns all values, so they outlive the actor. The caller sets a deadline.
-
-    Raises:
-        WorkerDiedError: the actor died. Values sent earlier have been yielded, except values lost with its node.
-        Exception: any error of the role.
     """
     try:
         async for reference in stream:

@@ -1,8 +1,12 @@
-"""Finds out why the process of a Ray actor ended, from Ray's error and the worker's log on this node."""
+"""Logs of roles, and why a worker died."""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import socket
+import sys
 from pathlib import Path
 
 import ray
@@ -16,23 +20,90 @@ from ray.exceptions import (
 )
 
 from mobula.cluster.errors import WorkerDiedError
-from mobula.cluster.failures import Failure, frames_in
-from mobula.cluster.runtime.error_text import COLOUR
-from mobula.cluster.runtime.role_log import POINTER, part_of
+from mobula.cluster.failures import COLOUR, Failure, frames_in
+
+LOGS_FOLDER = "logs"  # of the run folder
+
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+POINTER = "mobula: the log goes on in "  # the last line in Ray's own log of the process
+
+
+def role_log(folder: Path, name: str) -> Path:
+    """Returns the log file of the worker `name` (`<role>/<index>`)."""
+    return folder / f"{name.replace('/', '-')}.log"
+
+
+def write_to(path: Path, name: str) -> None:
+    """Appends stdout, stderr and log records of this process and its children to `path`, after a line with the process
+    id. A restarted worker appends to the same file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    sys.stdout.flush()
+    sys.stderr.write(f"{POINTER}{path}\n")
+    sys.stderr.flush()
+    os.write(descriptor, f"{opening(os.getpid())} on {socket.gethostname()}: {name}\n".encode())
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("mobula").setLevel(logging.INFO)
+
+
+def opening(process_id: int | str) -> str:
+    """Returns the first line of the part of one process."""
+    return f"===== process {process_id}"
+
+
+def part_of(path: Path, process_id: str) -> str:
+    """Returns the part of one process in a worker's log; the whole log if the process has no part."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    _, marker, part = text.rpartition(f"{opening(process_id)} on ")
+    return part.partition("\n")[2].partition("\n=====")[0] if marker else text
+
 
 # Errors after the end of an actor's process. Ray's memory monitor kills a process without a RayActorError.
 PROCESS_GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
+
+
 NUM_LOG_LINES = 40  # last lines of a worker's log that are copied to the run's log
+
+
 TRACEBACK = "Traceback (most recent call last)"
+
+
 EXCEPTION = re.compile(r"^\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit)\w*(?:: .*)?)$", re.MULTILINE)
+
+
 CRASH = re.compile(r"^\*\*\* (SIG\w+) received", re.MULTILINE)  # written by Ray's signal handler to the worker's log
+
+
 CRASH_STACK = "Stack (most recent call first):"
+
+
 EXIT = re.compile(r"Worker exit type: (\w+)\s+Worker exit detail: (.*?)(?:\s*Some common causes include|$)", re.DOTALL)
+
+
 PROCESS_ID = re.compile(r"^\s*pid: (\d+)$|\(pid=(\d+)", re.MULTILINE)
+
+
 LOST_CONNECTION = "connection error"  # Ray's reason for a process that ended without a message
+
+
 NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
+
+
 KILLED = re.compile(r"\(Actor\((\w+)\).*?pid=(\d+), actual memory used=([\d.]+)GB")
+
+
 NOISE = (":", "(raylet)")  # prefixes of Ray's own lines in a worker's log
+
+
 MEMORY_SETTINGS = {  # role -> settings that reduce memory on the node of its process
     "rollout": ("sampler.vllm.kv_cache_bytes", "sampler.vllm.max_num_seqs", "resources.rollout.num_workers"),
     "learner": ("learner.tokens_per_microbatch", "learner.activation_checkpointing=blocks", "policy.lora.rank=16"),
@@ -48,6 +119,8 @@ MEMORY_SETTINGS = {  # role -> settings that reduce memory on the node of its pr
     ),
     "reward": ("rewards.processes", "resources.reward.num_workers", "sampler.vllm.kv_cache_bytes"),
 }
+
+
 OTHER_SETTINGS = ("sampler.vllm.kv_cache_bytes", "learner.tokens_per_microbatch", "resources.rollout.num_workers")
 
 

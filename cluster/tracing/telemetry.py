@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.trace import Span as OpenSpan
 from opentelemetry.trace import set_span_in_context
 
-from mobula.cluster.tracing.spans import Span
+from mobula.cluster.tracing.tracer import Span
 
 STEP = "step "
 CLOSE_MS = 10_000  # for the export of the remaining spans

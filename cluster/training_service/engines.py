@@ -1,4 +1,4 @@
-"""PooledAdapterEngines: serves adapters on every engine of a rollout pool, and samples with retries."""
+"""Engines of the training service: adapters in slots, whole checkpoints in turns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,9 +23,158 @@ from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.rollout_pool import Engine, RolloutPool
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.training_service.interfaces import SampleCall, SampleResult, ScoredTokens
-from mobula.cluster.training_service.slots import Slots
+from mobula.cluster.weight_sync.manifest import Manifest
+
+
+class Slots:
+    """At most `num_slots` units of work in flight. A call of more units takes all slots."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._num_free = num_slots
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def held(self, num_units: int) -> AsyncIterator[None]:
+        """Holds slots while the body runs. Waits without a deadline: each earlier call has one."""
+        num = min(num_units, self._num_slots)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num, granted))
+        self._grant()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self._give_back(num)
+            else:
+                self._waiting.remove((num, granted))
+                self._grant()
+            raise
+        try:
+            yield
+        finally:
+            self._give_back(num)
+
+    def _give_back(self, num: int) -> None:
+        self._num_free += num
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._num_free:
+            num, granted = self._waiting.popleft()
+            self._num_free -= num
+            granted.set_result(None)
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Weights as `Receiver.load_weights` takes them; `buckets` are references into the object store."""
+
+    manifest: Manifest
+    bucket_bytes: int
+    buckets: Sequence[Any]
+
+
+class Sampling(Protocol):
+    """Samples from the weights that the engines hold."""
+
+    async def sample(self, call: SampleCall) -> SampleResult: ...
+
+
+class SwappedEngines:
+    """Implements `mobula.cluster.training_service.interfaces.AdapterEngines` for whole weights in checkpoint folders.
+
+    Calls of the weights that the engines hold run together. A call of other weights waits for the running ones, then
+    all engines load its weights, as late joiners do in a run. Calls begin in the order of their arrival.
+    """
+
+    def __init__(self, engines: Sampling, pool: RolloutPool, read: Callable[[Path], PackedWeights], base: Path) -> None:
+        """`read` packs the weights of a folder; engines start with those of `base`."""
+        self._engines = engines
+        self._pool = pool
+        self._read = read
+        self._folders: dict[str | None, Path] = {None: base}
+        self._held: Path | None = base  # folder of the weights that the engines hold; None while they change
+        self._packed: PackedWeights | None = None  # those weights, for engines that join; None: as engines start
+        self._version = 0
+        self._num_running = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._turn = asyncio.Lock()
+        self._changing = asyncio.Lock()  # held while engines load weights
+        pool.admit_with(self._admit)
+
+    async def serve(self, adapter: str, folder: Path) -> None:
+        """Makes weights available."""
+        if adapter in self._folders:
+            raise ValueError(f"weights {adapter!r} exist: served weights never change, so give new ones another name")
+        self._folders[adapter] = folder
+
+    async def withdraw(self, adapter: str) -> None:
+        """Raises: ValueError: it is not served."""
+        self._folder_of(adapter)
+        del self._folders[adapter]
+
+    async def sample(self, call: SampleCall) -> SampleResult:
+        """Loads the weights of the call into the engines if they hold others, and samples."""
+        async with self._holding(call.adapter):
+            return await self._engines.sample(replace(call, adapter=None))
+
+    @asynccontextmanager
+    async def _holding(self, name: str | None) -> AsyncIterator[None]:
+        """The engines hold these weights while the body runs."""
+        async with self._turn:
+            folder = self._folder_of(name)
+            if folder != self._held:
+                await self._is_idle.wait()
+                await self._swap(folder)
+            self._num_running += 1
+            self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._is_idle.set()
+
+    async def _swap(self, folder: Path) -> None:
+        """Loads weights into all engines. Engines that join meanwhile wait for the end, and load them then."""
+        packed = await asyncio.to_thread(self._read, folder)
+        async with self._changing:
+            self._version += 1
+            self._held, self._packed = None, packed
+            self._pool.announced(self._version)
+            loaded: set[Engine] = set()
+            while missing := [engine for engine in self._pool.receivers() if engine not in loaded]:
+                loaded.update(missing)
+                await asyncio.gather(*(self._load(engine, packed) for engine in missing))
+            self._pool.published(self._version)
+            self._held = folder
+
+    async def _load(self, engine: Engine, packed: PackedWeights) -> None:
+        """Loads weights into one engine, which is lost if it fails."""
+        try:
+            await engine.load_weights(packed.manifest, packed.bucket_bytes, packed.buckets, self._version)
+            self._pool.synced(engine, self._version)
+        except (WorkerDiedError, EngineDiedError, DeadlineError) as error:
+            self._pool.lose(engine, error)
+
+    async def _admit(self, engine: Engine) -> int:
+        async with self._changing:
+            if self._packed is not None:
+                packed = self._packed
+                await engine.load_weights(packed.manifest, packed.bucket_bytes, packed.buckets, self._version)
+            return await engine.weight_version()
+
+    def _folder_of(self, name: str | None) -> Path:
+        if name not in self._folders:
+            names = ", ".join(sorted(str(known) for known in self._folders if known is not None)) or "none"
+            raise ValueError(f"weights {name!r} are not served (served: {names}): serve them first")
+        return self._folders[name]
+
 
 _logger = logging.getLogger(__name__)
+
 
 LOADING_TRIES = 2  # times that every engine may be lost while it loads an adapter
 
@@ -64,13 +216,7 @@ class PooledAdapterEngines:
         pool.admit_with(self._admit)
 
     async def serve(self, adapter: str, folder: Path) -> None:
-        """Loads an adapter on all engines. The folder must exist until the adapter is withdrawn.
-
-        Raises:
-            ValueError: an adapter has this name, or the engines cannot serve it.
-            RolloutError: every engine was lost while it loaded the adapter.
-            DeadlineError: no engine serves.
-        """
+        """Loads an adapter on all engines. The folder must exist until the adapter is withdrawn."""
         if adapter in self._folders or adapter in self._loading:
             raise ValueError(f"adapter {adapter!r} exists: served weights never change, so give new ones another name")
         self._loading.add(adapter)
@@ -84,12 +230,7 @@ class PooledAdapterEngines:
             self._loading.remove(adapter)
 
     async def withdraw(self, adapter: str) -> None:
-        """Unloads an adapter on all engines, after its running calls.
-
-        Raises:
-            ValueError: it is not served.
-            DeadlineError: its calls did not end in time.
-        """
+        """Unloads an adapter on all engines, after its running calls."""
         self._check_served(adapter)
         del self._folders[adapter]
         await asyncio.gather(*(self._unload(engine, adapter) for engine in self._pool.receivers()))
@@ -98,12 +239,6 @@ class PooledAdapterEngines:
         """Scores the prompt if the call asks for it, then samples it; waits for a slot first.
 
         The prompt is scored first, because samples then find its KV in the prefix cache, and scoring cannot use it.
-
-        Raises:
-            ValueError: the prompt does not fit the model, or the adapter is not served.
-            RolloutError: all tries failed.
-            ExcludedPromptError: the prompt crashed several engines.
-            DeadlineError: no engine serves.
         """
         if call.adapter is not None:
             self._check_served(call.adapter)
@@ -133,9 +268,6 @@ class PooledAdapterEngines:
         """Returns the prompt under a unique id, and the engine's settings.
 
         Greedy samples are equal, so one is drawn.
-
-        Raises:
-            ValueError: the prompt is empty or too long, or has an unknown token id.
         """
         prompt, limits = call.prompt, self._limits
         room = limits.max_model_len - prompt.num_tokens

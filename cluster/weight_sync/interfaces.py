@@ -1,8 +1,9 @@
-"""Interfaces of the members of a push: the learner, which sends, and receivers that join and leave."""
+"""Protocols of senders and receivers of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,3 +95,16 @@ class Members(Protocol):
     def lose(self, receiver: Receiver, error: Exception) -> None:
         """Called when `receiver` failed a push: its weights may be partly old and partly new."""
         ...
+
+
+class NoReceivers:
+    """Implements `mobula.cluster.roles.Weights` where there is no rollout actor."""
+
+    @asynccontextmanager
+    async def settling(self) -> AsyncIterator[None]:
+        yield
+
+    async def settled(self) -> None: ...
+
+    async def publish(self, version: int) -> int:
+        return version

@@ -87,11 +87,7 @@ class Manifest:
         return hashlib.sha256(json.dumps([self.payload, [astuple(spec) for spec in self.tensors]]).encode()).hexdigest()
 
     def check_against(self, expected: Manifest) -> None:
-        """Compares the payload, and tensors by name, shape and dtype; the order may differ.
-
-        Raises:
-            ManifestError: names missing, unexpected and different tensors.
-        """
+        """Compares the payload, and tensors by name, shape and dtype; the order may differ."""
         if self.payload != expected.payload:
             raise ManifestError(
                 f"the push has the payload {self.payload}, and the engine was started for {expected.payload} "
@@ -154,30 +150,19 @@ class StoredTensor:
 
 
 def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
-    """Returns the manifest of a checkpoint directory, read from its safetensors headers, as tensors of `dtype`.
-
-    Raises:
-        PreflightError: as `checkpoint_files` and `stored_tensors`.
-    """
+    """Returns the manifest of a checkpoint directory, read from its safetensors headers, as tensors of `dtype`."""
     specs = [TensorSpec(name, tensor.shape, dtype) for name, tensor in stored_tensors(folder).items()]
     return Manifest(tuple(sorted(specs, key=lambda spec: spec.name)))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint directory by name.
-
-    Raises:
-        PreflightError: a file is cut off or damaged, or `checkpoint_files` finds none.
-    """
+    """Returns the tensors of a checkpoint directory by name."""
     return {name: tensor for file in checkpoint_files(folder) for name, tensor in _header(file).items()}
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Returns the weight files that transformers or diffusers loads. Other files in the directory (of another format
     or an earlier save, adapters) are not part of the model.
-
-    Raises:
-        PreflightError: there is none, or the index names a missing file.
     """
     first = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if first is None:

@@ -1,13 +1,8 @@
-"""A ring of memory that one process writes and other processes of its host read; each chunk is written once for all.
-
-The memory has no name. A reader gets it from the writer over a Unix socket: as a file descriptor of host memory, or as
-a CUDA IPC handle where both use the same GPU. So the size of /dev/shm does not matter, and the system frees the memory
-when its last process ends, however it ends. The sockets carry one message a chunk, and tell each side at once that the
-other has died.
-"""
+"""Ring of shared memory between processes of one host, on the CPU or a GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import mmap
@@ -19,20 +14,119 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from mobula.cluster.weight_sync import cuda_memory
+# Memory of a GPU that processes share by CUDA IPC handles, through calls of the driver.
+#
+# torch shares tensors too, but not those in expandable segments of its pool, and it keeps their reference counts in
+# /dev/shm, where a killed process leaves them. Memory of the driver's own allocator has neither limit.
+# Source: CUDA Driver API, sections "Memory Management" (cuIpc*).
+
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that there is
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """`tensor` must not be used after `free`; memory that another process has open must not be freed."""
+
+    tensor: torch.Tensor  # uint8 [N]
+    handle: bytes
+    free: Callable[[], None]
+
+
+class _Array:
+    """Memory as torch takes it."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def create(num_bytes: int, device: torch.device) -> DeviceMemory:
+    """Allocates memory outside torch's pool."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # makes the device's context this thread's own
+        pointer, handle = ctypes.c_uint64(), _Handle()
+        _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        try:
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        except OSError:
+            _call("cuMemFree_v2", pointer)
+            raise
+    tensor = torch.as_tensor(_Array(int(pointer.value), num_bytes), device=device)
+    return DeviceMemory(tensor, bytes(handle), lambda: _end("cuMemFree_v2", pointer, device))
+
+
+def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> DeviceMemory:
+    """Maps memory that another process has created on the same GPU."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        pointer = ctypes.c_uint64()
+        taken = _Handle.from_buffer_copy(handle)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), taken, ctypes.c_uint(LAZY_PEER_ACCESS))
+    tensor = torch.as_tensor(_Array(int(pointer.value), num_bytes), device=device)
+    return DeviceMemory(tensor, handle, lambda: _end("cuIpcCloseMemHandle", pointer, device))
+
+
+def _end(function: str, pointer: ctypes.c_uint64, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # no kernel uses the memory any more
+        _call(function, pointer)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *arguments: Any) -> None:
+    code = getattr(_driver(), function)(*arguments)
+    if code != 0:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise OSError(f"{function} failed: {(name.value or b'unknown').decode()} ({code})")
+
+
+# A ring of memory that one process writes and other processes of its host read; each chunk is written once for all.
+#
+# The memory has no name. A reader gets it from the writer over a Unix socket: as a file descriptor of host memory, or
+# as
+# a CUDA IPC handle where both use the same GPU. So the size of /dev/shm does not matter, and the system frees the
+# memory
+# when its last process ends, however it ends. The sockets carry one message a chunk, and tell each side at once that
+# the
+# other has died.
 
 _logger = logging.getLogger(__name__)
 
+
 NUM_CHUNKS = 4
+
+
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 24}  # on a CPU, what its cache holds until the readers have copied it
+
+
 RANK = struct.Struct("=i")
+
+
 PEER = struct.Struct("=iII")  # pid, uid, gid of a socket's other end (unix(7), SO_PEERCRED)
+
+
 HOST_MEMORY, DEVICE_MEMORY, ACCEPTED, WRITTEN, READ = b"h", b"d", b"a", b"w", b"r"
+
 
 Way = Literal["network", "host", "device"]
 
@@ -102,11 +196,7 @@ class RingWriter:
         self._num_written = 0
 
     def move(self, buffer: torch.Tensor) -> None:
-        """Write `buffer`. Returns when all of it is written; readers may still read the last chunks.
-
-        Raises:
-            ConnectionError: a reader has died or left.
-        """
+        """Write `buffer`. Returns when all of it is written; readers may still read the last chunks."""
         for part in _parts(buffer, self._chunks.shape[1]):
             for reader in self._readers:
                 while self._num_unread[reader] == NUM_CHUNKS:
@@ -141,11 +231,7 @@ class RingReader:
         self._num_read = 0
 
     def move(self, buffer: torch.Tensor) -> None:
-        """Fill `buffer`.
-
-        Raises:
-            ConnectionError: the writer has died or left.
-        """
+        """Fill `buffer`."""
         for part in _parts(buffer, self._chunks.shape[1]):
             _take(self._writer, "the writer")
             _copy(self._chunks[self._num_read % NUM_CHUNKS, : part.numel()], part)
@@ -168,9 +254,6 @@ def share(
     """Waits for the readers, by their ranks, and makes a ring for those on this GPU and one for the others.
 
     A reader on this GPU that cannot open the handle reads host memory.
-
-    Raises:
-        OSError: a reader did not come in time, or died.
     """
     readers = _accepted(listening, ways.keys(), timeout_s)
     on_host = [readers[rank] for rank, way in ways.items() if way == "host"]
@@ -178,7 +261,7 @@ def share(
     rings = []
     try:
         if on_device:
-            shared = cuda_memory.create(NUM_CHUNKS * CHUNK_BYTES["cuda"], device)
+            shared = create(NUM_CHUNKS * CHUNK_BYTES["cuda"], device)
             refusals = [reader for reader in on_device if not _opens(reader, shared.handle)]
             on_host += refusals
             opened = [reader for reader in on_device if reader not in refusals]
@@ -214,11 +297,7 @@ def _opens(reader: socket.socket, handle: bytes) -> bool:
 
 
 def join(address: str, rank: int, device: torch.device, timeout_s: float) -> RingReader:
-    """Connects to the writer at `address` as `rank`.
-
-    Raises:
-        OSError: the writer is gone, or did not answer in time.
-    """
+    """Connects to the writer at `address` as `rank`."""
     writer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         writer.settimeout(timeout_s)
@@ -227,7 +306,7 @@ def join(address: str, rank: int, device: torch.device, timeout_s: float) -> Rin
         message, descriptors, _, _ = socket.recv_fds(writer, 1024, 1)
         if message.startswith(DEVICE_MEMORY):
             try:
-                shared = cuda_memory.open_handle(message[1:], NUM_CHUNKS * CHUNK_BYTES["cuda"], device)
+                shared = open_handle(message[1:], NUM_CHUNKS * CHUNK_BYTES["cuda"], device)
             except OSError as error:
                 writer.sendall(str(error).encode()[:1024])
                 message, descriptors, _, _ = socket.recv_fds(writer, 1024, 1)

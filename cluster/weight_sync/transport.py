@@ -1,16 +1,8 @@
-"""The transfer group: learner ranks that send, and receivers, separate from other process groups.
-
-Each sender has a channel to all receivers, so that senders broadcast in parallel. In each channel the sender is rank 0;
-receivers have the ranks from 1 on: one, or one for each rank of a split engine. Receivers on the sender's host read
-memory that it shares with them (`shared_ring`); the others form a process group with it, over gloo or nccl. Sender
-`i % num_senders` sends bucket `i` of a push.
-Transfer groups are numbered by epoch. The epoch is part of every key of the rendezvous store, so members of different
-epochs cannot meet. A collective runs on a helper thread while the calling thread waits with a deadline, because no
-backend reliably times out. A member that notices a failed collective aborts its group.
-"""
+"""Transports of weights between processes, and where they meet."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,18 +20,79 @@ import torch.distributed as dist
 from mobula.cluster.environment_variables import environment_variables
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.runtime.concurrency import DaemonThread
-from mobula.cluster.weight_sync.changes import HEADER, Base, apply_bucket, offsets
-from mobula.cluster.weight_sync.digests import digest
+from mobula.cluster.runtime.network import node_address
+from mobula.cluster.weight_sync.changes import HEADER, Base, apply_bucket, digest, offsets
 from mobula.cluster.weight_sync.manifest import Bucket, Manifest
-from mobula.cluster.weight_sync.rendezvous import join_store, wait_for_members
 from mobula.cluster.weight_sync.shared_ring import Location, RingReader, RingWriter, join, listener, share
 
+PENDING_CONNECTIONS = 128
+
+
+class RendezvousStore:
+    """A key-value store in which the members of a process group find each other.
+
+    It listens on the node's own address alone, on a port that the kernel chose, so two runs on one host never race for
+    one. Keep the object for as long as members may join.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.host = node_address()
+        self._socket = socket.create_server((self.host, 0), backlog=PENDING_CONNECTIONS)
+        self.port = int(self._socket.getsockname()[1])
+        self._store = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+
+def join_store(host: str, port: int, prefix: str, timeout_s: float) -> dist.Store:
+    """Returns a member's view of the store at `host:port`: the keys with `prefix`."""
+    # torch asks the resolver for the name of the address first: a lost request delays a join by 5 s (resolv.conf).
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    return dist.PrefixStore(prefix, store)
+
+
+def wait_for_members(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float, text: str = "here"
+) -> list[bytes]:
+    """Wait until every rank has called this with the same store; returns their texts in the order of the ranks."""
+    # Keys in the store instead of a barrier: a barrier of the group does not say who is missing.
+    keys = [f"member-{number}" for number in range(world_size)]
+    store.set(keys[rank], text)
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        raise dist.DistStoreError(f"ranks {missing} did not come within {timeout_s:g} s") from error
+    return store.multi_get(keys)
+
+
+# The transfer group: learner ranks that send, and receivers, separate from other process groups.
+#
+# Each sender has a channel to all receivers, so that senders broadcast in parallel. In each channel the sender is rank
+# 0;
+# receivers have the ranks from 1 on: one, or one for each rank of a split engine. Receivers on the sender's host read
+# memory that it shares with them (`shared_ring`); the others form a process group with it, over gloo or nccl. Sender
+# `i % num_senders` sends bucket `i` of a push.
+# Transfer groups are numbered by epoch. The epoch is part of every key of the rendezvous store, so members of different
+# epochs cannot meet. A collective runs on a helper thread while the calling thread waits with a deadline, because no
+# backend reliably times out. A member that notices a failed collective aborts its group.
+
 ABORT_S = 10.0  # timeout of a member's abort
+
+
 # torch's watchdog ends the process on an error or a timeout of NCCL. A group with blocking waits has no watchdog, and
 # reports both as errors of the wait. torch reads the variable when it creates a group.
 WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 
+
 DIGESTS = "the digests of the weight buckets"
+
+
 DIGEST_BYTES = 8
 
 
@@ -102,9 +155,6 @@ class TransferGroup:
         `rendezvous.timeout_s`.
 
         Ends with a broadcast of one byte, because NCCL creates its communicator at the first collective.
-
-        Raises:
-            WeightSyncError: other members did not join, or the transport is unknown.
         """
         self.rank = rank
         self.device = device
@@ -126,9 +176,6 @@ class TransferGroup:
         arrived.
 
         Ordered on the caller's stream: begins after work queued before, and work queued later sees the bytes.
-
-        Raises:
-            WeightSyncError: a member died or timed out, or the group is closed. The group is then closed.
         """
         self._begin(next(iter(self._channels), 0), buffer, what, self._timeout_s)()
 
@@ -145,9 +192,6 @@ class TransferGroup:
         With `keeps` the tensors stay valid; otherwise each is valid until the next one, and all use the memory of one
         bucket. A tensor with its own bucket is received into the tensor of the same name in `into` and not yielded, if
         that has its shape, its dtype and no gaps. A receiver that stops before the end leaves the group.
-
-        Raises:
-            WeightSyncError: a broadcast failed; or, after the last tensor, bytes differ from those of the sender.
         """
         try:
             yield from self._buckets(manifest, bucket_bytes, keeps=keeps, into=into)
@@ -194,10 +238,6 @@ class TransferGroup:
     def receive_changes(self, manifest: Manifest, bucket_bytes: int, base: Base, version: int) -> None:
         """Applies a push of payload `delta` to the tensors of `base`, which then is `version`. A receiver that fails
         leaves the group.
-
-        Raises:
-            WeightSyncError: `base` is not the version that the changes apply to; a broadcast failed; or a tensor
-                differs from the sender's afterwards. In the last two cases `base` has no version.
         """
         try:
             base.check(manifest.base_version)
@@ -358,11 +398,7 @@ def with_digest(packed: torch.Tensor) -> np.ndarray:
 def unpack_all(
     manifest: Manifest, bucket_bytes: int, packed: Iterable[np.ndarray]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of an exported push, whose buckets are followed by their digests.
-
-    Raises:
-        WeightSyncError: after the last tensor: the bytes of a bucket have another digest.
-    """
+    """Yields (name, tensor) of an exported push, whose buckets are followed by their digests."""
     buckets, sent, arrived = list(manifest.buckets(bucket_bytes)), [], []
     for bucket, data in zip(buckets, packed, strict=True):
         filled = torch.from_numpy(data[: bucket.num_bytes].copy())
@@ -374,11 +410,7 @@ def unpack_all(
 
 
 def check_arrival(buckets: Sequence[Bucket], sent: torch.Tensor, arrived: Sequence[torch.Tensor]) -> None:
-    """Compares the sender's digests, int64 [number of buckets], with those of the received bytes.
-
-    Raises:
-        WeightSyncError: names the different buckets.
-    """
+    """Compares the sender's digests, int64 [number of buckets], with those of the received bytes."""
     is_other = (sent != torch.stack(list(arrived))).tolist()
     wrong = [bucket for bucket, differs in zip(buckets, is_other, strict=True) if differs]
     if wrong:

@@ -165,11 +165,7 @@ class WeightSync:
 
     @asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
-        """While the body runs, `publish` returns once everything is sent; receivers settle in the background.
-
-        Raises:
-            WeightSyncError, ManifestError: errors of receivers, as from `publish`; the body was cancelled.
-        """
+        """While the body runs, `publish` returns once everything is sent; receivers settle in the background."""
         async with background_tasks() as self._tasks:
             try:
                 yield
@@ -184,14 +180,7 @@ class WeightSync:
             self._settling = None
 
     async def publish(self, version: int) -> int:
-        """Brings all receivers to `version`; returns it. Waits for the receivers of the push before.
-
-        Raises:
-            ManifestError: a receiver's checkpoint has other tensors; nothing was sent to it.
-            WeightSyncError: all attempts failed, although the receivers of a wave live.
-            CanaryError: the weights arrived, but no engine computes the learner's log-probs.
-            WorkerDiedError, DeadlineError: the sender died.
-        """
+        """Brings all receivers to `version`; returns it. Waits for the receivers of the push before."""
         async with self._one_push:
             # Receivers may still load the push before: this one must not overtake it.
             await self.settled()
@@ -378,12 +367,7 @@ class WeightSync:
             raise self._not_reached(push, tuple(failed), next(iter(failed.values())))
 
     def _living(self, results: _Outcomes) -> dict[Receiver, BaseException]:
-        """Returns the living receivers that failed, with their errors; marks the other failed receivers as lost.
-
-        Raises:
-            ManifestError: a receiver's checkpoint has other tensors.
-            CancelledError: the call of a receiver was cancelled.
-        """
+        """Returns the living receivers that failed, with their errors; marks the other failed receivers as lost."""
         failed = {receiver: error for receiver, error in results.items() if error is not None}
         for receiver, error in failed.items():
             # A cancelled call has not failed: the push ends, and nothing is sent again.

@@ -33,13 +33,7 @@ class OwnedActor:
         self._handle: ray.actor.ActorHandle[Any] = remote.options(**options).remote(*args)
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Returns the result of a method.
-
-        Raises:
-            DeadlineError: no result within `timeout_s`; the cluster may lack the CPUs for the actor.
-            WorkerDiedError: the actor's process ended.
-            Exception: any error of the method.
-        """
+        """Returns the result of a method."""
         try:
             return ray.get(getattr(self._handle, method).remote(*args), timeout=timeout_s)
         except GetTimeoutError as error:

@@ -71,11 +71,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watches while the body runs, then closes all pools and roles.
-
-        Raises:
-            WorkerDiedError: a role died or did not answer; the body was cancelled.
-        """
+        """Watches while the body runs, then closes all pools and roles."""
         try:
             async with AsyncExitStack() as tended:
                 for pool in self._pools:

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from mobula.cluster.errors import DeadlineError, LostReplyError, PreflightError, StuckError, WorkerDiedError
 from mobula.cluster.runtime.ray_actors import answer
 from mobula.cluster.runtime.vitals import Vitals
-from mobula.cluster.workers.restart_policy import RestartPolicy
-from mobula.cluster.workers.status import WorkerState
+from mobula.cluster.workers.status import RestartPolicy, WorkerState
 from mobula.cluster.workers.worker_pool import Hooks, Worker, WorkerPool
 
 Lost = WorkerDiedError | DeadlineError | StuckError
@@ -96,12 +95,7 @@ class WorkQueue:
         return tuple(worker.handle for worker in self.pool.serving)
 
     async def start(self) -> None:
-        """Waits until the first workers serve.
-
-        Raises:
-            PreflightError: a worker died: the role cannot be built with the run's configuration.
-            DeadlineError: a worker did not start in time.
-        """
+        """Waits until the first workers serve."""
         try:
             await self.pool.start()
         except WorkerDiedError as error:
@@ -112,9 +106,6 @@ class WorkQueue:
         """Holds a slot at the least loaded worker while the body runs. Callers wait in the order of their calls.
 
         Urgent work, such as a repetition after a failure, goes first.
-
-        Raises:
-            WorkerDiedError: every worker is quarantined, or the pool is closed.
         """
         worker = await self._next(is_urgent)
         while worker.state is not WorkerState.SERVING:  # lost between the assignment and now

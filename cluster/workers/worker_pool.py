@@ -19,8 +19,14 @@ from mobula.cluster.errors import WorkerDiedError
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.workers.faults import report_loss
-from mobula.cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget, RestartPolicy
-from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.workers.status import (
+    MAX_EQUAL,
+    RepeatedCause,
+    RestartBudget,
+    RestartPolicy,
+    WorkerState,
+    WorkerStatus,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -109,12 +115,7 @@ class WorkerPool(Generic[Handle]):
         return [worker.status() for worker in self.workers]
 
     async def start(self) -> None:
-        """Starts the first workers concurrently and waits until they serve. Errors are not retried.
-
-        Raises:
-            WorkerDiedError: a worker died while it started.
-            DeadlineError: a worker did not start in time.
-        """
+        """Starts the first workers concurrently and waits until they serve. Errors are not retried."""
         await run_all(*(self._start_first(worker) for worker in self.workers))
 
     def lose(self, handle: Handle, error: Exception) -> None:

@@ -9,41 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mobula.configs.errors import ConfigError
-from mobula.configs.rules import (
-    algorithm,
-    data,
-    environment,
-    flow,
-    guard,
-    learner,
-    offline,
-    resources,
-    rollout,
-    run,
-)
-from mobula.configs.rules.rewards import reward_contradictions
+from mobula.configs.rules import algorithm, data, learner, offline, resources, run
+from mobula.configs.rules.data import reward_contradictions
 from mobula.configs.schema.run import RunConfig
 
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
-    *run.RULES,
+    *run.RUN_RULES,
     *resources.RULES,
     *algorithm.RULES,
-    *environment.RULES,
-    *rollout.RULES,
-    *learner.RULES,
-    *offline.RULES,
-    *flow.RULES,
-    *data.RULES,
-    *guard.RULES,
+    *data.ENVIRONMENT_RULES,
+    *learner.ROLLOUT_RULES,
+    *learner.LEARNER_RULES,
+    *offline.OFFLINE_RULES,
+    *offline.FLOW_RULES,
+    *data.DATA_RULES,
+    *run.GUARD_RULES,
 )
 
 
 def checked(config: RunConfig) -> RunConfig:
-    """Returns `config` after checking all rules.
-
-    Raises:
-        ConfigError: every contradiction, a line each.
-    """
+    """Returns `config` after checking all rules."""
     messages = [message for rule in RULES if (message := rule(config)) is not None]
     messages += reward_contradictions(config.rewards)
     if messages:

@@ -1,7 +1,8 @@
-"""Rules of an offline job."""
+"""Rules of offline jobs and of flow models."""
 
 from __future__ import annotations
 
+from mobula.configs.schema.algorithm import PREDICTIVE
 from mobula.configs.schema.data import DataKind
 from mobula.configs.schema.run import RunConfig
 
@@ -99,7 +100,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
 
 
-RULES = (
+OFFLINE_RULES = (
     _rows_fit_the_job,
     _conversations_have_no_suffix,
     _rows_replace_rollouts,
@@ -107,4 +108,191 @@ RULES = (
     _every_rank_gets_a_row,
     _smoothing_is_read,
     _a_margin_is_read,
+)
+
+
+def _kl_has_a_reference(config: RunConfig) -> str | None:
+    kl, lora = config.algorithm.kl, config.policy.lora
+    if not config.sampler.is_flow or kl.coef == 0 or (lora.is_on and kl.place == "loss"):
+        return None
+    return (
+        f"algorithm.kl.coef={kl.coef:g} compares a flow model with itself without adapters, in the loss: set "
+        "policy.lora.rank above 0 and algorithm.kl.place=loss, or algorithm.kl.coef=0"
+    )
+
+
+def _adapters_are_named(config: RunConfig) -> str | None:
+    lora = config.policy.lora
+    if not config.sampler.is_flow or not lora.is_on or "language" not in lora.target_modules:
+        return None
+    return (
+        f"policy.lora.target_modules={list(lora.target_modules)} names the decoder of a token model, and policy.model="
+        f"{config.policy.model} is a flow model: name its layers, e.g. "
+        "policy.lora.target_modules=[to_q,to_k,to_v,to_out.0]"
+    )
+
+
+def _window_lies_in_the_schedule(config: RunConfig) -> str | None:
+    flow = config.sampler.flow
+    last = flow.num_steps - 1 if flow.kernel == "cps" else flow.num_steps  # the last step of cps adds no noise
+    if not config.sampler.is_flow or flow.window_start < flow.window_end <= last:
+        return None
+    return (
+        f"sampler.flow.window_start={flow.window_start} and sampler.flow.window_end={flow.window_end} are not the "
+        f"bounds of steps within the first {last} of {flow.num_steps}: set window_start < window_end <= {last}"
+    )
+
+
+def _window_has_the_last_step(config: RunConfig) -> str | None:
+    """A loss on clean images needs the last denoising step, which produces them."""
+    flow, algorithm = config.sampler.flow, config.algorithm
+    if not config.sampler.is_flow or algorithm.has_likelihood:
+        return None
+    if flow.window_end != flow.num_steps or flow.window_size > 0:
+        return (
+            f"algorithm.loss={algorithm.loss} trains on clean images, and sampler.flow.window_end={flow.window_end} "
+            f"with window_size={flow.window_size} does not keep them: set sampler.flow.window_start="
+            f"{flow.num_steps - 1}, window_end={flow.num_steps} and window_size=0"
+        )
+    if flow.guidance != 1:
+        return (
+            f"algorithm.loss={algorithm.loss} trains velocities without guidance, and sampler.flow.guidance="
+            f"{flow.guidance:g} samples with it: set sampler.flow.guidance=1"
+        )
+    return None
+
+
+def _losses_have_what_they_need(config: RunConfig) -> str | None:
+    algorithm, flow = config.algorithm, config.sampler.flow
+    if not config.sampler.is_flow:
+        if algorithm.loss not in PREDICTIVE:
+            return None
+        return (
+            f"algorithm.loss={algorithm.loss} is for flow models, and sampler.kind={config.sampler.kind} samples "
+            "tokens: set sampler=flow, or algorithm.loss=ppo_clip"
+        )
+    if flow.kernel == "ddim" and algorithm.has_likelihood and not config.offline.is_on:
+        return (
+            f"sampler.flow.kernel=ddim samples without a likelihood, which algorithm.loss={algorithm.loss} reads: set "
+            "sampler.flow.kernel=flow_grpo, or algorithm.loss=nft"
+        )
+    if algorithm.loss == "grpo_guard" and algorithm.old_logprobs != "recomputed":
+        return (
+            f"algorithm.loss=grpo_guard compares means with those of the weights that a step trains from, and "
+            f"algorithm.old_logprobs={algorithm.old_logprobs} takes log-probs from elsewhere: set "
+            "algorithm.old_logprobs=recomputed"
+        )
+    if algorithm.loss == "nft" and algorithm.num_epochs > 1:
+        return (
+            f"algorithm.loss=nft draws the same noise in each of algorithm.num_epochs={algorithm.num_epochs}: set "
+            "algorithm.num_epochs=1, and algorithm.losses.nft.num_draws higher"
+        )
+    return None
+
+
+def _text_is_dropped_for_guidance(config: RunConfig) -> str | None:
+    dropout, flow = config.warm_start.text_dropout, config.sampler.flow
+    if dropout == 0 or (config.sampler.is_flow and flow.guidance > 1):
+        return None
+    return (
+        f"warm_start.text_dropout={dropout:g} teaches a flow model its negative prompt, and sampler.kind="
+        f"{config.sampler.kind} with sampler.flow.guidance={flow.guidance:g} samples without one: set "
+        "warm_start.text_dropout=0, or sampler=flow with a guidance above 1"
+    )
+
+
+def _slow_weights_can_be_exchanged(config: RunConfig) -> str | None:
+    slow = config.algorithm.slow_copy
+    if slow is None or config.learner.backend != "deepspeed":
+        return None
+    return (
+        f"algorithm.losses.nft.max_decay={slow.max_decay:g} exchanges weights with their slow "
+        "copy, which learner.backend=deepspeed does not allow: use learner=fsdp2, or set max_decay to 0"
+    )
+
+
+def _initial_weights_can_be_exchanged(config: RunConfig) -> str | None:
+    learner = config.learner
+    compares = config.offline.is_on and config.sampler.is_flow
+    if not compares or learner.backend != "deepspeed" or learner.zero_stage != 3:
+        return None
+    return (
+        f"offline.job={config.offline.job} of a flow model exchanges weights with a copy of the initial ones, which "
+        "learner.backend=deepspeed with learner.zero_stage=3 does not allow: set learner.zero_stage=2, or use "
+        "learner=fsdp2"
+    )
+
+
+def _nothing_reads_tokens(config: RunConfig) -> str | None:
+    """Parts of a run that read token ids or a distribution over tokens."""
+    if not config.sampler.is_flow:
+        return None
+    algorithm = config.algorithm
+    asked = {
+        "algorithm.advantage of a critic": (algorithm.critic.is_on, "algorithm.advantage=grpo"),
+        "algorithm.distillation.teacher": (algorithm.distillation.is_on, "no teacher"),
+        "algorithm.entropy.bonus": (algorithm.entropy.bonus > 0, "algorithm.entropy.bonus=0"),
+        "algorithm.entropy.top_share": (algorithm.entropy.top_share < 1, "algorithm.entropy.top_share=1"),
+        "algorithm.shaping.repetition_penalty": (
+            algorithm.shaping.repetition_penalty > 0,
+            "algorithm.shaping.repetition_penalty=0",
+        ),
+        "sampler.temperature": (config.sampler.temperature != 1, "sampler.temperature=1"),
+        "policy.freeze": (bool(config.policy.freeze), "policy.freeze=[]"),
+        "environment.name": (config.environment.is_on, "environment=none"),
+        "offline.job": (config.offline.job not in ("none", "dpo"), "offline.job=none or dpo"),
+        "resources.reference.num_workers": (
+            config.resources.reference.num_workers > 0,
+            "resources.reference.num_workers=0",
+        ),
+        "learner.activation_checkpointing=blocks_offloaded": (
+            config.learner.activation_checkpointing == "blocks_offloaded",
+            "learner.activation_checkpointing=blocks",
+        ),
+    }
+    refused = [f"{key} (set {instead})" for key, (is_asked, instead) in asked.items() if is_asked]
+    return f"sampler.kind=flow has no use for {', '.join(refused)}" if refused else None
+
+
+def _nothing_reads_text(config: RunConfig) -> str | None:
+    """Parts of a run that decode responses to text, or compute a policy of text."""
+    if not config.sampler.draws_tokens:
+        return None
+    algorithm, sampler = config.algorithm, config.sampler
+    asked = {
+        "algorithm.advantage of a critic": (algorithm.critic.is_on, "algorithm.advantage=grpo"),
+        "algorithm.distillation.teacher": (algorithm.distillation.is_on, "no teacher"),
+        "algorithm.kl.coef": (
+            algorithm.kl.coef > 0 and config.reference.place != "learner_ranks",
+            "algorithm.kl.coef=0, or policy.lora.rank above 0 and reference.place=learner_ranks",
+        ),
+        "resources.reference.num_workers": (
+            config.resources.reference.num_workers > 0,
+            "resources.reference.num_workers=0",
+        ),
+        "sampler.top_p, top_k or min_p": (sampler.is_cut, "sampler.top_p=1 sampler.top_k=0 sampler.min_p=0"),
+        "sampler.first_token_temperature": (
+            sampler.first_token_temperature > 0,
+            "sampler.first_token_temperature=0",
+        ),
+        "sampler.stop_strings": (bool(sampler.stop_strings), "sampler.stop_strings=[]"),
+        "warm_start.num_steps": (config.warm_start.num_steps > 0, "warm_start=none"),
+        "environment.name": (config.environment.is_on, "environment=none"),
+        "offline.job": (config.offline.is_on, "offline.job=none"),
+    }
+    refused = [f"{key} (set {instead})" for key, (is_asked, instead) in asked.items() if is_asked]
+    return f"sampler.kind=image_tokens has no use for {', '.join(refused)}" if refused else None
+
+
+FLOW_RULES = (
+    _kl_has_a_reference,
+    _adapters_are_named,
+    _window_lies_in_the_schedule,
+    _window_has_the_last_step,
+    _losses_have_what_they_need,
+    _text_is_dropped_for_guidance,
+    _slow_weights_can_be_exchanged,
+    _initial_weights_can_be_exchanged,
+    _nothing_reads_tokens,
+    _nothing_reads_text,
 )

@@ -1,13 +1,18 @@
 """The schema of a run's configuration."""
 
 from mobula.configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
-from mobula.configs.schema.data import DataConfig, DataKind
-from mobula.configs.schema.environment import EnvironmentConfig
-from mobula.configs.schema.guard import GuardConfig, GuardLimits
-from mobula.configs.schema.learner import LearnerConfig, WarmStartConfig
-from mobula.configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
-from mobula.configs.schema.resources import ResourcesConfig, WorkerResources
-from mobula.configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
+from mobula.configs.schema.data import DataConfig, DataKind, EnvironmentConfig
+from mobula.configs.schema.learner import DPOConfig, LearnerConfig, OfflineConfig, RewardModelConfig, WarmStartConfig
+from mobula.configs.schema.resources import ResourcesConfig, TrainingServiceConfig, WorkerResources
+from mobula.configs.schema.rewards import (
+    Gate,
+    GuardConfig,
+    GuardLimits,
+    Recipe,
+    RewardComponent,
+    RewardPoolConfig,
+    RewardsConfig,
+)
 from mobula.configs.schema.rollout import (
     LoRAConfig,
     PolicyConfig,
@@ -27,7 +32,6 @@ from mobula.configs.schema.run import (
     TracingConfig,
     WeightSyncConfig,
 )
-from mobula.configs.schema.training_service import TrainingServiceConfig
 
 __all__ = [
     "AlgorithmConfig",

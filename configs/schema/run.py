@@ -8,15 +8,11 @@ from typing import Annotated, Literal
 
 from mobula.configs.schema.algorithm import AlgorithmConfig
 from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, UserCode
-from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig
-from mobula.configs.schema.environment import EnvironmentConfig
-from mobula.configs.schema.guard import GuardConfig
-from mobula.configs.schema.learner import LearnerConfig, WarmStartConfig
-from mobula.configs.schema.offline import OfflineConfig
-from mobula.configs.schema.resources import ResourcesConfig
-from mobula.configs.schema.rewards import RewardsConfig
+from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig, EnvironmentConfig
+from mobula.configs.schema.learner import LearnerConfig, OfflineConfig, WarmStartConfig
+from mobula.configs.schema.resources import ResourcesConfig, TrainingServiceConfig
+from mobula.configs.schema.rewards import GuardConfig, RewardsConfig
 from mobula.configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
-from mobula.configs.schema.training_service import TrainingServiceConfig
 
 LATEST = "latest"  # link to the newest run, in the folder of the runs
 MAX_SECONDS = 30 * 24 * 3600  # a longer wait is a hang; far larger values overflow timers of the event loop

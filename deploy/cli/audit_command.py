@@ -32,8 +32,8 @@ def audit(
     added. Exits with 1 on a finding. The last lines say what is proven and what is not.
     """
     with explained():
-        from mobula.deploy.tools.audit import AuditOptions
-        from mobula.deploy.tools.audit import audit as run_audit
+        from mobula.deploy.report.audit import AuditOptions
+        from mobula.deploy.report.audit import audit as run_audit
 
         options = AuditOptions(head, key_env, weights, json)
         raise typer.Exit(run_audit(name, run, options, terminal(soft_wrap=True)))

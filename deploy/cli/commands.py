@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.runtime.error_text import escaped
+from mobula.cluster.failures import escaped
 from mobula.cluster.runtime.gc_tuning import collect_rarely
 from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
@@ -180,7 +180,7 @@ def compare(
 ) -> None:
     """Compare runs on one page: curves, intervals and a table."""
     with explained():
-        from mobula.deploy.tools.compare import compare as write
+        from mobula.deploy.report.compare import compare as write
 
         write(runs, output, json, by_epoch, terminal())
 
@@ -200,7 +200,7 @@ def status(
 
         set_auth(auth.value)
         run_status = read_status(find_run(name, run, address), timeout)
-    from mobula.deploy.tools.status_view import as_json, as_table
+    from mobula.deploy.jobs.status_view import as_json, as_table
 
     if json:
         terminal(soft_wrap=True).print(as_json(run_status), markup=False, highlight=False)
@@ -219,8 +219,8 @@ def top(
 ) -> None:
     """Watch a running run: phase, speed, time left, queue, workers and their versions."""
     with explained("the run goes on"):
+        from mobula.deploy.jobs.status_view import show_top
         from mobula.deploy.run.run_client import find_run
-        from mobula.deploy.tools.status_view import show_top
 
         set_auth(auth.value)
         console = terminal()
@@ -266,7 +266,7 @@ def replay(
 
     with explained():
         config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
-        from mobula.deploy.tools.replay import replay as train_again
+        from mobula.deploy.data.replay import replay as train_again
 
         raise typer.Exit(train_again(run_folder, config))
 
@@ -296,7 +296,7 @@ def export(
 ) -> None:
     """Write the policy of a run's checkpoint for transformers, PEFT and others; the run may go on."""
     with explained():
-        from mobula.deploy.tools import export as exporting
+        from mobula.deploy.run import export as exporting
 
         raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, dtype=dtype, output=output))
 
@@ -318,7 +318,7 @@ def score(
 ) -> None:
     """Score recorded responses by the rewards of a run: averages, pass rate, best and worst."""
     with explained():
-        from mobula.deploy.tools import score as scoring
+        from mobula.deploy.data import score as scoring
 
         if not math.isfinite(pass_threshold):
             raise PreflightError(f"--pass-threshold {pass_threshold}: give a finite number")
@@ -394,7 +394,7 @@ def init_model(
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
         from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
-        from mobula.learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
+        from mobula.learner.policies.image_tokens import TINY_JANUS, write_tiny_janus
         from mobula.learner.policies.pretrained import PRETRAINED
         from mobula.learner.policies.tiny import TINY, write_tiny
 
@@ -442,7 +442,7 @@ def serve_rewards(
     console = terminal(soft_wrap=True)
     with explained():
         from mobula.cluster.serving import Address, read_token
-        from mobula.deploy.tools import serve_rewards as serving
+        from mobula.deploy.serve import rewards as serving
 
         address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
         options = serving.ServeRewardsOptions(
@@ -477,16 +477,15 @@ def doctor(
             set_auth(auth.value)
     if leftovers or free:
         with explained():
-            from mobula.deploy.tools.leftovers import show_leftovers
+            from mobula.deploy.run.leftovers import show_leftovers
 
             num_left = show_leftovers([*(free or []), *(overrides or [])], address, terminal(soft_wrap=True))
         if num_left:
             raise typer.Exit(FAILED)
         return
     from mobula.configs.load import load_config
-    from mobula.deploy.tools.doctor.checkpoint import check_checkpoint, check_rows
-    from mobula.deploy.tools.doctor.cluster import examine_cluster
-    from mobula.deploy.tools.doctor.this_machine import Verdict, examine
+    from mobula.deploy.doctor.cluster import examine_cluster
+    from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_rows, examine
 
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
     console = terminal(soft_wrap=True)

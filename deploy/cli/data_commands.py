@@ -30,7 +30,7 @@ def inspect(
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
-        from mobula.deploy.tools.data import inspect as inspecting
+        from mobula.deploy.data import inspect as inspecting
 
         raise typer.Exit(inspecting.inspect(config, split, output, samples, terminal()))
 
@@ -46,7 +46,7 @@ def convert(
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
-        from mobula.deploy.tools.data import convert as converting
+        from mobula.deploy.data import convert as converting
 
         splits = split or ["train", "validation", "test"]
         converting.convert(config, output, splits, terminal())

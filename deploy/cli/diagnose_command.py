@@ -35,9 +35,9 @@ def diagnose(
     The findings are added to the report of a run that has ended. Exits with 1 if there is a fault.
     """
     with explained():
-        from mobula.cluster.metrics.report.findings import in_folder
+        from mobula.cluster.metrics.report.run_folder import in_folder
         from mobula.deploy.host.run_folder import file_access
-        from mobula.deploy.tools.diagnose import command
+        from mobula.deploy.report.diagnose import command
 
         subject = command.subject_of(words or [], run)
         with file_access(subject.material.config):
@@ -45,8 +45,8 @@ def diagnose(
             if subject.folder is not None:
                 command.add_to_report(subject.folder, findings)
         findings = in_folder(findings, command.pictures_folder(subject))
-    from mobula.cluster.metrics.report.findings import RunVerdict, to_json
-    from mobula.deploy.tools.diagnose.page import show
+    from mobula.cluster.metrics.report.run_folder import RunVerdict, to_json
+    from mobula.deploy.report.diagnose.command import show
 
     if json:
         terminal(soft_wrap=True).print(to_json(findings), markup=False, highlight=False)
@@ -62,13 +62,13 @@ def diagnosed(config: RunConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        from mobula.cluster.metrics.informing import informing
+        from mobula.cluster.metrics.hub import informing
         from mobula.cluster.metrics.report.run_folder import REPORT_FILE
 
         if not config.offline.is_on and (config.run_folder / REPORT_FILE).is_file():
             from mobula.deploy.host.run_folder import file_access
 
             with informing("the diagnosis"), file_access(config):
-                from mobula.deploy.tools.diagnose.command import diagnose_records
+                from mobula.deploy.report.diagnose.command import diagnose_records
 
                 diagnose_records(config.run_folder)

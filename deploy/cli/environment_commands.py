@@ -42,7 +42,7 @@ def play(
 ) -> None:
     """Play an environment in the terminal; see its images and rewards as the policy does."""
     with explained("the game is over"):
-        from mobula.deploy.tools.environments import play as playing
+        from mobula.deploy.serve import play as playing
 
         config = playing.play_config(environment, overrides or [], policy)
         playing.start(config, seed=seed, plays_itself=watch, has_policy=policy is not None, console=terminal())
@@ -74,7 +74,7 @@ def rollout(
     with explained("nothing is written"):
         shorthands = [f"{key}={value}" for key, value in short.items() if value is not None]
         config = load_config([*(overrides or []), *shorthands])
-        from mobula.deploy.tools.policy import rollout as rolling
+        from mobula.deploy.serve import rollout as rolling
 
         options = rolling.RolloutOptions(episodes, batch_size, top_p, top_k)
         raise typer.Exit(rolling.rollout(config, options, output, terminal(soft_wrap=True)))
@@ -95,7 +95,7 @@ def serve_environment(
     with explained("the server has stopped"):
         config = load_config(["data=environment", "rewards=environment", *(overrides or [])], is_complete=False)
         from mobula.cluster.serving import Address, read_token
-        from mobula.deploy.tools.environments import serve_environment as serving
+        from mobula.deploy.serve import environments as serving
 
         address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
         serving.serve(config.environment, address, idle, announcing("environment"))
@@ -117,7 +117,7 @@ def serve_policy(
     with explained("the server has stopped"):
         config = load_config(["sampler=huggingface", *(overrides or [])], is_complete=False)
         from mobula.cluster.serving import Address, read_token
-        from mobula.deploy.tools.policy import serve_policy as serving
+        from mobula.deploy.serve import policy as serving
 
         address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
         serving.serve(config, address, capture, siblings, announcing("policy"))

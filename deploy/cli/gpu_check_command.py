@@ -30,8 +30,8 @@ def gpu_check(
     missing. `gpu_check.json` in the folder keeps finished stages, which the next call skips. Without Ray, vLLM, Hydra
     and this command `python -m deploy.tools.gpu_check` does the same from a checkout. Exits with 1 if a stage failed.
     """
-    from mobula.deploy.tools.gpu_check.__main__ import run_check
-    from mobula.deploy.tools.gpu_check.check import CheckOptions
+    from mobula.deploy.checks.gpu_check.__main__ import run_check
+    from mobula.deploy.checks.gpu_check.check import CheckOptions
 
     budget_s = None if minutes is None else 60 * minutes
     raise typer.Exit(run_check(CheckOptions(device.value, folder, tuple(only or ()), run_all, budget_s)))

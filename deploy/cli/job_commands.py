@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.runtime.error_text import COLOUR, escaped
+from mobula.cluster.failures import COLOUR, escaped
 from mobula.deploy.cli.errors import explained
 from mobula.deploy.host.terminal import terminal
 
@@ -61,8 +61,8 @@ def submit(
 ) -> None:
     """Train as a job of a Ray cluster; sent again under the same name it resumes. Ends with the job's exit code."""
     from mobula.cluster.user_code import user_files
-    from mobula.configs.groups import TASKS_VARIABLE
     from mobula.configs.load import load_config
+    from mobula.configs.overrides import TASKS_VARIABLE
     from mobula.deploy.jobs.client import Jobs, check_address
 
     with explained(JOB_GOES_ON):

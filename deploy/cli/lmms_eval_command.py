@@ -59,8 +59,8 @@ def lmms_eval(
     """Evaluate a model with the public harness lmms-eval, in its own environment (`make harness`)."""
     console = terminal(soft_wrap=True)
     with explained("what was scored until now is in the run's log alone; run it again"):
+        from mobula.deploy.checks import lmms_eval as harness
         from mobula.deploy.host.machine import this_machine
-        from mobula.deploy.tools import lmms_eval as harness
 
         options = harness.LmmsEval(
             model=model,

@@ -23,11 +23,7 @@ KNOCK_TIMEOUT_S = 5.0
 
 
 def set_auth(mode: AuthMode) -> None:
-    """Sets the authentication mode of this process and its children. Call it before Ray is imported.
-
-    Raises:
-        PreflightError: a token is needed and there is none.
-    """
+    """Sets the authentication mode of this process and its children. Call it before Ray is imported."""
     if mode == "token":
         _token_source()
     os.environ[MODE] = mode
@@ -49,9 +45,6 @@ def check_admission(address: str, source: str = "--address") -> None:
 
     `ray.init` retries for 20 s, and for minutes if no process listens. A control store too busy to answer passes; then
     `ray.init` decides. `source` is the key, variable or option with the address.
-
-    Raises:
-        PreflightError: there is none, or it refuses this process; the message says what to set.
     """
     check_auth()
     import mobula.deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
@@ -77,11 +70,7 @@ def check_admission(address: str, source: str = "--address") -> None:
 
 @contextmanager
 def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
-    """Connects this process to the cluster at `address` while the body runs, which gets the module `ray`.
-
-    Raises:
-        PreflightError: the cluster does not admit this process.
-    """
+    """Connects this process to the cluster at `address` while the body runs, which gets the module `ray`."""
     check_admission(address)
     import ray
 
@@ -111,11 +100,7 @@ def _is_token() -> bool:
 
 
 def _token_source() -> str:
-    """Returns the location of the token, in Ray's search order.
-
-    Raises:
-        PreflightError: there is none.
-    """
+    """Returns the location of the token, in Ray's search order."""
     if os.environ.get(TOKEN):
         return TOKEN
     named = os.environ.get(TOKEN_PATH)

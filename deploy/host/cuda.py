@@ -70,11 +70,7 @@ def examine() -> CudaSoftware:
 
 
 def examine_apart() -> CudaSoftware:
-    """Examines this machine in a child process, which isolates crashes and hangs of the driver.
-
-    Raises:
-        PreflightError: the process ended without an answer.
-    """
+    """Examines this machine in a child process, which isolates crashes and hangs of the driver."""
     command = [sys.executable, "-m", "mobula.deploy.host.cuda"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)

@@ -1,7 +1,4 @@
-"""Identifies processes of this machine by process id and start time.
-
-The kernel reuses process ids; id and start time together are unique.
-"""
+"""Processes of this machine: groups, side processes, and their end."""
 
 from __future__ import annotations
 
@@ -10,12 +7,109 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
+from typing import ParamSpec, TypeVar
+
+from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
+from mobula.cluster.failures import COLOUR
+from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
+
+HEEDS_WITHIN_S = 10.0  # after SIGTERM; then SIGKILL
+
+
+TAIL_BYTES = 64 << 10
+
+
+def run_logged(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    log: Path,
+    timeout_s: float,
+) -> int:
+    """Run `words` in `folder` with both outputs in `log`; its exit code, negative for a signal.
+
+    The program's process group is gone on return, and after an error.
+    """
+    with log.open("wb") as file:
+        process = Popen(
+            command, env=environment, cwd=folder, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
+        )
+    handle = os.pidfd_open(process.pid)
+    try:
+        if not _ends_within(handle, timeout_s):
+            raise TimeoutError(f"{command[0]} was not done within {timeout_s:g} s")
+    finally:
+        _end_group(process.pid, handle)
+        os.close(handle)
+        code = process.wait()
+    return code
+
+
+def last_lines(log: Path, num: int) -> list[str]:
+    """Returns the last lines of a log as a terminal shows them: the last state of progress bars, no colours."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    shown = [COLOUR.sub("", line).rstrip().rpartition("\r")[2] for line in text.split("\n")]
+    return [line for line in shown if line.strip()][-num:]
+
+
+def _end_group(pid: int, handle: int) -> None:
+    """Ends the rest of the group. The leader is not reaped yet, so the group id cannot be reused."""
+    if not _ends_within(handle, 0.0):
+        os.killpg(pid, signal.SIGTERM)
+        _ends_within(handle, HEEDS_WITHIN_S)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _ends_within(handle: int, timeout_s: float) -> bool:
+    ended, _, _ = select.select([handle], [], [], timeout_s)  # a pidfd becomes readable when its process ends
+    return bool(ended)
+
+
+# Calls a Ray cluster from a child process, so that a dead or silent cluster costs at most a timeout.
+#
+# Connecting can block for minutes, and Ray's threads end the process when its cluster disappears. Both happen in the
+# child process; the caller never imports ray.
+
+P = ParamSpec("P")
+
+
+T = TypeVar("T")
+
+
+def in_side_process(work: Callable[P, T], timeout_s: float, what: str, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns the result of `work(*args, **kwargs)`, a module-level function, or raises its `MobulaError`."""
+    with ChildProcess(is_silent=True) as child:  # Ray writes to both streams from its own threads
+        try:
+            return child.call(timeout_s, work, *args, **kwargs)
+        except RaisedError as error:
+            raise WorkerDiedError(str(error)) from error
+        except MobulaError as error:
+            if child.is_running:  # raised by the work
+                raise
+            if isinstance(error, DeadlineError):
+                raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
+            raise WorkerDiedError(f"what waited for {what}: {error}; its cluster is gone") from error
+
+
+# Identifies processes of this machine by process id and start time.
+#
+# The kernel reuses process ids; id and start time together are unique.
 
 PROC = Path("/proc")
+
+
 START_FIELD = 19  # of /proc/PID/stat behind the command, which may hold blanks and brackets itself
+
+
 KILLED_WITHIN_S = 5.0  # after SIGKILL only a process stuck in the kernel is still there
 
 
@@ -39,11 +133,7 @@ class ProcessId:
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """Parses the text that `str` wrote.
-
-        Raises:
-            ValueError: the text has another form.
-        """
+        """Parses the text that `str` wrote."""
         host, pid, start_ticks = text.rsplit("/", 2)
         return cls(host, int(pid), int(start_ticks))
 
@@ -91,11 +181,7 @@ def holders(folder: Path) -> Iterator[MarkedProcess]:
 
 
 def end(process: ProcessId, timeout_s: float) -> bool:
-    """Ends a process by SIGTERM, then SIGKILL after `timeout_s`; returns whether it is gone.
-
-    Raises:
-        PermissionError: the process belongs to another user.
-    """
+    """Ends a process by SIGTERM, then SIGKILL after `timeout_s`; returns whether it is gone."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:

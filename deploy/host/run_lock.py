@@ -70,10 +70,6 @@ def run_lock(folder: Path, stop: Callable[[], None] | None = None, watch_s: floa
 
     Calls `stop` if another process took the lock over after `watch_s` without a heartbeat. By default this process gets
     SIGTERM.
-
-    Raises:
-        PreflightError: another process holds it; nothing was written.
-        OSError: it cannot be written.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     path, ours = folder / LOCK_FILE, Holder.of_this_process()

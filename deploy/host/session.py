@@ -20,10 +20,9 @@ from mobula.cluster.runtime.placement import NodeResources
 from mobula.cluster.runtime.placement_groups import cluster_nodes
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.authentication import check_admission, check_auth
-from mobula.deploy.host.machine import as_node, this_machine
-from mobula.deploy.host.run_record import RunMark, RunRecord, marking
-from mobula.deploy.host.signals import sigterm_stays_ours
-from mobula.deploy.host.temporary import ray_folder
+from mobula.deploy.host.machine import as_node, ray_folder, this_machine
+from mobula.deploy.host.run_folder import RunMark, RunRecord, marking
+from mobula.deploy.host.terminal import sigterm_stays_ours
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a process that `ray job submit` starts
@@ -46,9 +45,6 @@ def ray_session(config: RunConfig) -> Iterator[ClusterSession]:
     leave it at the end.
 
     A cluster that this process is already connected to is used as it is and left running.
-
-    Raises:
-        PreflightError: the cluster does not admit this process, or Ray's processes were too slow.
     """
     with marking(config.name) as mark:
         if ray.is_initialized():
@@ -74,11 +70,7 @@ def _join_or_start(config: RunConfig) -> None:
 
 
 def check_access(config: RunConfig) -> None:
-    """Checks that the cluster to join admits this process, or that a private cluster has a token.
-
-    Raises:
-        PreflightError: the cluster refuses this process, or there is no token.
-    """
+    """Checks that the cluster to join admits this process, or that a private cluster has a token."""
     if ray.is_initialized():
         return
     if config.resources.address:
@@ -116,10 +108,6 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
 
     With RAY_AUTH_MODE=token it admits only who has the same token. Its session folder is made in `temp_dir`, by default
     where Ray makes them.
-
-    Raises:
-        PreflightError: Ray's processes were too slow for Ray's own deadlines, RAY_AUTH_MODE=token has no token, or no
-            folder can hold the session.
     """
     check_auth()  # Ray would make a token, in a file that all users of the machine may read
     node = as_node(this_machine(), config.resources)

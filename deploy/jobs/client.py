@@ -89,11 +89,7 @@ class Jobs:
         return sorted(rows, key=lambda row: -(row.started or 0.0))
 
     def wait_until_started(self, submission_id: str, timeout_s: float) -> None:
-        """Waits until the entry point runs or has ended.
-
-        Raises:
-            DeadlineError: it was still pending after `timeout_s`.
-        """
+        """Waits until the entry point runs or has ended."""
         deadline = time.monotonic() + timeout_s
         while str(self._client.get_job_status(submission_id)) == "PENDING":
             if time.monotonic() > deadline:
@@ -120,11 +116,7 @@ class Jobs:
         return self.exit_code(submission_id)
 
     def stop(self, submission_id: str, timeout_s: float) -> int:
-        """Stops the job and waits for its end; returns its exit code.
-
-        Raises:
-            DeadlineError: the job was still running after `timeout_s`.
-        """
+        """Stops the job and waits for its end; returns its exit code."""
         self._require(submission_id)
         self._client.stop_job(submission_id)
         deadline = time.monotonic() + timeout_s

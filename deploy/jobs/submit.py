@@ -15,7 +15,7 @@ from mobula.cluster.errors import PreflightError
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.authentication import AuthMode
 from mobula.deploy.jobs.client import Jobs
-from mobula.deploy.run.shared_paths import refuse_relative
+from mobula.deploy.run.node_network import refuse_relative
 
 LIMIT_BYTES = 100 * 2**20  # Ray refuses a larger package over its jobs API
 NUM_SHOWN = 5
@@ -27,9 +27,6 @@ def check_package(folder: Path, excludes: Sequence[str], limit_bytes: int = LIMI
     """Returns the uncompressed bytes of the package. Stricter than Ray, which checks the compressed size.
 
     `.gitignore` and `.rayignore` apply, as for Ray.
-
-    Raises:
-        PreflightError: the package is too large; the message names the largest paths.
     """
     if not folder.is_dir():
         raise PreflightError(f"--working-dir {folder} is no folder: name the folder that holds the code to run")
@@ -74,9 +71,6 @@ def submit(config: RunConfig, overrides: Sequence[str], submission: Submission, 
     """Start the run; returns the job's id.
 
     A run of the same name whose job is over is resumed: its job gets a number behind the name.
-
-    Raises:
-        PreflightError: paths are relative, the package is too large, or the run goes on already.
     """
     refuse_relative(config)
     if submission.working_dir is not None:

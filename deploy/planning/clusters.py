@@ -1,8 +1,10 @@
-"""Nodes of a plan: this machine, or a described cluster."""
+"""Nodes of a cluster that is planned."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +14,23 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.placement import NodeResources
-from mobula.deploy.host.cuda import CudaSoftware
+from mobula.configs.schema import ResourcesConfig
+from mobula.deploy.host.authentication import connected
+from mobula.deploy.host.cuda import CudaSoftware, examine
+from mobula.deploy.host.machine import as_node, this_machine
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
 SIZE = re.compile(rf"^\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*$")
+
+
 SHORT = re.compile(r"^(\d+)x(\d+)x([\d.]+\w+)(?::(\d+)x([\d.]+\w+))?$")
+
+
 CPUS_PER_GPU = 12  # where a description does not say, and for a node without GPUs this many in all
+
+
 GPU_MEMORY = {  # bytes by Ray's name of an accelerator, for those that exist in one size alone
     "T4": 16 * 10**9,
     "L4": 24 * 10**9,
@@ -30,6 +43,8 @@ GPU_MEMORY = {  # bytes by Ray's name of an accelerator, for those that exist in
     "H200": 141 * 10**9,
     "B200": 180 * 10**9,
 }
+
+
 HOW = (
     "write NODESxGPUSxMEMORY, as 2x8x80GB, or with CPUs and host memory 2x8x80GB:96x1024GB; --cluster FILE takes nodes "
     "that differ"
@@ -74,11 +89,7 @@ class ClusterFile(BaseModel):
 
 
 def described_nodes(text: str) -> tuple[PlannedNode, ...]:
-    """The nodes of a short description, e.g. `2x8x80GB`.
-
-    Raises:
-        PreflightError: it cannot be read.
-    """
+    """The nodes of a short description, e.g. `2x8x80GB`."""
     match = SHORT.match(text)
     if match is None:
         raise PreflightError(f"--nodes {text} is no description of a cluster: {HOW}")
@@ -95,11 +106,7 @@ def described_nodes(text: str) -> tuple[PlannedNode, ...]:
 
 
 def read_cluster(path: Path) -> tuple[PlannedNode, ...]:
-    """The nodes of a cluster file.
-
-    Raises:
-        PreflightError: it cannot be read, or holds something else.
-    """
+    """The nodes of a cluster file."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         kinds = ClusterFile.model_validate(content).nodes
@@ -118,11 +125,7 @@ def read_cluster(path: Path) -> tuple[PlannedNode, ...]:
 
 
 def size(text: str, where: str) -> int:
-    """Parses a size such as 80GB (10^9) or 80GiB (2^30) as bytes.
-
-    Raises:
-        PreflightError: the text is no size.
-    """
+    """Parses a size such as 80GB (10^9) or 80GiB (2^30) as bytes."""
     match = SIZE.match(text)
     if match is None:
         raise PreflightError(f"{where}: {text!r} is no size: write a number and one of {', '.join(UNITS)}")
@@ -141,3 +144,63 @@ def _nodes(kind: NodeKind, where: str) -> list[PlannedNode]:
         PlannedNode(NodeResources(name, kind.cpus, kind.gpus, custom=custom, labels=labels), gpu, host)
         for name in names
     ]
+
+
+ANSWER_S = 180.0  # of one node: its process has to start and to import torch
+
+
+_logger = logging.getLogger(__name__)
+
+
+def this_node(resources: ResourcesConfig) -> PlannedNode:
+    """The node of a cluster that a run starts here."""
+    machine = this_machine()
+    return PlannedNode(as_node(machine, resources), machine.gpu_memory_bytes, machine.total_memory_bytes)
+
+
+def nodes_at(address: str) -> tuple[PlannedNode, ...]:
+    """The nodes of the running cluster at `address`."""
+    with connected(address):
+        return joined_nodes()
+
+
+def joined_nodes() -> tuple[PlannedNode, ...]:
+    """Returns the nodes of the connected cluster, with the CUDA software of nodes with GPUs.
+
+    If the driver reports no GPU, the memory follows from Ray's accelerator type, if that type has a single size."""
+    import ray
+
+    from mobula.cluster.runtime.placement_groups import cluster_nodes
+
+    rows = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    software = cuda_of([node_id for node_id, has in rows.items() if has.get("GPU", 0.0)])
+    planned = []
+    for node in cluster_nodes():
+        has = rows[node.node_id]
+        kinds = [name.removeprefix("accelerator_type:") for name in has if name.startswith("accelerator_type:")]
+        named = min((GPU_MEMORY[kind] for kind in kinds if kind in GPU_MEMORY), default=None)
+        host = has.get("memory", 0.0) + has.get("object_store_memory", 0.0)
+        cuda = software.get(node.node_id)
+        gpu = named if cuda is None or cuda.gpu_bytes is None else cuda.gpu_bytes
+        planned.append(PlannedNode(node, gpu, int(host) or None, cuda))
+    return tuple(planned)
+
+
+def cuda_of(node_ids: Sequence[str]) -> dict[str, CudaSoftware]:
+    """Examines each node's CUDA software in a task; omits nodes that do not answer within `ANSWER_S`."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(examine)
+    strategies = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids}
+    calls = {look.options(scheduling_strategy=there).remote(): node_id for node_id, there in strategies.items()}
+    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
+    for call in late:
+        _logger.warning("node %s did not examine its GPUs within %g s", calls[call], ANSWER_S)
+    software = {}
+    for call in done:
+        try:
+            software[calls[call]] = ray.get(call)
+        except ray.exceptions.RayError as error:
+            _logger.warning("node %s cannot examine its GPUs: %s", calls[call], error)
+    return software

@@ -1,20 +1,126 @@
-"""Whether a run's memory fits: the workers of a placement plan on their GPUs and nodes, phase by phase."""
+"""Sizes of engines, and whether a plan fits."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
+from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.placement import PlacementPlan, needed_roles, plan_placement
-from mobula.configs.schema import RunConfig
+from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.planning.clusters import PlannedNode
-from mobula.deploy.planning.engine_sizes import EngineSizes, engine_sizes, with_engine_sizes
-from mobula.deploy.planning.workers import USABLE, WorkerMemory, worker_memory
+from mobula.deploy.planning.memory import FLOAT32, HEAD_COPIES, sequence_bytes
+from mobula.deploy.planning.workers import CONTEXT, KV_CACHE, USABLE, WorkerMemory, worker_memory
 from mobula.deploy.preflight.decisions import decided
 from mobula.learner.policies.shapes import ModelShape
 
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of a vLLM engine on each of its GPUs."""
+
+    kv_cache_bytes: int  # 0: the rest of `memory_bytes`, once vLLM has measured what a step takes
+    num_seqs: int
+    memory_bytes: int  # that the engine takes beyond the context of its process
+
+
+def engine_sizes(
+    config: RunConfig, sized: RunConfig, engine: WorkerMemory, placement: PlacementPlan
+) -> EngineSizes | None:
+    """Sizes of engines whose memory is planned from `sized`, which `with_engine_sizes` made of `config`; None on CPU
+    and for other samplers than vLLM, which take those of the configuration.
+
+    vLLM can measure its step only where no other process changes the memory of the GPU meanwhile. Engines that share
+    their GPUs get the planned KV cache.
+    """
+    if sized.resources.device == "cpu" or sized.sampler.kind is not SamplerKind.VLLM:
+        return None
+    memory = max(sum(parts.values()) - parts[CONTEXT] for parts in engine.device.values())
+    measures = config.sampler.vllm.kv_cache_bytes == 0 and not _shares_a_gpu(placement)
+    return EngineSizes(0 if measures else sized.sampler.vllm.kv_cache_bytes, sized.sampler.vllm.max_num_seqs, memory)
+
+
+def _shares_a_gpu(placement: PlacementPlan) -> bool:
+    """Whether an engine shares a GPU with another worker."""
+    workers = Counter((worker.node_id, gpu) for worker in placement.workers for gpu in worker.gpus)
+    return any(workers[engine.node_id, gpu] > 1 for engine in placement.of_role("rollout") for gpu in engine.gpus)
+
+
+def with_engine_sizes(
+    config: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: Sequence[PlannedNode]
+) -> RunConfig:
+    """The configuration with numbers for `kv_cache_bytes` and `max_num_seqs` of `sampler.vllm` where they are 0.
+
+    The KV cache takes what every engine's GPUs have left in all phases in which it is there, less the logits of its
+    sequences. It holds at least the siblings of one prompt at the longest length, even where they do not fit: the plan
+    then names the shortfall.
+    """
+    sampler, vllm = config.sampler, config.sampler.vllm
+    is_sized = vllm.kv_cache_bytes > 0 and vllm.max_num_seqs > 0
+    if is_sized or sampler.kind is not SamplerKind.VLLM or not placement.of_role("rollout"):
+        return config
+    sequence = sequence_bytes(config, shape, sampler.max_model_len)
+    logits = shape.vocab * HEAD_COPIES * FLOAT32
+    if vllm.kv_cache_bytes:
+        return _with(config, vllm.kv_cache_bytes, _bounded(config, vllm.kv_cache_bytes // sequence))
+    room = _room(_with(config, 0, 0), shape, placement, nodes)
+    num_seqs = vllm.max_num_seqs or _bounded(config, room // (sequence + logits))
+    least = config.algorithm.samples_per_prompt * sequence
+    return _with(config, max(least, (room - num_seqs * logits) // MIB * MIB), num_seqs)
+
+
+def _bounded(config: RunConfig, num_seqs: int) -> int:
+    """At least the siblings of a prompt, at most the responses of one engine's share of the groups under way, and no
+    more than one step processes tokens."""
+    algorithm, siblings = config.algorithm, config.algorithm.samples_per_prompt
+    groups = ceil(algorithm.max_concurrent_groups / config.resources.rollout.num_workers)
+    most = min(groups * siblings, config.sampler.vllm.max_num_batched_tokens)
+    return max(1, min(most, max(siblings, num_seqs)))
+
+
+def _room(bare: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: Sequence[PlannedNode]) -> int:
+    """Returns the bytes left for a KV cache on each engine GPU; `bare` is planned without a KV cache."""
+    roles = dict.fromkeys(worker.role for worker in placement.workers)
+    memory = {role: worker_memory(bare, shape, role) for role in roles}
+    gpu_bytes = {node.node_id: node.gpu_bytes for node in nodes}
+    rooms = []
+    for node_id, gpu in {(w.node_id, gpu) for w in placement.of_role("rollout") for gpu in w.gpus}:
+        size = gpu_bytes[node_id]
+        if size is None:
+            raise PreflightError(
+                f"sampler.vllm.kv_cache_bytes={bare.sampler.vllm.kv_cache_bytes} follows from the memory of the GPUs "
+                f"of node {node_id}, which is not known: set it and sampler.vllm.max_num_seqs"
+            )
+        here = [memory[w.role] for w in placement.workers if w.node_id == node_id and gpu in w.gpus]
+        usable = int(USABLE * size)
+        if bare.sampler.vllm.gpu_memory_fraction:
+            own = memory["rollout"]
+            rooms.append(int(bare.sampler.vllm.gpu_memory_fraction * size) - own.peak + own.context)
+        rooms.append(usable - _peak_with_cache(here, memory["rollout"], size))
+    return min(rooms)
+
+
+def _peak_with_cache(workers: Sequence[WorkerMemory], engine: WorkerMemory, gpu_bytes: int) -> int:
+    """The most bytes that workers of one GPU hold together while the engine's KV cache is there. In a phase that a
+    worker lacks, as other roles lack the learner's loading, it counts with its peak."""
+    phases = dict.fromkeys(phase for worker in workers for phase in worker.device)
+    with_cache = [phase for phase in phases if KV_CACHE in engine.device.get(phase, {KV_CACHE: 0})]
+    return max(sum(worker.in_phase(phase, gpu_bytes) for worker in workers) for phase in with_cache)
+
+
+def _with(config: RunConfig, kv_cache_bytes: int, num_seqs: int) -> RunConfig:
+    sizes: Mapping[str, int] = {"kv_cache_bytes": kv_cache_bytes, "max_num_seqs": num_seqs}
+    vllm = config.sampler.vllm.model_copy(update=sizes)
+    return config.model_copy(update={"sampler": config.sampler.model_copy(update={"vllm": vllm})})
+
+
 GIB = 2**30
+
+
 DRIVER_PROCESS = 1050 * 2**20  # host memory of the driver with its libraries
 
 
@@ -51,12 +157,7 @@ class MemoryPlan:
 def plan_memory(
     config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], roles: Sequence[str] | None = None
 ) -> MemoryPlan:
-    """Places `roles` (None: all roles of the run) on `nodes` and sums the demand on each memory.
-
-    Raises:
-        PlacementError: CPUs or GPUs do not suffice.
-        PreflightError: an engine's KV cache follows from a GPU whose memory is not known.
-    """
+    """Places `roles` (None: all roles of the run) on `nodes` and sums the demand on each memory."""
     roles = needed_roles(config) if roles is None else roles
     config, _ = decided(config, {shape.model_type: shape.family})
     placement = plan_placement(config.resources, [node.resources for node in nodes], roles)

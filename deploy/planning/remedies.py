@@ -8,14 +8,13 @@ from itertools import combinations
 from typing import Any
 
 from mobula.cluster.errors import PreflightError
-from mobula.configs.groups import groups, merge, own_values
 from mobula.configs.load import resolved
+from mobula.configs.overrides import groups, merge, own_values
 from mobula.configs.rules import checked
 from mobula.configs.schema import ResourcesConfig, RunConfig, SamplerKind
-from mobula.deploy.planning.activations import checkpointing
 from mobula.deploy.planning.clusters import PlannedNode
 from mobula.deploy.planning.fit import plan_memory
-from mobula.deploy.planning.kv_cache import sequence_bytes
+from mobula.deploy.planning.memory import checkpointing, sequence_bytes
 from mobula.learner.policies.shapes import ModelShape
 
 NUM_SHOWN = 3
@@ -54,11 +53,7 @@ def words(setting: Setting) -> str:
 
 
 def changed(config: RunConfig, setting: Setting) -> RunConfig:
-    """Returns the configuration with changed values; groups are applied first.
-
-    Raises:
-        ConfigError: the changed sections contradict each other.
-    """
+    """Returns the configuration with changed values; groups are applied first."""
     values = config.model_dump(mode="json")
     for group in groups().keys() & setting.keys():
         merge(values, own_values(group, setting[group]))

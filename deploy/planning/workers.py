@@ -18,7 +18,7 @@ from mobula.cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
 from mobula.cluster.weight_sync.shared_ring import CHUNK_BYTES, NUM_CHUNKS
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.configs.schema.rewards import RewardComponent
-from mobula.deploy.planning.activations import (
+from mobula.deploy.planning.memory import (
     FLOAT32,
     Microbatch,
     engine_bytes,
@@ -28,7 +28,7 @@ from mobula.deploy.planning.activations import (
     training_bytes,
 )
 from mobula.learner.backends.sharded import MAX_COPY_BYTES
-from mobula.learner.policies.lora import adapter_manifest
+from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.policies.shapes import ModelShape
 
 MIB = 2**20
@@ -183,11 +183,7 @@ def reward_share(config: RunConfig, role: str) -> float:
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
-    """Parameters of the optimizer: adapters, or every weight that `policy.freeze` does not name.
-
-    Raises:
-        PreflightError: `policy.lora.target_modules` names layers that the model does not have.
-    """
+    """Parameters of the optimizer: adapters, or every weight that `policy.freeze` does not name."""
     starts = shape.starts(config.policy.freeze)
     trained = shape.manifest.tensors
     if config.policy.lora.is_on:

@@ -1,25 +1,130 @@
-"""The checks of a checkpoint against a configuration, before a role starts."""
+"""Checks of a checkpoint before a run starts: template, tokens, weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mobula.actors.datasets.rows import IMAGE_PLACEHOLDER
+from mobula.actors.environments.bridge import TurnBridge
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.errors import PromptError
 from mobula.configs.schema import RunConfig
-from mobula.deploy.preflight.findings import PreflightFinding
-from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.deploy.preflight.templates import (
-    check_answers,
-    check_images,
-    check_question,
-    check_system_prompt,
-    check_template_kwargs,
-    check_turns,
-)
-from mobula.deploy.preflight.weights import check_weights
+from mobula.deploy.preflight.weights import LoadedModel, PreflightFinding, Severity, check_weights
 from mobula.learner.policies.attention.packed import missing_package
 from mobula.learner.policies.families import family_at, model_type_at
 
+MODEL, SYSTEM_PROMPT, TEMPLATE_KWARGS = "policy.model", "data.system_prompt", "data.template_kwargs"
+
+
+QUESTION, ANSWER, NEXT_QUESTION = "probe-a41", "probe-b52", "probe-c63"
+
+
+ANOTHER = "use another chat template, or another checkpoint"
+
+
+def check_template_kwargs(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Checks that the template reads every variable."""
+    for name in config.data.template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", loaded.template_source):
+            yield PreflightFinding(
+                TEMPLATE_KWARGS,
+                f"{TEMPLATE_KWARGS}.{name} is not read by the chat template of {MODEL}={config.policy.model}",
+                "correct the name, or remove it",
+            )
+
+
+def check_question(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Checks that a plain question becomes a prompt with the question's text."""
+    if loaded.chat is None:
+        return
+    problem = _problem(loaded.chat, [("user", QUESTION)])
+    if problem:
+        yield PreflightFinding(MODEL, _of_template(config, f"cannot write a question: it {problem}"), ANOTHER)
+
+
+def check_system_prompt(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Checks that the prompt contains `data.system_prompt`."""
+    if loaded.chat is None or not config.data.system_prompt:
+        return
+    problem = _problem(loaded.chat, [("system", QUESTION), ("user", NEXT_QUESTION)])
+    if problem:
+        yield PreflightFinding(
+            SYSTEM_PROMPT,
+            f"{SYSTEM_PROMPT}={config.data.system_prompt[:40]!r} cannot be used: {_of_template(config, problem)}",
+            f"set {SYSTEM_PROMPT}='' and put the text into the rows or data.prompt_suffix, or {ANOTHER}",
+        )
+
+
+def check_answers(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Checks that offline jobs can locate answers in rendered conversations, and that a stop token ends an answer."""
+    chat = loaded.chat
+    if chat is None:
+        return
+    problem = _problem(chat, [("user", QUESTION), ("assistant", ANSWER)], is_open=False)
+    if problem:
+        severity = Severity.REFUSE if config.offline.is_on else Severity.WARN
+        yield PreflightFinding(MODEL, _of_template(config, f"cannot write an answer: it {problem}"), ANOTHER, severity)
+        return
+    _, _, tail = chat.template.around_answer()
+    if tail.strip() and chat.first_end(tail) is None:
+        yield PreflightFinding(
+            MODEL,
+            _of_template(config, f"writes {tail[:40]!r} behind an answer, and none of the tokens that end a response"),
+            "add the id of its end to eos_token_id in generation_config.json of the checkpoint",
+            Severity.WARN,
+        )
+
+
+def check_turns(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Checks that observations can follow answers of the policy."""
+    if loaded.chat is None or not config.environment.is_on:
+        return
+    try:
+        TurnBridge(loaded.chat, config.policy.model)
+    except ValueError as error:
+        problem, _, action = str(error).rpartition("; ")
+        yield PreflightFinding(MODEL, problem, action)
+
+
+def check_images(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """The template of a model that takes images places them."""
+    chat = loaded.chat
+    if chat is None or not chat.takes_images or config.sampler.max_images_per_prompt == 0:
+        return
+    try:
+        text = chat.render([("user", f"{IMAGE_PLACEHOLDER}{QUESTION}")], is_open=True)
+        num_placed = int((chat.tokenize(text) == chat.image_token_id).sum())
+    except PromptError:
+        num_placed = 0
+    if num_placed != 1:
+        yield PreflightFinding(
+            MODEL,
+            _of_template(config, f"writes {num_placed} placeholders for one image"),
+            "rows with images will be skipped; use a template that takes parts for those",
+            Severity.WARN,
+        )
+
+
+def _problem(chat: ChatProcessor, turns: Sequence[tuple[str, str]], *, is_open: bool = True) -> str:
+    """Returns the reason why the template cannot render these turns; empty if it can."""
+    try:
+        text = chat.render(turns, is_open=is_open)
+    except PromptError as error:
+        return f"refuses the turns {', '.join(role for role, _ in turns)} ({error.__cause__})"
+    lost = [role for role, content in turns if content not in text]
+    if lost:
+        return f"drops the text of the {lost[0]} turn"
+    return "writes the list of parts as text" if re.search(r"""['"]type['"]\s*:""", text) else ""
+
+
+def _of_template(config: RunConfig, problem: str) -> str:
+    return f"the chat template of {MODEL}={config.policy.model} {problem}"
+
+
 KEY = "policy.model"
+
+
 NUM_SHOWN = 4
 
 
@@ -86,6 +191,7 @@ def check_packing(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightF
 
 Check = Callable[[RunConfig, LoadedModel], Iterable[PreflightFinding]]
 
+
 CHECKS: tuple[Check, ...] = (
     check_attention,
     check_packing,
@@ -99,6 +205,8 @@ CHECKS: tuple[Check, ...] = (
     check_turns,
     check_images,
 )
+
+
 """In the order in which findings are shown. Each takes a second at most: it reads files and encodes short texts."""
 
 

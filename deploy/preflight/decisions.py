@@ -53,11 +53,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def with_row_layout(config: RunConfig) -> RunConfig:
-    """Returns the config as `decided` for the checkpoints of policy and teachers; logs the reasons.
-
-    Raises:
-        ValueError: a checkpoint is of a family that cannot be computed here.
-    """
+    """Returns the config as `decided` for the checkpoints of policy and teachers; logs the reasons."""
     if config.sampler.is_flow:  # its rows have no tokens
         return _with(config, packing=config.learner.packing is True)
     sources = {"policy.model": config.policy.model, **named_teachers(config)}

@@ -13,11 +13,7 @@ CPU_SUFFIX = "+cpu"  # of the version of a vllm that was built for CPUs from sou
 
 
 def check_engine_build(config: RunConfig, roles: Sequence[str]) -> None:
-    """Checks the environment of this process, before an engine starts.
-
-    Raises:
-        PreflightError: the installed vLLM is built for another device.
-    """
+    """Checks the environment of this process, before an engine starts."""
     device = config.resources.device
     if config.sampler.kind is not SamplerKind.VLLM or "rollout" not in roles:
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mobula.actors.datasets.formats import format_of
 from mobula.actors.datasets.readers import READERS, reader_of
-from mobula.actors.processors.make import processor_maker
+from mobula.actors.processors.worker import processor_maker
 from mobula.actors.samplers import sampler_maker
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.sinks.trackers import tracker
@@ -25,9 +25,6 @@ def check_user_code(config: RunConfig) -> None:
     """Finds code that is missing, raises, takes other arguments, or whose options are unknown, missing or not read.
 
     An environment is checked by its first reset, which runs where the episodes do.
-
-    Raises:
-        PreflightError: the first error.
     """
     try:
         _check_reward_functions(config)
@@ -37,11 +34,7 @@ def check_user_code(config: RunConfig) -> None:
 
 
 def data_writer(config: DataConfig) -> Callable[[Path], object]:
-    """The function that `data.writer` names, with `data.writer_options`.
-
-    Raises:
-        ValueError: it cannot be called with its options.
-    """
+    """The function that `data.writer` names, with `data.writer_options`."""
     return chosen({"none": lambda folder: None}, config.writer, "data.writer", ("folder",), config.writer_options)
 
 
@@ -64,11 +57,7 @@ def _check_other_parts(config: RunConfig) -> None:
 
 
 def _check_reward_functions(config: RunConfig) -> None:
-    """Imports each reward function of the user in an isolated process.
-
-    Raises:
-        ValueError: a function cannot be imported within `timeouts.start_s`, takes no request, or its options are unfit.
-    """
+    """Imports each reward function of the user in an isolated process."""
     users = [component for component in config.rewards.components if is_user_code(component.function)]
     if config.offline.is_on or not users:
         return

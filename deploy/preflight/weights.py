@@ -1,27 +1,106 @@
-"""Checks of a checkpoint's weights: whether they can be trained, and whether the files fit config.json."""
+"""Checks of the weights of a checkpoint, and findings."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.weight_sync.manifest import StoredTensor, checkpoint_files, stored_tensors
+from mobula.cluster.weight_sync.manifest import Manifest, StoredTensor, checkpoint_files, stored_tensors
 from mobula.configs.schema import RunConfig
-from mobula.deploy.preflight.findings import PreflightFinding, Severity
-from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.learner.policies.checkpoint.stored import broken_ties
+from mobula.learner.policies.checkpoint.stored import StoredModel, broken_ties
+
+if TYPE_CHECKING:
+    from mobula.actors.processors.flow import FlowProcessor, ImagePairProcessor
+
+_logger = logging.getLogger(__name__)
+
+
+class Severity(StrEnum):
+    REFUSE = "refuse"  # the run does not start
+    WARN = "warn"  # the run starts and logs it
+    NOTE = "note"  # as WARN, and nothing is wrong
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """One mismatch: `problem` names the value, `action` the change to make."""
+
+    key: str  # of the configuration
+    problem: str
+    action: str
+    severity: Severity = Severity.REFUSE
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.action}"
+
+
+def refuse(findings: Iterable[PreflightFinding]) -> None:
+    """Logs the warnings and notes among `findings`."""
+    refused = []
+    for finding in findings:
+        if finding.severity is Severity.REFUSE:
+            refused.append(str(finding))
+        else:
+            _logger.log(logging.WARNING if finding.severity is Severity.WARN else logging.INFO, "%s", finding)
+    if refused:
+        raise PreflightError("; and ".join(refused))
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The parts of `policy.model` that are loaded before a run; checks read these and load nothing twice."""
+
+    folder: Path  # with the files of the trained network
+    checkpoint: Manifest
+    processor: (
+        ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | ImageTokenProcessor
+    )  # by the job and the kind of model
+    stored: StoredModel | None  # the tensors in its files; None of a flow model
+
+    @property
+    def chat(self) -> ChatProcessor | None:
+        """The processor of text, and of media in it; None for a model that draws images."""
+        if isinstance(self.processor, ConversationProcessor):
+            return self.processor.chat
+        return self.processor if isinstance(self.processor, ChatProcessor) else None
+
+    @property
+    def template_source(self) -> str:
+        """The chat template; empty where none is rendered."""
+        if isinstance(self.processor, ImageTokenProcessor):
+            return self.processor.template_source
+        return self.chat.template.source if self.chat else ""
+
 
 NUM_SHOWN = 3
+
+
 FLOATING = ("F64", "F32", "F16", "BF16")
+
+
 QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")  # the last one is that of MLX
+
+
 QUANTISED_FILE = "hf_quant_config.json"  # of ModelOpt
+
+
 UNQUANTISED = (
     "name the checkpoint that it was made from, in bfloat16 or float32, or remove that entry if its weights are such"
 )
+
+
 PICKLED = ("*.bin", "*.pt", "*.pth")  # of torch.save
+
+
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pt*", "model*.pt*", "*.gguf", "*.h5", "*.msgpack")
 
 

@@ -16,22 +16,19 @@ import yaml
 from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
-from mobula.configs.groups import MISSING
 from mobula.configs.load import load_config
+from mobula.configs.overrides import MISSING
 from mobula.configs.schema import RunConfig
-from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
-from mobula.deploy.planning.nodes import this_node
-from mobula.deploy.planning.policy_shape import policy_shape
-from mobula.deploy.planning.scaling_guide import MODELS
-from mobula.deploy.rehearsal.limits import gains, swept
+from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster, this_node
+from mobula.deploy.planning.memory import RELEASED_MODELS as MODELS
+from mobula.deploy.planning.memory import policy_shape
 from mobula.deploy.rehearsal.measured import MeasuredRun, measured_speeds, recorded_lengths
 from mobula.deploy.rehearsal.page import as_json, show
 from mobula.deploy.rehearsal.prompts import StatedPrompts, prepared_run, shrunk, stated_run
 from mobula.deploy.rehearsal.roofline import estimated_speeds, gpu_of_memory
-from mobula.deploy.rehearsal.simulated.faults import read_faults
-from mobula.deploy.rehearsal.simulated.lengths import LognormalLengths, RecordedLengths, ResponseLengths
+from mobula.deploy.rehearsal.simulated.machine import LognormalLengths, RecordedLengths, ResponseLengths, read_faults
 from mobula.deploy.rehearsal.speeds import Speeds
-from mobula.deploy.rehearsal.stage import RehearsalStage, result_of
+from mobula.deploy.rehearsal.stage import RehearsalStage, gains, result_of, swept
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.learner.policies.shapes import ModelShape, shape_of_values
 
@@ -69,12 +66,7 @@ class RehearseCommand:
 
 
 def rehearse(command: RehearseCommand, console: Console) -> None:
-    """Plays the configuration and prints the page.
-
-    Raises:
-        PreflightError: the configuration, data or speeds cannot be used.
-        PlacementError: the nodes do not hold the workers.
-    """
+    """Plays the configuration and prints the page."""
     faults = read_faults(command.faults, command.fault_file)
     with staged(command) as (stage, source), _quiet():
         memory = stage.memory()

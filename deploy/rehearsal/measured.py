@@ -37,11 +37,7 @@ class MeasuredRun:
 
     @classmethod
     def read(cls, folder: Path) -> MeasuredRun:
-        """Reads a run folder.
-
-        Raises:
-            PreflightError: the folder holds no run with enough steps.
-        """
+        """Reads a run folder."""
         try:
             steps = read_run_folder(folder).steps[WARM_UP_STEPS:]
         except ValueError as error:
@@ -95,9 +91,6 @@ def measured_speeds(runs: Sequence[MeasuredRun], prompt_tokens: float) -> Speeds
     token from that of a response, two batch sizes the time of a step from that of a response in it, and two numbers of
     learner ranks the time of the collectives from that of an update; what the runs do not tell apart counts as the time
     of a step.
-
-    Raises:
-        PreflightError: no run is synchronous.
     """
     calm = [run for run in runs if run.config.algorithm.max_staleness == 0]
     if not calm:
@@ -140,11 +133,7 @@ def _sizes(run: MeasuredRun, role: str, prompt_tokens: float) -> list[float]:
 
 
 def recorded_lengths(folder: Path) -> list[int]:
-    """Response lengths of a run: of its trajectory log, else the mean of each step.
-
-    Raises:
-        PreflightError: the folder holds neither.
-    """
+    """Response lengths of a run: of its trajectory log, else the mean of each step."""
     files = sorted((folder / TRAJECTORIES_FOLDER).glob("step-*.parquet"))
     if files:
         return [n for file in files for n in pq.read_table(file, columns=[LENGTH])[LENGTH].to_pylist()]

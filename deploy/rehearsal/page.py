@@ -12,10 +12,9 @@ from rich.table import Table
 from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.runtime.placement import needed_roles
 from mobula.deploy.planning.fit import GIB, MemoryPlan
-from mobula.deploy.planning.plan_view import demand_table
-from mobula.deploy.rehearsal.limits import Gain, Size, Sweep
+from mobula.deploy.planning.plan_command import demand_table
 from mobula.deploy.rehearsal.play import Played
-from mobula.deploy.rehearsal.stage import RehearsalStage, Result, quantiles
+from mobula.deploy.rehearsal.stage import Gain, RehearsalStage, Result, Size, Sweep, quantiles
 
 BAR = 40  # characters of a whole step
 MIN_GAIN = 0.02

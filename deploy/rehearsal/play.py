@@ -21,14 +21,19 @@ from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.gc_tuning import tune_gc
-from mobula.cluster.tracing.spans import UNTRACED
+from mobula.cluster.tracing.tracer import UNTRACED
 from mobula.configs.schema import RunConfig
 from mobula.deploy.rehearsal.recording import Moment, Recording, RehearsedStep
 from mobula.deploy.rehearsal.roles import LEARNER, Hardware, SimulatedRoles
-from mobula.deploy.rehearsal.simulated.faults import RESTORED_S, PlannedFault, disk_error
-from mobula.deploy.rehearsal.simulated.lengths import ResponseLengths
-from mobula.deploy.rehearsal.simulated.observed import Observed
-from mobula.deploy.rehearsal.simulated.virtual_time import VirtualTimeLoop, run_virtually
+from mobula.deploy.rehearsal.simulated.engine import Observed
+from mobula.deploy.rehearsal.simulated.machine import (
+    RESTORED_S,
+    PlannedFault,
+    ResponseLengths,
+    VirtualTimeLoop,
+    disk_error,
+    run_virtually,
+)
 from mobula.deploy.wiring.build import build_controller
 from mobula.deploy.wiring.preparation import Prepared
 

@@ -75,9 +75,6 @@ def prepared_run(config: RunConfig, shape: ModelShape) -> Prepared:
     """The checked parts of a run with its own data, which are read, checked and processed as a run does.
 
     `config.policy.model` is a folder of a shrunk model; the manifest is that of the real one.
-
-    Raises:
-        PreflightError: the data are not there, or too much of them is unusable.
     """
     prepared = prepare(config, lambda media: None)
     if not isinstance(prepared, Prepared):
@@ -86,11 +83,7 @@ def prepared_run(config: RunConfig, shape: ModelShape) -> Prepared:
 
 
 def shrunk(config: RunConfig, model_type: str, folder: Path) -> RunConfig:
-    """The configuration with a tiny model of the family of `model_type`, which is written to `folder`.
-
-    Raises:
-        PreflightError: the family has no tiny model.
-    """
+    """The configuration with a tiny model of the family of `model_type`, which is written to `folder`."""
     if config.policy.tiny in TINY and not (Path(config.policy.model) / "config.json").is_file():
         name = config.policy.tiny
     elif (name := next((tiny for tiny in TINY if _as_type(tiny) == model_type), "")) == "":

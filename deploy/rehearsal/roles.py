@@ -17,15 +17,12 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
 from mobula.cluster.weight_sync.manifest import Manifest
-from mobula.cluster.workers.restart_policy import RestartBudget
+from mobula.cluster.workers.status import RestartBudget
 from mobula.cluster.workers.supervisor import watched_pool
 from mobula.configs.schema import ResourcesConfig, RunConfig, WorkerResources
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
-from mobula.deploy.rehearsal.simulated.cores import Cores
-from mobula.deploy.rehearsal.simulated.decoder import Decoder, DecodeSpeed
-from mobula.deploy.rehearsal.simulated.engine import EngineTimes, SimulatedEngine
-from mobula.deploy.rehearsal.simulated.lengths import ResponseLengths
-from mobula.deploy.rehearsal.simulated.observed import Observed
+from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, EngineTimes, Observed, SimulatedEngine
+from mobula.deploy.rehearsal.simulated.machine import Cores, ResponseLengths
 from mobula.deploy.rehearsal.simulated.workers import (
     Handle,
     RankTimes,
@@ -38,9 +35,9 @@ from mobula.deploy.rehearsal.speeds import Speeds
 from mobula.deploy.wiring.build import Inference, Training, watched_rank
 from mobula.deploy.wiring.persistence import replay_buffer
 from mobula.deploy.wiring.pooled_roles import restart_policy, reward_role
-from mobula.learner.examples.planners import Planners
+from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.policies.lora import adapter_manifest
+from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.shares import planner_of
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
 from mobula.rewards.pool.service import RewardService, ServiceSettings

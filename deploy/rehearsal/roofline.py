@@ -50,9 +50,6 @@ def estimated_speeds(config: RunConfig, shape: ModelShape, gpu: str) -> Speeds:
 
     Decoding reads all weights and the KV cache of the batch once a step; prefill, training and scoring compute. Every
     parameter counts for every token, so experts are overestimated.
-
-    Raises:
-        PreflightError: the GPU is not in `GPUS`.
     """
     if gpu not in GPUS:
         raise PreflightError(f"--gpu {gpu} is unknown: choose {', '.join(GPUS)}, or state the speeds")

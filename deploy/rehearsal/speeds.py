@@ -43,19 +43,11 @@ class Speeds:
     step_s: float = 0.0  # of the driver between the phases of a step
 
     def with_words(self, words: Sequence[str]) -> Speeds:
-        """Returns these speeds with some of them stated, as `decode_step_s=0.02`.
-
-        Raises:
-            PreflightError: a key is unknown, or a value is no positive number.
-        """
+        """Returns these speeds with some of them stated, as `decode_step_s=0.02`."""
         return replace(self, **_stated(dict(word.partition("=")[::2] for word in words), "--speed"))
 
     def with_file(self, path: Path) -> Speeds:
-        """Returns these speeds with those of a YAML file.
-
-        Raises:
-            PreflightError: the file cannot be read or has something else.
-        """
+        """Returns these speeds with those of a YAML file."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:

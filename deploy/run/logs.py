@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mobula.cluster.runtime.error_text import COLOUR, escaped
+from mobula.cluster.failures import COLOUR, escaped
 from mobula.cluster.workers import faults
 from mobula.cluster.workers.status import Progress
 

@@ -1,13 +1,15 @@
-"""Checks before loading that the nodes of a run reach each other at the addresses of their collectives."""
+"""Checks between nodes: network and shared paths."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import ray
@@ -16,10 +18,99 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.network import INTERFACE_VARIABLES, interface_of, node_address
 from mobula.cluster.runtime.placement import PlacementPlan
+from mobula.cluster.runtime.placement_groups import node_name
+from mobula.configs.schema import RunConfig
+
+SHARED_PATHS_ANSWER_S = 60.0
+
+
+def relative_paths(config: RunConfig) -> dict[str, str]:
+    """Key -> value of the run's relative paths. A `policy.model` that is no folder here may be a hub name."""
+    paths = {"folder": str(config.folder), "data.path": str(config.data.path)}
+    model = Path(config.policy.model)
+    if config.policy.tiny != "none" or model.exists():
+        paths["policy.model"] = config.policy.model
+    return {key: value for key, value in paths.items() if not Path(value).is_absolute()}
+
+
+def refuse_relative(config: RunConfig) -> None:
+    """Raises:
+    PreflightError: a path depends on a process's working folder; the message has the words to add.
+    """
+    paths = relative_paths(config)
+    if paths:
+        overrides = " ".join(f"{key}=/SHARED/{value}" for key, value in paths.items())
+        raise PreflightError(
+            f"{', '.join(f'{key}={value}' for key, value in paths.items())}: relative to a working folder, which is "
+            f"another one on each node. Give absolute paths on a file system that all nodes see, e.g. {overrides}"
+        )
+
+
+def check_on_all_nodes(config: RunConfig) -> None:
+    """On a connected cluster of several nodes: every node sees the run's data, model and folder under the same
+    paths."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if len(nodes) < 2:
+        return
+    refuse_relative(config)
+    folder = config.folder
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    probe = existing / f".mobula-{uuid4().hex}"
+    paths = {"data.path": str(config.data.path), "folder": str(probe)}
+    if Path(config.policy.model).is_absolute():
+        paths["policy.model"] = config.policy.model
+    try:
+        probe.touch()
+        missing = missing_on(nodes, paths)
+    except OSError as error:
+        raise PreflightError(
+            f"folder={folder} cannot be written ({error}): name a folder that can be written"
+        ) from error
+    finally:
+        probe.unlink(missing_ok=True)
+    if missing:
+        shown = "; ".join(
+            f"{name} does not see {key}={existing if key == 'folder' else paths[key]}"
+            for name, keys in missing.items()
+            for key in keys
+        )
+        raise PreflightError(
+            f"{shown}: mount the file system that holds it under the same path on every node, or name a path that "
+            "all nodes see"
+        )
+
+
+def missing_on(nodes: Sequence[Mapping[str, object]], paths: Mapping[str, str]) -> dict[str, list[str]]:
+    """Returns node name -> keys of the paths missing there, for nodes with missing paths."""
+    look = ray.remote(num_cpus=0, max_retries=0)(_unseen)
+    calls = {
+        node_name(node): look.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)
+        ).remote(dict(paths))
+        for node in nodes
+    }
+    try:
+        answers = dict(zip(calls, ray.get(list(calls.values()), timeout=SHARED_PATHS_ANSWER_S), strict=True))
+    except ray.exceptions.GetTimeoutError as error:
+        raise PreflightError(
+            f"waited {SHARED_PATHS_ANSWER_S:g} s for {', '.join(calls)} to look for the run's paths: see `ray status`"
+        ) from error
+    return {name: keys for name, keys in answers.items() if keys}
+
+
+def _unseen(paths: dict[str, str]) -> list[str]:
+    return [key for key, path in paths.items() if not os.path.exists(path)]
+
 
 CONNECT_S = 10.0
-ANSWER_S = 120.0  # of one node: its process has to start first
+
+
+NODE_NETWORK_ANSWER_S = 120.0  # of one node: its process has to start first
+
+
 LISTENING = 64
+
+
 GLOO = INTERFACE_VARIABLES[0]
 
 
@@ -81,11 +172,7 @@ class ProbeEndpoint:
 
 
 def check_network(plan: PlacementPlan) -> None:
-    """Connect every pair of nodes that have workers of this plan, in both directions.
-
-    Raises:
-        PreflightError: some do not reach each other; the message has interface and address of both, and what to do.
-    """
+    """Connect every pair of nodes that have workers of this plan, in both directions."""
     names = {worker.node_id: worker.node_name for worker in plan.workers}
     if len(names) < 2:
         return
@@ -123,11 +210,12 @@ def refuse_unreached(failures: dict[ListenAddress, list[tuple[ListenAddress, str
 
 def _asked(calls: list[Any], plan: PlacementPlan) -> list[Any]:
     try:
-        return ray.get(calls, timeout=ANSWER_S)
+        return ray.get(calls, timeout=NODE_NETWORK_ANSWER_S)
     except ray.exceptions.GetTimeoutError as error:
         nodes = ", ".join(sorted({worker.node_name for worker in plan.workers}))
         raise PreflightError(
-            f"waited {ANSWER_S:g} s for {nodes} to look for each other: see `ray status`, and start what is missing"
+            f"waited {NODE_NETWORK_ANSWER_S:g} s for {nodes} to look for each other: "
+            "see `ray status`, and start what is missing"
         ) from error
 
 

@@ -13,8 +13,8 @@ from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import AUTO_SUFFIX
 from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, Prepared
+from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.policies.families import frozen_prefixes
-from mobula.learner.policies.lora import adapter_manifest
 
 LABEL_WIDTH = 15
 MAX_PROMPT = 400  # characters of the prompt that is shown

@@ -16,8 +16,8 @@ from mobula.cluster.errors import DeadlineError, PreflightError, RunOverError, W
 from mobula.cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
 from mobula.configs.schema.run import LATEST
 from mobula.deploy.host.authentication import connected
-from mobula.deploy.host.run_record import RECORD_FILE, RunRecord
-from mobula.deploy.host.side_process import in_side_process
+from mobula.deploy.host.processes import in_side_process
+from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
 
 T = TypeVar("T")
 
@@ -40,11 +40,7 @@ class RunAddress:
 
 
 def named_folder(run: str, file: str) -> Path:
-    """The folder of a run that is named by its folder, or by its name below `runs`; `file` shows that it is one.
-
-    Raises:
-        PreflightError: there is none.
-    """
+    """The folder of a run that is named by its folder, or by its name below `runs`; `file` shows that it is one."""
     for folder in (Path(run), RUNS / run):
         if (folder / file).is_file():
             return folder
@@ -52,12 +48,7 @@ def named_folder(run: str, file: str) -> Path:
 
 
 def find_run(name: str | None, folder: Path | None, address: str | None) -> RunAddress:
-    """Finds a run: by `name` on the cluster at `address`, else by `folder`, else the latest one.
-
-    Raises:
-        PreflightError: there is no such folder, or a cluster was named without a run.
-        RunOverError: the run is over, or its driver is dead.
-    """
+    """Finds a run: by `name` on the cluster at `address`, else by `folder`, else the latest one."""
     if address is not None:
         if name is None:
             raise PreflightError("--address needs the run's NAME as well: several runs may share one cluster")
@@ -82,22 +73,12 @@ def find_run(name: str | None, folder: Path | None, address: str | None) -> RunA
 
 
 def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
-    """The run's current status.
-
-    Raises:
-        RunOverError: no process answers for it.
-        DeadlineError: it did not answer in time.
-    """
+    """The run's current status."""
     return _asked(_read_status, timeout_s, f"the status of run {run.run}", run, timeout_s - RESERVE_S)
 
 
 def statuses(run: RunAddress, timeout_s: float) -> Iterator[RunStatus]:
-    """The run's status, repeatedly, over one connection of this process.
-
-    Raises:
-        RunOverError: no process answers for it, or no longer.
-        DeadlineError: it did not answer in time.
-    """
+    """The run's status, repeatedly, over one connection of this process."""
     _check_goes_on(run)
     with connected(run.address, run.namespace) as ray:
         while True:
@@ -106,22 +87,13 @@ def statuses(run: RunAddress, timeout_s: float) -> Iterator[RunStatus]:
 
 
 def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple[RoleOutcome, ...]:
-    """Requests numbers of workers from the run; returns the outcome for each role.
-
-    Raises:
-        RunOverError: no process answers for it.
-        DeadlineError: it did not answer in time; it may still do what it was asked for.
-    """
+    """Requests numbers of workers from the run; returns the outcome for each role."""
     request = ScaleRequest(uuid4().hex, dict(wanted))
     return _asked(_scale, timeout_s, f"run {run.run} to scale", run, request, timeout_s - RESERVE_S)
 
 
 def knock(address: str, consequence: str) -> None:
-    """Fails at once if no process listens at `address`; `consequence` starts the message.
-
-    Raises:
-        RunOverError: no process listens there.
-    """
+    """Fails at once if no process listens at `address`; `consequence` starts the message."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
@@ -130,11 +102,7 @@ def knock(address: str, consequence: str) -> None:
 
 
 def knock_http(address: str) -> None:
-    """Fail at once where no HTTP server listens at `address`, http://HOST:PORT.
-
-    Raises:
-        PreflightError: none does.
-    """
+    """Fail at once where no HTTP server listens at `address`, http://HOST:PORT."""
     url = urlsplit(address)
     port = url.port or (443 if url.scheme == "https" else 80)
     try:

@@ -1,35 +1,72 @@
-"""`mobula report`: the report of a run that is over, from the files of its folder, also if its driver was killed.
-
-A driver that is killed writes no `summary.json`, or leaves that of an earlier part of the run. The summary is then made
-of the finished steps in `metrics.jsonl`. It is shown in the report and not written to the folder.
-"""
+"""Report and closing lines of a run."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.summary import RunFacts, Summary, summarize
-from mobula.deploy.host.run_record import RECORD_FILE, RunRecord
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
 from mobula.deploy.run.run_client import named_folder
+
+NAMES = {"sft": "whole answers correct", "dpo": "pairs in order", "reward_model": "pairs or labels in order"}
+
+
+def headline(config: RunConfig, summary: Summary) -> str:
+    """Formats the accuracy before and after; for `sft` also the share of correct tokens. Evaluations that cannot be
+    compared are not shown as a pair."""
+    phase = "training" if config.offline.is_on else "RL"
+    start = "after the warm start" if config.warm_start.num_steps else f"before {phase}"
+
+    def change(name: str, before: float | None, after: float | None, write: Callable[[float | None], str]) -> str:
+        then, now = (f" ({n})" if " of " in n else "" for n in (summary.counted_before, summary.counted_after))
+        if summary.not_compared:
+            return f"{name} {write(after)} after {phase}{now}"
+        return f"{name} {write(before)} {start}{then}, {write(after)} after {phase}{now}"
+
+    before, after = summary.accuracy_before, summary.accuracy_after
+    if all(value is None or 0 <= value <= 1 for value in (before, after)):
+        lines = [change(f"held-out {NAMES.get(config.offline.job, 'accuracy')}", before, after, _percent)]
+    else:
+        lines = [change(f"held-out mean of {config.rewards.accuracy_component}", before, after, _number)]
+    key = MetricName.TOKEN_ACCURACY
+    shares = (summary.values_before.get(key), summary.values_after.get(key))
+    if any(share is not None for share in shares):
+        lines.append(change("tokens correct", *shares, _percent))
+    if summary.not_compared:
+        lines.append(f"not compared with the start, since {summary.not_compared}")
+    return "; ".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "not measured" if share is None else f"{share:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3g}"
+
+
+# `mobula report`: the report of a run that is over, from the files of its folder, also if its driver was killed.
+#
+# A driver that is killed writes no `summary.json`, or leaves that of an earlier part of the run. The summary is then
+# made
+# of the finished steps in `metrics.jsonl`. It is shown in the report and not written to the folder.
 
 
 def report_again(name: str) -> Path:
-    """Write `report.html` of a run that is over, named by its folder or by its name below `runs`; returns its path.
-
-    Raises:
-        PreflightError: there is no such run, it goes on or may go on, or a file of it cannot be read or written.
-    """
+    """Write `report.html` of a run that is over, named by its folder or by its name below `runs`; returns its path."""
     folder = named_folder(name, METRICS_FILE)
     has_dead_driver = _has_dead_driver(folder)
     try:
@@ -51,11 +88,8 @@ def earlier_wall_s(folder: Path) -> float:
 
 
 def _has_dead_driver(folder: Path) -> bool:
-    """Whether the folder has the record of a driver that was killed; a run that ended in order has removed its record.
-
-    Raises:
-        PreflightError: the driver is alive, is one of another machine, or the record is broken.
-    """
+    """Whether the folder has the record of a driver that was killed; a run that ended in order has removed its
+    record."""
     path = folder / RECORD_FILE
     try:
         record = RunRecord.read(path)
@@ -92,11 +126,7 @@ def _summary_of_killed(folder: Path, run: RunFolder) -> Summary:
 
 
 def _facts(folder: Path, run: RunFolder) -> RunFacts:
-    """From the plan and the configuration, which may be one of an older version. The data are not read.
-
-    Raises:
-        ValueError: config.yaml is none of a run.
-    """
+    """From the plan and the configuration, which may be one of an older version. The data are not read."""
     num_workers = Counter(row.role for row in run.plan)
     try:
         values = yaml.safe_load(run.config)

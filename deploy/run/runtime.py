@@ -27,13 +27,11 @@ from mobula.cluster.errors import NothingTrainedError, PreflightError, RunStoppe
 from mobula.cluster.failures import cause_in_one_line
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.files import write_atomically
-from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.informing import informing
+from mobula.cluster.metrics.hub import Metrics, StartUp, informing
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.sinks.trackers import refuse_missing
-from mobula.cluster.metrics.start_up import StartUp
 from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from mobula.cluster.recovery.checkpoints import find_resumable, refuse_other_run
@@ -45,11 +43,9 @@ from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
 from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free
-from mobula.cluster.runtime.role_log import LOGS_FOLDER
-from mobula.cluster.tracing.spans import RunTracer
-from mobula.cluster.tracing.tracer import build_tracer, refuse_missing_exporter
+from mobula.cluster.runtime.ray_deaths import LOGS_FOLDER
+from mobula.cluster.tracing.tracer import RunTracer, build_tracer, refuse_missing_exporter
 from mobula.configs.schema import RunConfig
-from mobula.deploy.datasets.data_files import identity_with_data
 from mobula.deploy.host.cuda import examine_apart, refuse_flaws
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import (
@@ -57,25 +53,21 @@ from mobula.deploy.host.run_folder import (
     check_run_folder,
     file_access,
     held_run_folder,
+    recorded,
     run_folder,
     written_config,
 )
-from mobula.deploy.host.run_record import recorded
-from mobula.deploy.host.signals import ending_signals, ignore_signals, signals_raise
-from mobula.deploy.host.terminal import outlive_output, terminal
-from mobula.deploy.planning.nodes import joined_nodes, this_node
+from mobula.deploy.host.terminal import ending_signals, ignore_signals, outlive_output, signals_raise, terminal
+from mobula.deploy.planning.clusters import joined_nodes, this_node
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.preflight.decisions import with_absolute_paths
 from mobula.deploy.preflight.engine_build import check_engine_build
 from mobula.deploy.preloading.preloaded import Preloaded
-from mobula.deploy.run.headline import headline
 from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
-from mobula.deploy.run.node_network import check_network
+from mobula.deploy.run.node_network import check_network, check_on_all_nodes
 from mobula.deploy.run.overview import overview
-from mobula.deploy.run.provenance import provenance
-from mobula.deploy.run.reproduction import reproduction
-from mobula.deploy.run.run_report import earlier_wall_s
-from mobula.deploy.run.shared_paths import check_on_all_nodes
+from mobula.deploy.run.provenance import provenance, reproduction
+from mobula.deploy.run.run_report import earlier_wall_s, headline
 from mobula.deploy.wiring.build import (
     Inference,
     build_controller,
@@ -84,11 +76,12 @@ from mobula.deploy.wiring.build import (
     spawn_inference,
     spawn_training,
 )
+from mobula.deploy.wiring.data_files import identity_with_data
 from mobula.deploy.wiring.evaluation import build_evaluator, response_log
 from mobula.deploy.wiring.observers import build_audit, build_metrics
 from mobula.deploy.wiring.offline import build_offline_controller, spawn_offline
 from mobula.deploy.wiring.persistence import recovered
-from mobula.deploy.wiring.pooled_roles import spawn_processors
+from mobula.deploy.wiring.pooled_roles import control_loop, spawn_processors
 from mobula.deploy.wiring.preparation import (
     TRAIN,
     AnyPrepared,
@@ -98,7 +91,6 @@ from mobula.deploy.wiring.preparation import (
     require_model,
     write_skipped,
 )
-from mobula.deploy.wiring.scaling import control_loop
 from mobula.deploy.wiring.spawner import Spawner
 
 T = TypeVar("T")
@@ -135,9 +127,6 @@ def evaluate(config: RunConfig, output: Path | None = None, preloaded: Preloaded
 
     Results are printed. They are also written to `evaluation.json` in the folder `output`, if one is given, with the
     responses if `evaluation.save_responses` is set.
-
-    Raises:
-        PreflightError: it is not there.
     """
     require_model(config)
     console = terminal(soft_wrap=True)
@@ -162,12 +151,7 @@ def evaluate(config: RunConfig, output: Path | None = None, preloaded: Preloaded
 def with_engines(
     config: RunConfig, work: Callable[[Prepared, Inference], Awaitable[T]], preloaded: Preloaded | None = None
 ) -> T:
-    """Runs `work` with engines of `policy.model` and reward workers on a private cluster; returns its result.
-
-    Raises:
-        PreflightError, ValueError: it cannot start; no role was started.
-        MobulaError: it failed on the way.
-    """
+    """Runs `work` with engines of `policy.model` and reward workers on a private cluster; returns its result."""
     start_up = StartUp(time.perf_counter())
     roles = inference_roles(config)
     with file_access(config), signals_raise(), _cluster(config, roles, None, start_up, preloaded) as cluster:
@@ -185,12 +169,6 @@ def run_training(
 
     `sinks` get the run's records in addition to the configured sinks; a step waits until they have taken its record.
     `start_up` has the phases of this process before the call; `preloaded` forks the workers.
-
-    Raises:
-        PreflightError, ValueError: it cannot start; no role was started.
-        MobulaError: it failed on the way; summary and report tell what was done until then.
-        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP; the same, and a checkpoint of the last version is written where
-            that can be done within `timeouts.stop_checkpoint_s`.
     """
     started = time.perf_counter()
     set_up_logging(console)

@@ -11,12 +11,11 @@ import zstandard
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from mobula.deploy.training_service.errors import RefusedRequestError, RequestError
 from mobula.deploy.training_service.rest import add_rest_routes
 from mobula.deploy.training_service.service import TrainingService
-from mobula.deploy.training_service.store.records import Kind, RequestOutcome, SamplingSession
-from mobula.deploy.training_service.wire.answers import parsed
-from mobula.deploy.training_service.wire.training import read_header
+from mobula.deploy.training_service.store import Kind, RequestOutcome, SamplingSession
+from mobula.deploy.training_service.tenants import RefusedRequestError, RequestError
+from mobula.deploy.training_service.wire.training import parsed, read_header
 
 PROTO = "application/x-protobuf"
 PARSED_AT_ONCE = 1 << 18  # bytes, parsed in less than a millisecond
@@ -271,11 +270,7 @@ def _answer(outcome: RequestOutcome) -> Response:
 
 
 async def _training_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body, decompressed.
-
-    Raises:
-        RefusedRequestError: it is damaged, or larger than `max_bytes`.
-    """
+    """Returns the body, decompressed."""
     body = await request.body()
     if request.headers.get("content-encoding") != "zstd":
         return body

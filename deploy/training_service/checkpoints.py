@@ -12,17 +12,17 @@ from pathlib import Path
 
 import tinker.types as tk
 
-from mobula.deploy.training_service.errors import RefusedRequestError, RequestError
-from mobula.deploy.training_service.store.database import Database
-from mobula.deploy.training_service.store.records import (
+from mobula.deploy.training_service.store import (
     CheckpointRecord,
+    Database,
     Kind,
     ModelRecord,
     RequestOutcome,
     RequestRecord,
     SamplingSession,
 )
-from mobula.deploy.training_service.wire.answers import json_outcome, parsed
+from mobula.deploy.training_service.tenants import RefusedRequestError, RequestError
+from mobula.deploy.training_service.wire.training import json_outcome, parsed
 
 SCHEME = "tinker://"
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
@@ -66,22 +66,14 @@ class CheckpointStore:
         return record
 
     def owned(self, path: str, tenant: str) -> CheckpointRecord:
-        """Returns the tenant's checkpoint.
-
-        Raises:
-            RefusedRequestError: there is none.
-        """
+        """Returns the tenant's checkpoint."""
         record = self.visible(path, tenant)
         if record is None or record.tenant != tenant:
             raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
         return record
 
     def trained(self, path: str, tenant: str) -> CheckpointRecord:
-        """Returns a checkpoint from which training continues.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """Returns a checkpoint from which training continues."""
         record = self.visible(path, tenant)
         if record is None:
             raise RequestError(f"there is no checkpoint {path}, or it belongs to another tenant")
@@ -102,11 +94,7 @@ class CheckpointStore:
         return max(records, key=lambda record: record.created_s, default=None)
 
     async def save(self, model: ModelRecord, request: RequestRecord, write: Writer) -> RequestOutcome:
-        """Writes a checkpoint with `write` and returns the client's answer.
-
-        Raises:
-            RequestError: the name is unfit or taken, or encryption is asked for.
-        """
+        """Writes a checkpoint with `write` and returns the client's answer."""
         message = parsed(REQUESTS[request.kind], request.body)
         if isinstance(message, tk.SaveWeightsExternalRequest) and message.age_encryption_recipients:
             raise RequestError("age_encryption_recipients is not supported: encrypt the files after the download")
@@ -207,11 +195,7 @@ class CheckpointStore:
 
 
 def expiry(ttl_s: int | None) -> float | None:
-    """Returns the time at which a checkpoint expires.
-
-    Raises:
-        RequestError: `ttl_s` is out of range.
-    """
+    """Returns the time at which a checkpoint expires."""
     if ttl_s is None:
         return None
     if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:

@@ -22,11 +22,7 @@ class ChatImages:
         self._lock = threading.Lock()
 
     def place(self, content: bytes, name: str) -> PlacedImage:
-        """Processes an image, or finds it among the processed ones.
-
-        Raises:
-            SkippedSample: the image is unfit, or the model takes none.
-        """
+        """Processes an image, or finds it among the processed ones."""
         file = EncodedFile(content, name)
         with self._lock:
             self._chat.check_images([file], name)
@@ -36,11 +32,7 @@ class ChatImages:
         return PlacedImage(handle, self._placeholder_id, expanded_ids)
 
     def count(self, content: bytes, name: str) -> int:
-        """Returns the number of tokens of an image, from the header of its file.
-
-        Raises:
-            SkippedSample: the image is unfit.
-        """
+        """Returns the number of tokens of an image, from the header of its file."""
         file = EncodedFile(content, name)
         return len(self._expanded(file, self._chat.image_sizes([file]), name))
 

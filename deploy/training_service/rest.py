@@ -17,10 +17,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from mobula.deploy.training_service.checkpoints import EXTERNAL, SAMPLER, SCHEME, TRAINING, expiry
-from mobula.deploy.training_service.errors import RefusedRequestError
 from mobula.deploy.training_service.service import TrainingService
-from mobula.deploy.training_service.store.records import CheckpointRecord, ModelRecord, Session
-from mobula.deploy.training_service.wire.answers import TtlBody, WeightsBody, parsed
+from mobula.deploy.training_service.store import CheckpointRecord, ModelRecord, Session
+from mobula.deploy.training_service.tenants import RefusedRequestError
+from mobula.deploy.training_service.wire.training import TtlBody, WeightsBody, parsed
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 URL_LIFE_S = 3600

@@ -17,16 +17,15 @@ import tinker.types as tk
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.training_service.interfaces import AdapterEngines
 from mobula.deploy.training_service.checkpoints import SAMPLER, CheckpointStore
-from mobula.deploy.training_service.errors import RefusedRequestError, RequestError, not_found
-from mobula.deploy.training_service.futures import Futures
 from mobula.deploy.training_service.limits import ServiceLimits
-from mobula.deploy.training_service.store.database import Database
-from mobula.deploy.training_service.store.records import (
+from mobula.deploy.training_service.store import (
     CheckpointRecord,
+    Database,
     PendingSample,
     RequestOutcome,
     SamplingSession,
 )
+from mobula.deploy.training_service.tenants import Futures, RefusedRequestError, RequestError, not_found
 from mobula.deploy.training_service.wire.inputs import InputBuilder
 from mobula.deploy.training_service.wire.sampling import parse_sample, read_sample, write_samples
 
@@ -105,11 +104,7 @@ class Samplers:
         return [sampler.sampler_id for sampler in self._samplers.values() if sampler.session_id == session_id]
 
     def check_path(self, path: str, tenant: str) -> CheckpointRecord:
-        """Returns the weights to sample from.
-
-        Raises:
-            RefusedRequestError: there are none, or they are not made for sampling.
-        """
+        """Returns the weights to sample from."""
         record = self._checkpoints.visible(path, tenant)
         if record is None:
             raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
@@ -141,11 +136,7 @@ class Samplers:
         return joined.num_clones
 
     async def submit(self, body: bytes, tenant: str) -> tuple[str, list[str]]:
-        """Accepts a request; returns its id, and an id for each sequence.
-
-        Raises:
-            RefusedRequestError: no such session, or too many sequences are not finished.
-        """
+        """Accepts a request; returns its id, and an id for each sequence."""
         try:
             request = parse_sample(body)
         except RequestError as error:

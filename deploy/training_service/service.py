@@ -18,21 +18,19 @@ import tinker.types as tk
 
 from mobula.cluster.training_service.interfaces import AdapterEngines, AdapterLearner, AdapterSpec
 from mobula.deploy.training_service.checkpoints import CheckpointStore
-from mobula.deploy.training_service.errors import RefusedRequestError, RequestError, not_found
-from mobula.deploy.training_service.futures import Futures
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.samplers import PREFIX, Samplers
-from mobula.deploy.training_service.store.database import Database
-from mobula.deploy.training_service.store.records import (
+from mobula.deploy.training_service.store import (
     CheckpointRecord,
+    Database,
     Kind,
     ModelRecord,
     RequestOutcome,
     RequestRecord,
     Session,
 )
-from mobula.deploy.training_service.training.execution import Execution
-from mobula.deploy.training_service.training.model_queue import NOT_LOADED, ModelQueue
+from mobula.deploy.training_service.tenants import Futures, RefusedRequestError, RequestError, not_found
+from mobula.deploy.training_service.training.execution import NOT_LOADED, Execution, ModelQueue
 from mobula.deploy.training_service.training.scheduler import Scheduler
 from mobula.deploy.training_service.wire.inputs import InputBuilder
 from mobula.deploy.training_service.wire.training import count_tokens
@@ -168,11 +166,7 @@ class TrainingService:
         return self._last_request.get(record.model_id, record.created_s)
 
     async def create_model(self, request: tk.CreateModelRequest, body: bytes, tenant: str) -> str:
-        """Accepts a new model; returns the id of the request.
-
-        Raises:
-            RefusedRequestError: the model or its optimizer is not offered, or the tenant has too many models.
-        """
+        """Accepts a new model; returns the id of the request."""
         self.check_running()
         session = self.session(request.session_id, tenant)
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
@@ -188,11 +182,7 @@ class TrainingService:
         return await self._add_model(model_id, session, spec, request.user_metadata, Kind.CREATE, body)
 
     def _spec(self, lora: tk.LoraConfig) -> AdapterSpec:
-        """Returns what a new model trains.
-
-        Raises:
-            RefusedRequestError: no such adapter is offered.
-        """
+        """Returns what a new model trains."""
         if self.limits.trains_all_weights:
             return AdapterSpec(rank=0, alpha=self.limits.alpha, seed=0)
         if not 1 <= lora.rank <= self.limits.max_rank:
@@ -246,11 +236,7 @@ class TrainingService:
         await self.checkpoints.remove(record)
 
     async def submit(self, kind: Kind, model_id: str, seq_id: int | None, body: bytes, tenant: str) -> str:
-        """Accepts a request of a model; returns its id. The request is on disk when this returns.
-
-        Raises:
-            RefusedRequestError: no such model, or its queue is full.
-        """
+        """Accepts a request of a model; returns its id. The request is on disk when this returns."""
         self.check_running()
         queue = self._queues.get(self.model(model_id, tenant).model_id)
         if queue is None:
@@ -282,11 +268,7 @@ class TrainingService:
             await self._park(queue)
 
     async def outcome(self, request_id: str, tenant: str) -> RequestOutcome | None:
-        """Returns the outcome of a request; None if it is not finished within `poll_s`.
-
-        Raises:
-            RefusedRequestError: 404 for a request that was not accepted, 410 for a result that is not kept any more.
-        """
+        """Returns the outcome of a request; None if it is not finished within `poll_s`."""
         self.check_owner(request_id, tenant)
         if self.futures.is_known(request_id):
             return await self.futures.wait(request_id, self.limits.poll_s)

@@ -26,11 +26,10 @@ from mobula.cluster.serving import Address, run_server
 from mobula.cluster.training_service.interfaces import AdapterEngines
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access
-from mobula.deploy.planning.nodes import joined_nodes
+from mobula.deploy.planning.clusters import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.preflight.checks import find_mismatches
-from mobula.deploy.preflight.findings import refuse
-from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.deploy.preflight.weights import LoadedModel, refuse
 from mobula.deploy.training_service.app import make_app
 from mobula.deploy.training_service.images import ChatImages
 from mobula.deploy.training_service.limits import ServiceLimits
@@ -86,12 +85,7 @@ class Roles:
 
 
 def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[str], None]) -> None:
-    """Serves until SIGTERM or SIGINT. `announce` receives the URL.
-
-    Raises:
-        PreflightError, ValueError: it cannot start; no role was started.
-        ServiceFailedError: a restart with the same folder continues.
-    """
+    """Serves until SIGTERM or SIGINT. `announce` receives the URL."""
     listener = options.address.listen(options.tenants, "--tenants")
     _refuse_unfit(config, options.tenants)
     require_model(config)
@@ -135,11 +129,7 @@ def _end_soon() -> None:
 
 
 def prepare_base(config: RunConfig) -> Prepared:
-    """Returns the base model with its processor, checked. There are no data.
-
-    Raises:
-        PreflightError: the model cannot be served.
-    """
+    """Returns the base model with its processor, checked. There are no data."""
     if config.sampler.is_flow or config.sampler.draws_tokens:
         raise PreflightError(f"sampler={config.sampler.kind} makes images, not text: use sampler=vllm or huggingface")
     refuse_too_small_cache(config)

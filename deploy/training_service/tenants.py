@@ -1,8 +1,10 @@
-"""Tenants: access tokens of the users of a service."""
+"""Tenants, futures and errors of the training service."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +14,96 @@ from starlette.types import ASGIApp, Scope
 
 from mobula.cluster.serving import Headers, RefusalError, RequestGate
 from mobula.configs.errors import ConfigError
+from mobula.deploy.training_service.store import RequestOutcome
+
+# Errors that the service answers with.
+#
+#     ServiceError(Exception)
+#     ├── RefusedRequestError  the request is answered with an HTTP status; it leaves no trace
+#     └── RequestError         the request is accepted and its future fails, with the client's category `user`
+#
+# A request of a model with a sequence number never gets a RefusedRequestError for its content: the client counts it,
+# and
+# the model would wait for its number.
+
+
+class ServiceError(Exception):
+    """Base class of the errors of the training service."""
+
+
+class RefusedRequestError(ServiceError):
+    """A request that is answered with an HTTP status. The client raises the error class of this status."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class RequestError(ServiceError, ValueError):
+    """A request that cannot be executed. Its future fails."""
+
+
+def not_found(what: str, name: str) -> RefusedRequestError:
+    """Returns the error of an object that does not exist or belongs to another tenant."""
+    return RefusedRequestError(404, f"there is no {what} {name!r}, or it belongs to another tenant")
+
+
+class Futures:
+    """Outcomes by request id. The newest finished ones stay in memory; older ones are in the database."""
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+        self._waiting: dict[str, asyncio.Future[RequestOutcome]] = {}
+        self._finished: OrderedDict[str, RequestOutcome] = OrderedDict()
+
+    def open(self, request_id: str) -> None:
+        """Registers an accepted request."""
+        if request_id not in self._waiting and request_id not in self._finished:
+            self._waiting[request_id] = asyncio.get_running_loop().create_future()
+
+    def finish(self, request_id: str, outcome: RequestOutcome) -> None:
+        """Sets the outcome of a request and wakes its waiting clients."""
+        future = self._waiting.pop(request_id, None)
+        self._finished[request_id] = outcome
+        while len(self._finished) > self._num_kept:
+            self._finished.popitem(last=False)
+        if future is not None:
+            future.set_result(outcome)
+
+    def is_known(self, request_id: str) -> bool:
+        return request_id in self._waiting or request_id in self._finished
+
+    async def wait(self, request_id: str, timeout_s: float) -> RequestOutcome | None:
+        """Returns the outcome of a known request; None if it does not finish in time."""
+        finished = self._finished.get(request_id)
+        if finished is not None:
+            return finished
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._waiting[request_id])
+        except TimeoutError:
+            return None
+
+    def forget(self, request_id: str) -> None:
+        """Drops a finished outcome."""
+        self._finished.pop(request_id, None)
+
 
 PREFIX = "tml-"  # the client sends no other tokens
+
+
 LOCAL = "local"  # the tenant of a service without tokens
+
+
 OPEN_PATHS = ("/api/v1/healthz", "/health")
+
+
 SIGNED_PATHS = "/files/"  # addresses that hold a signature
+
+
 MEDIA_TYPES = {"/api/v1/forward_backward": "application/x-protobuf"}  # of bodies that are not JSON
+
+
 READ_S = 120.0  # of the body of one request
 
 
@@ -33,11 +119,7 @@ class Tenants:
         return not self.tokens
 
     def check(self, scope: Scope, headers: Headers) -> None:
-        """Adds the tenant to the request.
-
-        Raises:
-            RefusalError: its token is unknown.
-        """
+        """Adds the tenant to the request."""
         tenant = self.tenant_of(headers.get(b"x-api-key", b"").decode("latin-1"))
         if tenant is None and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(SIGNED_PATHS):
             raise RefusalError(401, "this API key is not known here: set TINKER_API_KEY, or give api_key=...")
@@ -55,11 +137,7 @@ class Tenants:
 
 
 def read_tenants(file: Path | None) -> Tenants:
-    """Reads a YAML file of `tenant: token` lines; None gives a service without tokens.
-
-    Raises:
-        ConfigError: the file cannot be read, or a token is unfit.
-    """
+    """Reads a YAML file of `tenant: token` lines; None gives a service without tokens."""
     if file is None:
         return Tenants({})
     try:

@@ -15,53 +15,47 @@ from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.controller import Controller
-from mobula.cluster.guard.guard import NoGuard
-from mobula.cluster.logprob_guard import LogprobGuard
+from mobula.cluster.guard.guard import LogprobGuard, NoGuard
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.start_up import StartUp
+from mobula.cluster.metrics.hub import Metrics, StartUp
 from mobula.cluster.records.trajectory import GroupSummary, Prompt
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.stop_request import StopRequest
-from mobula.cluster.replay.buffer import ReplayBuffer
-from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.roles import Rollouts, UpdateReport
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.evaluation import InformingLog
 from mobula.cluster.rollout.group_observers import EpisodeStages, OpeningRule, RejectionCounts, StageCurriculum
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
+from mobula.cluster.rollout.row_stream import SupervisedRows
 from mobula.cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
-from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.ray_actors import answer, stop
-from mobula.cluster.tracing.spans import RunTracer
-from mobula.cluster.weight_sync.fresh_samples import FreshSamples
+from mobula.cluster.tracing.tracer import RunTracer
 from mobula.cluster.weight_sync.probe_tokens import MEDIA, TEMPLATE, TEXT, classes_of
-from mobula.cluster.weight_sync.tolerance import Rounding, Tolerance
+from mobula.cluster.weight_sync.tolerance import FreshSamples, Rounding, Tolerance
 from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
 from mobula.cluster.workers.colocation import GpuLease, LeasedRollouts, LeasedWeights
-from mobula.cluster.workers.restart_policy import RestartBudget
-from mobula.cluster.workers.status import Scalable, WorkerState, WorkerStatus
+from mobula.cluster.workers.status import RestartBudget, Scalable, WorkerState, WorkerStatus
 from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from mobula.deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
 from mobula.deploy.wiring.guard import build_guard, judged_log, repeat_evaluation
-from mobula.deploy.wiring.parity_gate import parity_gate, tolerance_of
+from mobula.deploy.wiring.parity import parity_gate, tolerance_of
 from mobula.deploy.wiring.persistence import age_limit, build_recovery, replay_buffer, step_learner
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from mobula.deploy.wiring.preparation import SUPERVISED_PATH, AnyPrepared, Prepared
 from mobula.deploy.wiring.rollouts import rollout_pool, sampling_settings
 from mobula.deploy.wiring.spawner import Spawner, learner_environment
 from mobula.deploy.wiring.warm_start import warm_start
-from mobula.learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
-from mobula.learner.critic_ranks.critic_rank import CriticRank
-from mobula.learner.examples.planners import planners_of
+from mobula.learner.critic_ranks import CriticGroup, CriticRank, LearnerWithCritic
+from mobula.learner.examples import planners_of
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup, RankGroup
-from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.offline import OfflineLearner
 from mobula.learner.shares import planner_of
 from mobula.rewards.pool.reward_pool import RewardPool
 

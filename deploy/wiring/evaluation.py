@@ -12,7 +12,6 @@ from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import CONTENT, HELD_OUT
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
-from mobula.cluster.rollout.contact_sheets import ContactSheets
 from mobula.cluster.rollout.evaluation import (
     EvaluationJournal,
     EvaluationResult,
@@ -22,7 +21,7 @@ from mobula.cluster.rollout.evaluation import (
     ResponseLog,
     Suite,
 )
-from mobula.cluster.rollout.response_files import ResponseFiles
+from mobula.cluster.rollout.response_files import ContactSheets, ResponseFiles
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import Prepared
 

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mobula.cluster.audit.observer import RunAudit
-from mobula.cluster.guard.actions import GuardAction, RaiseKL, Rollback, Stop, Warn
+from mobula.cluster.guard.actions import GuardAction, KLScale, RaiseKL, Rollback, Stop, Warn, Watch
 from mobula.cluster.guard.guard import RunGuard
-from mobula.cluster.guard.kl_scale import KLScale
 from mobula.cluster.guard.observation import Observer
 from mobula.cluster.guard.signs import DRIFTS, Divergence, Sign
-from mobula.cluster.guard.watch import Watch
 from mobula.cluster.guard.windows import Quantity, Series
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, GuardLog
@@ -27,7 +25,7 @@ from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.rollout.evaluation import EvaluationResult, Evaluator, ResponseLog, ScoredPrompt
 from mobula.cluster.runtime.object_store import fetch
-from mobula.configs.rules.guard import guard_signs
+from mobula.configs.rules.run import guard_signs
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 from mobula.learner.learner_group import LearnerGroup

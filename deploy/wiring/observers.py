@@ -16,21 +16,18 @@ from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.artifacts import ArtifactWriter, refuse_without_encoder
 from mobula.cluster.metrics.files import write_atomically
-from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.guard_events import SignalWatch
+from mobula.cluster.metrics.hub import Metrics, StartUp
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
-from mobula.cluster.metrics.report.samples import SampleKeeper
-from mobula.cluster.metrics.report.videos import ARTIFACTS_FOLDER
-from mobula.cluster.metrics.signal_watch import SignalWatch
+from mobula.cluster.metrics.report.samples import ARTIFACTS_FOLDER, SampleKeeper
 from mobula.cluster.metrics.sinks.base import Sink
-from mobula.cluster.metrics.sinks.console import ConsoleSink
-from mobula.cluster.metrics.sinks.estimate import EstimateSink
+from mobula.cluster.metrics.sinks.console import ConsoleSink, EstimateSink
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink
 from mobula.cluster.metrics.sinks.ray_gauges import RaySink
 from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
 from mobula.cluster.metrics.sinks.trackers import TrackedRun, tracker
-from mobula.cluster.metrics.start_up import StartUp
 from mobula.cluster.runtime.object_store import fetch
-from mobula.cluster.tracing.spans import UNTRACED, RunTracer
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 
@@ -41,11 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 def build_audit(config: RunConfig, key: SigningKey | None = None) -> RunAudit:
-    """Returns the audit of a run, which continues the chain of an earlier part. `key` signs its records.
-
-    Raises:
-        PreflightError: another key signed the earlier part.
-    """
+    """Returns the audit of a run, which continues the chain of an earlier part. `key` signs its records."""
     folder = config.run_folder
     if not config.metrics.audit:
         return RunAudit()
@@ -137,11 +130,7 @@ def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[S
 
 
 def _started(name: str, make: Callable[[], Sink]) -> Sink | None:
-    """Returns the sink; None if it cannot start because a disk or server is unavailable.
-
-    Raises:
-        ValueError, PreflightError: the configuration of the sink is invalid.
-    """
+    """Returns the sink; None if it cannot start because a disk or server is unavailable."""
     try:
         return make()
     except (ValueError, PreflightError):

@@ -15,16 +15,15 @@ from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.controller import Controller
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.evaluation_statistics import wilson_interval
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import EvaluationRecord
+from mobula.cluster.metrics.summary import wilson_interval
 from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.stop_request import StopRequest
-from mobula.cluster.rollout.evaluation import EvaluationSchedule
-from mobula.cluster.rollout.row_evaluation import RowEvaluator
+from mobula.cluster.rollout.evaluation import EvaluationSchedule, RowEvaluator
 from mobula.cluster.rollout.row_stream import RowStream, stored
-from mobula.cluster.weight_sync.no_receivers import NoReceivers
+from mobula.cluster.weight_sync.interfaces import NoReceivers
 from mobula.cluster.workers.status import Scalable
 from mobula.cluster.workers.supervisor import Supervisor, Watched
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config

@@ -22,15 +22,14 @@ from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.resume import AfterRepeat, JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal, Recovered, journal_identity
 from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
-from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.rollout.dispatcher import RolloutDispatcher
 from mobula.cluster.rollout.evaluation import EvaluationSchedule
 from mobula.cluster.rollout.staleness import AgeLimit
-from mobula.cluster.tracing.spans import UNTRACED, RunTracer
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
 from mobula.configs.schema import RunConfig
 
 

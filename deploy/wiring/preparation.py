@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Generic
 from huggingface_hub import snapshot_download
 
 from mobula.actors.datasets.conversations import Conversation, read_conversations
-from mobula.actors.datasets.curricula import PROMPT_TOKENS
+from mobula.actors.datasets.mixture import PROMPT_TOKENS
 from mobula.actors.datasets.open_split import curriculum_of, open_split
-from mobula.actors.datasets.preferences.image_pairs import ImagePair, read_image_pairs
+from mobula.actors.datasets.preferences import ImagePair, read_image_pairs
 from mobula.actors.datasets.prompts import (
     Difficulty,
     InDriver,
@@ -35,8 +35,8 @@ from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.actors.processors.image_tokens import ImageTokenProcessor
-from mobula.actors.processors.make import make_processor
 from mobula.actors.processors.teacher import TEACHER, check_teacher, named_teachers
+from mobula.actors.processors.worker import make_processor
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
 from mobula.cluster.records.media import MediaKeeper, MediaStore
@@ -45,15 +45,14 @@ from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from mobula.configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.rollout import SamplerKind
-from mobula.deploy.datasets.data_files import identity_with_data
-from mobula.deploy.planning.engine_sizes import EngineSizes
+from mobula.deploy.planning.fit import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.decisions import with_decisions
-from mobula.deploy.preflight.findings import refuse
-from mobula.deploy.preflight.loaded import LoadedModel
 from mobula.deploy.preflight.rows import find_in_rows, row_notes
 from mobula.deploy.preflight.user_code import check_user_code, data_writer
-from mobula.deploy.preflight.weights import find_unusable
+from mobula.deploy.preflight.weights import LoadedModel, find_unusable, refuse
+from mobula.deploy.wiring.data_files import identity_with_data
+from mobula.learner.policies.adapters import adapted_modules
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.families import (
     DRAWING_TYPES,
@@ -66,9 +65,8 @@ from mobula.learner.policies.families import (
 from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.families import INDEX, TRANSFORMER
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
-from mobula.learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
+from mobula.learner.policies.image_tokens import TINY_JANUS, write_tiny_janus
 from mobula.learner.policies.loading import refuse_unknown_prefixes
-from mobula.learner.policies.lora import adapted_modules
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.score_model import score_class
 from mobula.learner.policies.tiny import TINY, write_tiny
@@ -166,12 +164,7 @@ AnyPrepared = Prepared | PreparedRows
 
 
 def prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
-    """Writes missing files, checks model and data, and loads the processor; `put` stores an image's tensors.
-
-    Raises:
-        PreflightError: model or data cannot be obtained or written, or too much of the data is unusable.
-        ValueError: model and configuration do not match.
-    """
+    """Writes missing files, checks model and data, and loads the processor; `put` stores an image's tensors."""
     try:
         return _prepare(config, put)
     except (ValueError, OSError) as error:  # errors of the user's configuration, model or data
@@ -193,7 +186,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     if isinstance(processor, ConversationProcessor):
         return PreparedJob(*basis, processor, media, splits)
     if not isinstance(processor, ChatProcessor | ImageTokenProcessor):
-        from mobula.actors.processors.image_pairs import ImagePairProcessor  # which imports diffusers
+        from mobula.actors.processors.flow import ImagePairProcessor  # which imports diffusers
 
         if isinstance(processor, ImagePairProcessor):
             return PreparedJob(*basis, processor, media, splits)
@@ -209,11 +202,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
 
 
 def checked_splits(config: RunConfig, processor: Any) -> dict[str, PreflightReport[Any]]:
-    """Checks the rows of each split of the run with the processor of `load_checked`.
-
-    Raises:
-        DatasetError: a split cannot be read, or too much of it is unusable.
-    """
+    """Checks the rows of each split of the run with the processor of `load_checked`."""
     reader: Callable[[str], Split[Any]]
     names, difficulty = [TRAIN, config.evaluation.split], dict[str, Difficulty[Any]]()
     if config.offline.is_on and config.sampler.is_flow:
@@ -231,12 +220,7 @@ def checked_splits(config: RunConfig, processor: Any) -> dict[str, PreflightRepo
 
 
 def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
-    """Loads the parts of `policy.model` that checks read, and checks its files against the configuration.
-
-    Raises:
-        PreflightError: the model cannot be obtained or written.
-        ValueError: model and configuration do not match.
-    """
+    """Loads the parts of `policy.model` that checks read, and checks its files against the configuration."""
     model_folder = ensure_model(config)
     stored, dtype = None, config.resources.dtype
     if config.sampler.is_flow:
@@ -380,12 +364,7 @@ def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
 
 
 def ensure_model(config: RunConfig) -> Path:
-    """Returns the folder of `policy.model`. Writes a missing model `policy.tiny`; looks up a hub name.
-
-    Raises:
-        PreflightError: the existing folder holds no checkpoint, it cannot be written, or the hub does not provide the
-            name.
-    """
+    """Returns the folder of `policy.model`. Writes a missing model `policy.tiny`; looks up a hub name."""
     folder = Path(config.policy.model)
     if config.sampler.is_flow:
         return _ensure_flow_model(config, folder)
@@ -419,12 +398,7 @@ def _ensure_flow_model(config: RunConfig, folder: Path) -> Path:
 
 
 def checkpoint_folder(key: str, name: str) -> Path:
-    """Returns the folder of the checkpoint `name`, the value of `key`: a local folder, or a hub name to download.
-
-    Raises:
-        PreflightError: the existing folder holds no checkpoint or one that cannot be trained, or the hub does not
-            provide the name.
-    """
+    """Returns the folder of the checkpoint `name`, the value of `key`: a local folder, or a hub name to download."""
     folder = Path(name)
     if (folder / "config.json").is_file():
         _refuse_broken_config(key, folder)
@@ -480,9 +454,6 @@ def _refuse_served_adapters(config: RunConfig) -> None:
 def require_model(config: RunConfig) -> None:
     """Checks that `policy.model` exists: commands that evaluate it must not get random weights. Writes missing released
     weights.
-
-    Raises:
-        PreflightError: `policy.model` is not a checkpoint folder.
     """
     folder, file = Path(config.policy.model), INDEX if config.sampler.is_flow else "config.json"
     if config.policy.tiny not in ("none", *PRETRAINED) and not (folder / file).is_file():

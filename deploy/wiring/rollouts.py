@@ -13,7 +13,7 @@ import torch
 from mobula.actors.datasets.rows import Skipped
 from mobula.actors.rollout.actor import RolloutActor
 from mobula.actors.rollout.client import RolloutClient
-from mobula.actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
+from mobula.actors.rollout.episodes import EpisodeActor, EpisodeSettings
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.settings import engine_settings as settings_of_engine
 from mobula.cluster.roles import SamplingSettings
@@ -21,12 +21,10 @@ from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.placement import PlacedWorker
-from mobula.cluster.training_service.engines import PooledAdapterEngines, SampleLimits
-from mobula.cluster.training_service.swapped import PackedWeights, SwappedEngines
+from mobula.cluster.training_service.engines import PackedWeights, PooledAdapterEngines, SampleLimits, SwappedEngines
 from mobula.configs.schema import RunConfig, SamplerKind
-from mobula.deploy.wiring.pooled_roles import restart_policy
+from mobula.deploy.wiring.pooled_roles import RoleHosts, restart_policy
 from mobula.deploy.wiring.preparation import Prepared
-from mobula.deploy.wiring.scaling import RoleHosts
 from mobula.deploy.wiring.spawner import Spawner, engine_environment
 from mobula.learner.policies.checkpoint.stored import pushed_tensors
 from mobula.learner.policies.shapes import shape_of
@@ -107,11 +105,8 @@ def rollout_pool(
 def adapter_engines(
     prepared: Prepared, pool: RolloutPool, in_flight_requests: InFlightRequests, on_retry: Callable[[str], None]
 ) -> PooledAdapterEngines:
-    """Returns the training service's view of a rollout pool. `on_retry` gets the kind of each failure that is retried.
-
-    Raises:
-        ValueError: the engines serve no adapters.
-    """
+    """Returns the training service's view of a rollout pool. `on_retry` gets the kind of each failure that is
+    retried."""
     if not prepared.config.sampler.adapters.are_on:
         raise ValueError("sampler.adapters.max_served=0 serves no adapters: set it to 1 or more")
     return _pooled_engines(prepared, pool, in_flight_requests, on_retry)

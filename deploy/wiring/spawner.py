@@ -24,7 +24,7 @@ from mobula.cluster.runtime.placement_groups import (
     remove_placement_groups,
 )
 from mobula.cluster.runtime.ray_actors import BOUND_THREADS, spawn, spawn_named
-from mobula.cluster.runtime.role_log import role_log
+from mobula.cluster.runtime.ray_deaths import role_log
 from mobula.cluster.user_code import FOLDER_VARIABLE
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.session import ClusterSession
@@ -128,11 +128,7 @@ class Spawner:
         return spawn_named(role_class, name=name, env=self._env)
 
     def check_room(self, role: str, num_more: int) -> None:
-        """Checks that `num_more` workers of a role can be reserved now; if not, requests nodes from the autoscaler.
-
-        Raises:
-            PlacementError: resources are missing; the message has the reason and the autoscaler's result.
-        """
+        """Checks that `num_more` workers of a role can be reserved now; if not, requests nodes from the autoscaler."""
         with self._lock:
             try:
                 check_room(self._config.resources, role, num_more, cluster_nodes())
@@ -143,21 +139,14 @@ class Spawner:
             self._autoscaler.withdraw()
 
     def book(self, role: str, index: int) -> PlacedWorker:
-        """Returns the place of one worker. Reserves it if necessary, and replaces a place whose node is gone.
-
-        Raises:
-            PlacementError: its resources were not free within a deadline.
-        """
+        """Returns the place of one worker. Reserves it if necessary, and replaces a place whose node is gone."""
         with self._lock:
             self._give_up_if_gone([f"{role}/{index}"])
             return self._book(role, [index])[0]
 
     def book_together(self, role: str) -> tuple[PlacedWorker, ...]:
-        """Returns the places of a role's workers in one shared reservation; replaces all of them if one node is gone.
-
-        Raises:
-            PlacementError: their resources were not free within a deadline.
-        """
+        """Returns the places of a role's workers in one shared reservation; replaces all of them if one node is
+        gone."""
         planned = self.plan.of_role(role)
         with self._lock:
             self._give_up_if_gone([worker.name for worker in planned])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from mobula.actors.datasets.lazy_rows import epoch_order
+from mobula.actors.datasets.mixture import epoch_order
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row, RowError
 from mobula.actors.processors.chat import ChatProcessor
@@ -21,10 +21,9 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.seeds import SEED_BITS, derived_seed
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
-from mobula.learner.images.teaching import ImageExample
+from mobula.learner.image_teaching import ImageExample
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.policies.flow.noising import CleanSequence, Noising
-from mobula.learner.policies.flow.rows import condition_of
+from mobula.learner.policies.flow.rows import CleanSequence, Noising, condition_of
 from mobula.learner.policies.trained import teaching_noising
 from mobula.learner.supervised import SupervisedExample
 

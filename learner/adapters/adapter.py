@@ -1,21 +1,51 @@
-"""TrainedAdapter: the factors of one adapter, its accumulated gradient and its optimizer state."""
+"""TrainedAdapter: the weights, optimizer and targets of one adapter."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
-from mobula.learner.adapters.grouped import Factors
+from mobula.learner.adapters.calls import Factors
+from mobula.learner.policies.base import on_device
+from mobula.learner.policies.batch import PADDING_ID, TokenBatch, pad_rows
 from mobula.learner.state_files import load_plain
+
+
+def with_targets(batch: TokenBatch, targets: Sequence[np.ndarray]) -> TokenBatch:
+    """Returns the batch with the given targets in place of the rows' own tokens.
+
+    Args:
+        targets: of each row, int64 [N] or [N, K]. Position i of the row predicts `targets[i]`; K targets at a position
+            follow one another, so that the row has N * K of them.
+    """
+    flat = [row.reshape(-1) for row in targets]
+    num_at_position = np.array([row.shape[1] if row.ndim == 2 else 1 for row in targets])
+    padded = pad_rows(flat, PADDING_ID, np.int64)
+    mask = np.arange(padded.shape[1]) < np.array([len(row) for row in flat])[:, None]
+    rows, steps = np.nonzero(mask)
+    columns = steps // num_at_position[rows]
+    device = batch.input_ids.device
+    return replace(
+        batch,
+        targets=on_device(padded, device),
+        target_mask=on_device(mask, device),
+        before_targets=(rows, columns),
+        hidden_rows=on_device(rows, device),
+        hidden_columns=on_device(columns, device),
+        target_columns=on_device(steps, device),
+        kept_ends=np.zeros(len(rows), dtype=np.int64),
+    )
+
 
 STATE_FILE = "adapter.pt"
 
@@ -110,11 +140,7 @@ class TrainedAdapter:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], *, with_optimizer: bool) -> None:
-        """Takes over a `state`; clears the gradient. Without the optimizer its state is as of a new adapter.
-
-        Raises:
-            ValueError: the state is of an adapter with another rank, scale or other layers.
-        """
+        """Takes over a `state`; clears the gradient. Without the optimizer its state is as of a new adapter."""
         own, other = asdict(self.spec), dict(state["spec"])
         differing = [name for name in own if name != "seed" and own[name] != other[name]]
         if differing:
@@ -142,11 +168,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads a state that `write_state` has written, into host memory.
-
-    Raises:
-        CheckpointError: the folder has no state, or a file that holds more than tensors and plain values.
-    """
+    """Reads a state that `write_state` has written, into host memory."""
     if not (folder / STATE_FILE).is_file():
         raise CheckpointError(f"{folder} holds no saved adapter: load a folder that `save` has written")
     return load_plain(folder / STATE_FILE)

@@ -16,17 +16,15 @@ from mobula.cluster.errors import CheckpointError, DeadlineError, LostObjectErro
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.training_service.interfaces import LossCall
 from mobula.configs.schema import RunConfig
-from mobula.learner.adapters.call_batch import CallBatch, PartialResult
-from mobula.learner.adapters.calls import CallRow, RowLimits, refuse_invalid
-from mobula.learner.adapters.grouped import Factors
-from mobula.learner.adapters.targets import with_targets
+from mobula.learner.adapters.adapter import with_targets
+from mobula.learner.adapters.calls import CallBatch, CallRow, Factors, PartialResult, RowLimits, refuse_invalid
 from mobula.learner.backends import build_backend
-from mobula.learner.backends.process_group import RankRendezvous
+from mobula.learner.backends.sharded import RankRendezvous
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.policies.batch import TokenBatch, collate
 from mobula.learner.policies.families import family_of
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.trained import as_policy, unread_trained_model
 from mobula.learner.shares import all_ranks
 
@@ -83,9 +81,6 @@ class CallRank(ABC):
 
         A call that cannot be computed, or whose loss is not finite, has an exception in place of its result and adds
         nothing to the gradient.
-
-        Raises:
-            RuntimeError, ValueError: a pass failed on one of several ranks, which can only be started again.
         """
         batch = CallBatch(calls)
         for number, call in batch.alive():
@@ -119,11 +114,7 @@ class CallRank(ABC):
 
     @abstractmethod
     def _leaves(self, name: str) -> Factors:
-        """Returns the factors of an adapter as leaves that get the gradient of a call.
-
-        Raises:
-            ValueError: there is no adapter or model of this name.
-        """
+        """Returns the factors of an adapter as leaves that get the gradient of a call."""
 
     @abstractmethod
     def _accumulate(self, name: str, leaves: Factors) -> None:
@@ -189,11 +180,7 @@ class CallRank(ABC):
         self._together(write if self._rank == 0 else lambda: None)
 
     def _together(self, call: Callable[[], T]) -> T:
-        """Runs `call` on every rank and returns its own result. Collective.
-
-        Raises:
-            CheckpointError, OSError, ValueError: on every rank, if it was raised on any: no rank goes on alone.
-        """
+        """Runs `call` on every rank and returns its own result. Collective."""
         failure: Exception | None = None
         try:
             result = call()

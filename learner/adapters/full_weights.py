@@ -14,12 +14,10 @@ from transformers import PreTrainedModel
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
 from mobula.configs.schema import RunConfig
 from mobula.learner.adapters.adapter import STATE_FILE
-from mobula.learner.adapters.call_batch import CallBatch
 from mobula.learner.adapters.call_rank import CallRank
-from mobula.learner.adapters.calls import CallRow
-from mobula.learner.adapters.grouped import Factors
+from mobula.learner.adapters.calls import CallBatch, CallRow, Factors
 from mobula.learner.backends.sharded import ShardedWriter, saved_shapes, saved_tensors
-from mobula.learner.optim.average import local
+from mobula.learner.optim import local
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.trained import save_trained
 from mobula.learner.policy_weights import PolicyWeights
@@ -59,11 +57,7 @@ class FullWeightsRank(CallRank):
 
     @torch.no_grad()
     def create(self, adapter: str, spec: AdapterSpec) -> None:
-        """Starts from the weights of `policy.model`.
-
-        Raises:
-            ValueError: a model is being trained.
-        """
+        """Starts from the weights of `policy.model`."""
         if self._name is not None:
             raise ValueError(
                 f"all weights of one model are trained at a time, and {self._name} is active: end its session first"
@@ -76,9 +70,6 @@ class FullWeightsRank(CallRank):
     def step(self, adapter: str, parameters: AdamParameters) -> Mapping[str, float]:
         """Applies and clears the gradient; returns `grad_norm`, `skipped` and `optimizer_steps`. A gradient norm that
         is not finite skips the step.
-
-        Raises:
-            ValueError: the model does not exist or has no gradient.
         """
         self._refuse_other(adapter)
         if not self._gradient():
@@ -92,12 +83,7 @@ class FullWeightsRank(CallRank):
         return {"grad_norm": norm, "skipped": float(not is_taken), "optimizer_steps": float(self._num_steps)}
 
     def save(self, adapter: str, folder: Path) -> None:
-        """Writes weights, gradient and optimizer state to a new folder; each rank writes its shards.
-
-        Raises:
-            ValueError: the model does not exist.
-            OSError: on every rank, if any rank could not write.
-        """
+        """Writes weights, gradient and optimizer state to a new folder; each rank writes its shards."""
         self._refuse_other(adapter)
         gradient = self._gradient()
         self._clear_gradient()  # an optimizer without a state is saved with a fresh one, for which torch needs this
@@ -109,12 +95,7 @@ class FullWeightsRank(CallRank):
             self._set_gradient(gradient)
 
     def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Loads what `save` has written, on any number of ranks; clears the gradient without the optimizer.
-
-        Raises:
-            ValueError: the folder holds an adapter, or the weights of another model.
-            CheckpointError: the folder has no complete state.
-        """
+        """Loads what `save` has written, on any number of ranks; clears the gradient without the optimizer."""
         self._refuse_other(adapter)
         self._together(lambda: self._refuse_unfit(folder))
         self._reset()
@@ -126,12 +107,7 @@ class FullWeightsRank(CallRank):
             self._reset()
 
     def export(self, adapter: str, folder: Path) -> None:
-        """Writes a checkpoint in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered.
-
-        Raises:
-            ValueError: the model does not exist, or a weight does not fit the dtype of its file.
-            OSError: the files could not be written.
-        """
+        """Writes a checkpoint in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered."""
         self._refuse_other(adapter)
         tensors = self._outgoing.plain_state(self._backend)
 

@@ -10,7 +10,7 @@ from typing import Any
 from mobula.cluster.errors import CheckpointError, DeadlineError
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec, LossCall, LossResult
 from mobula.configs.schema import TimeoutsConfig
-from mobula.learner.adapters.call_batch import PartialResult
+from mobula.learner.adapters.calls import PartialResult
 from mobula.learner.learner_group import ModelRanks
 
 

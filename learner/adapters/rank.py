@@ -16,13 +16,10 @@ from transformers import PreTrainedModel
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
 from mobula.configs.schema import LoRAConfig, RunConfig
 from mobula.learner.adapters.adapter import TrainedAdapter, read_state, write_state
-from mobula.learner.adapters.call_batch import CallBatch
 from mobula.learner.adapters.call_rank import CallRank
-from mobula.learner.adapters.calls import CallRow
-from mobula.learner.adapters.grouped import AdapterSegment, Factors, GroupedAdapters
-from mobula.learner.policies.adapters import save_adapters
+from mobula.learner.adapters.calls import AdapterSegment, CallBatch, CallRow, Factors, GroupedAdapters
+from mobula.learner.policies.adapters import A, B, save_adapters
 from mobula.learner.policies.batch import TokenBatch
-from mobula.learner.policies.lora import A, B
 
 
 class AdapterRank(CallRank):
@@ -44,21 +41,13 @@ class AdapterRank(CallRank):
         self._adapters: dict[str, TrainedAdapter] = {}
 
     def create(self, adapter: str, spec: AdapterSpec) -> None:
-        """Adds an adapter.
-
-        Raises:
-            ValueError: an adapter has this name, or the spec fits no layer of the model.
-        """
+        """Adds an adapter."""
         if adapter in self._adapters:
             raise ValueError(f"there is an adapter {adapter!r}: drop it, or choose another name")
         self._adapters[adapter] = TrainedAdapter(spec, self._layers_of(spec), self._device)
 
     def step(self, adapter: str, parameters: AdamParameters) -> Mapping[str, float]:
-        """Applies and clears the gradient; returns `grad_norm`, `skipped` and `optimizer_steps`.
-
-        Raises:
-            ValueError: the adapter does not exist or has no gradient.
-        """
+        """Applies and clears the gradient; returns `grad_norm`, `skipped` and `optimizer_steps`."""
         state = self._adapter(adapter)
         if not state.has_gradient:
             raise ValueError(f"the adapter {adapter!r} has no gradient to apply: run a backward pass first")
@@ -78,12 +67,7 @@ class AdapterRank(CallRank):
         self._write(lambda: write_state(folder, {**state.state(), "gradient": gradient}))
 
     def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Loads what `save` has written, in place of the adapter's state; clears its gradient without the optimizer.
-
-        Raises:
-            ValueError: the saved adapter has another rank, scale or other layers.
-            CheckpointError: the folder has no saved adapter.
-        """
+        """Loads what `save` has written, in place of the adapter's state; clears its gradient without the optimizer."""
         state, saved = self._adapter(adapter), self._together(lambda: read_state(folder))
         state.load(saved, with_optimizer=with_optimizer)
         if with_optimizer and saved["gradient"] is not None:

@@ -33,9 +33,6 @@ def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtyp
 def saved_weights(config: LearnerConfig, folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Name in the policy -> reader of each whole tensor that the ranks of `learner.backend` saved: what is trained, and
     buffers.
-
-    Raises:
-        CheckpointError: there is no complete state in `folder`.
     """
     if config.backend == "deepspeed":
         from mobula.learner.backends.deepspeed import saved_zero_weights

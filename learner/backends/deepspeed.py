@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
-from mobula.learner.backends.gather import BUCKET_BYTES
+from mobula.learner.backends.sharded import BUCKET_BYTES
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.reading import Rows, Weights, allocate, fill, plain_name, refuse_lacking
@@ -195,11 +195,7 @@ class _Turn:
 
 
 def saved_zero_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """As `saved_weights`, from any number of ranks. Of stage 2 DeepSpeed joins all float32 weights at once.
-
-    Raises:
-        CheckpointError: there is no complete state in `folder`.
-    """
+    """As `saved_weights`, from any number of ranks. Of stage 2 DeepSpeed joins all float32 weights at once."""
     _refuse_incomplete(folder)
     _imported(torch.device("cpu"))
     _refuse_code(folder)
@@ -218,11 +214,7 @@ def _refuse_incomplete(folder: Path) -> None:
 
 
 def _refuse_code(folder: Path) -> None:
-    """DeepSpeed unpickles its files without a restriction: each is read with one before, and its tensors are mapped.
-
-    Raises:
-        CheckpointError: a file holds anything but tensors, plain values and a few of DeepSpeed's own classes.
-    """
+    """DeepSpeed unpickles its files without a restriction: each is read with one before, and its tensors are mapped."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
-from mobula.learner.backends.gather import gather_whole
-from mobula.learner.backends.sharded import ShardedWriter, load_sharded
+from mobula.learner.backends.sharded import ShardedWriter, gather_whole, load_sharded
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.reading import Weights, fill

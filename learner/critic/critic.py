@@ -1,37 +1,155 @@
-"""Critic: one rank of the group that trains a value model next to the policy."""
+"""Critic: a value model, its rows and its update."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.schema import LearnerConfig, RunConfig
-from mobula.learner.algorithms.aggregation import Totals, token_mean
-from mobula.learner.algorithms.value_loss import value_loss
+from mobula.learner.algorithms.policy_losses import Totals, token_mean
+from mobula.learner.algorithms.token_advantages import value_loss
 from mobula.learner.backends import build_backend
 from mobula.learner.batch import LearnerItem, totals
-from mobula.learner.critic.rows import ValueRow, collate_rows
-from mobula.learner.critic.value_model import ValueModel
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.meter import Meter
-from mobula.learner.offload import Offloader
 from mobula.learner.optim import learning_rate
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
+from mobula.learner.policies.base import RowOutline, on_device
+from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
 from mobula.learner.policies.checkpoint.reading import StoredWeights, Weights, unread_policy_model
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
+from mobula.learner.policies.token import TokenModel
 from mobula.learner.policy_weights import PolicyWeights
 from mobula.learner.scoring_pass import gathered
+from mobula.learner.state import Offloader
+
+
+class ScalarHead(nn.Module):
+    """The inner product of a state with a learned vector, in float32 and without a bias.
+
+    It starts from N(0, 1 / (H + 1)^2), so that values are near 0 at first. Every rank draws the same numbers from
+    `seed`, and the generators of the process stay as they are.
+
+    Source: Learning to Summarize from Human Feedback, arXiv:2009.01325, appendix B.1.
+    """
+
+    def __init__(self, hidden_size: int, seed: int) -> None:
+        super().__init__()
+        drawn = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed))
+        self.weight = nn.Parameter(drawn / (hidden_size + 1))  # [1, H], the layout of a linear layer
+
+    def forward(self, states: Tensor) -> Tensor:
+        """states [..., H] of any float type -> float32 [...]."""
+        return (states.float() * self.weight[0].float()).sum(dim=-1)
+
+
+class ValueModel(TokenModel):
+    """The backbone of a model with a scalar head in the place of its output layer."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: LearnerConfig, seed: int, sequence_ranks: SequenceRanks | None = None
+    ) -> None:
+        """Takes the output layer out of `model`, which no other part may use from here on."""
+        super().__init__(model, config, sequence_ranks)
+        model.set_output_embeddings(nn.Identity())
+        self.head = ScalarHead(model.config.get_text_config().hidden_size, seed)
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """float32 [B, T]: the value of the state before each target; 0 behind a row's last target."""
+        values = self.head(self.states(batch))  # [N]
+        return self.padded(batch, values)
+
+
+Values = Sequence[Sequence[np.ndarray]]
+
+
+"""float32 [T + 1] of each trajectory of each group: before each token, and after the last one."""
+
+
+def with_values(groups: list[list[LearnerItem]], values: Values) -> list[list[LearnerItem]]:
+    """The items with these values of a critic; as they are where there are none."""
+    if not values:
+        return groups
+    return [
+        [replace(item, values=found) for item, found in zip(row, of, strict=True)]
+        for row, of in zip(groups, values, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class ValueRow:
+    """A response and one padding token after it, so that the state after the last token has a value too.
+
+    Attention is causal: what follows changes no value. T tokens have T + 1 values.
+    """
+
+    index: int  # of the item among all trajectories of the step
+    group: int  # the place of its group in the step
+    sequence: TokenSequence | RowOutline  # T + 1 targets
+    old_values: np.ndarray  # float32 [T + 1], of the critic before the step
+    returns: np.ndarray  # float32 [T]
+    mask: np.ndarray  # bool [T]: True where a value has a loss
+
+    @classmethod
+    def of(cls, item: LearnerItem) -> ValueRow:
+        """Of an item; before it has values and returns they are empty."""
+        row = item.sequence
+        assert isinstance(row, TokenSequence | RowOutline), "a critic values tokens"
+        nothing = np.zeros(0, dtype=np.float32)
+        return cls(
+            index=item.index,
+            group=item.group,
+            sequence=row.with_end(),
+            old_values=nothing if item.values is None else item.values,
+            returns=nothing if item.returns is None else item.returns,
+            mask=item.kept_mask,
+        )
+
+    def untrained(self) -> ValueRow:
+        return replace(self, mask=np.zeros_like(self.mask))
+
+
+@dataclass(frozen=True)
+class ValueBatch:
+    """Padded columns of a micro-batch; W is one more than its longest response."""
+
+    tokens: TokenBatch
+    old_values: Tensor  # float32 [B, W]
+    returns: Tensor  # float32 [B, W]
+    mask: Tensor  # bool [B, W]
+
+
+def collate_rows(rows: Sequence[ValueRow], reader: MediaReader, device: torch.device) -> ValueBatch:
+    """Pad rows into one micro-batch."""
+    sequences = [row.sequence for row in rows if isinstance(row.sequence, TokenSequence)]
+    assert len(sequences) == len(rows), "a row of another rank: no content of it was fetched"
+    tokens = collate(sequences, reader, device)
+    width = tokens.targets.shape[1]
+
+    def column(arrays: Sequence[np.ndarray], dtype: type) -> Tensor:
+        return on_device(pad_rows([*arrays, np.zeros(width)], 0, dtype)[:-1], device)
+
+    return ValueBatch(
+        tokens=tokens,
+        old_values=column([row.old_values for row in rows], np.float32),
+        returns=column([row.returns for row in rows], np.float32),
+        mask=column([row.mask for row in rows], np.bool_),
+    )
+
 
 FOLDER = "critic"  # of a learner's state
+
+
 Groups = list[list[LearnerItem]]
 
 
@@ -94,11 +212,7 @@ class Critic:
         return self._backend.save(folder / FOLDER, self._optimizer, version)
 
     def load(self, folder: Path) -> int:
-        """Restores the state written by `save`; returns its version.
-
-        Raises:
-            CheckpointError: there is no complete state of a critic in `folder`.
-        """
+        """Restores the state written by `save`; returns its version."""
         if not (folder / FOLDER).is_dir():
             raise CheckpointError(
                 f"{folder} holds no critic: a run without one wrote it, so resume with algorithm.critic.place=none, or "

@@ -1,4 +1,4 @@
-"""Interfaces of policies with any kind of actions: rows to train on, and a network to distribute."""
+"""Policy: the Protocol of a trained network, and copies of arrays on its device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from mobula.cluster.records.media import MediaHandle
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Returns the array as a tensor on `device`; on the CPU it shares the array's memory.
+
+    Copies to a GPU are asynchronous, from pinned memory, so that the host does not wait for queued work of the GPU.
+    torch keeps the pinned memory until the copy is done.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class PolicyRow(Protocol):

@@ -15,9 +15,8 @@ from torch import Tensor
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt
-from mobula.learner.policies.attention.places import RowPlaces, SharedPrefix, shared_prefixes
-from mobula.learner.policies.base import NO_TOKENS
-from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.attention.packed import RowPlaces, SharedPrefix, shared_prefixes
+from mobula.learner.policies.base import NO_TOKENS, on_device
 
 PADDING_ID = 0  # any id: attention is causal and padding is on the right, so no token attends to it
 # Inputs of M-RoPE positions, in addition to the spans of images and videos.

@@ -65,11 +65,7 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
 
 
 def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Loads the model of a checkpoint folder or hub name, or its policy part, on the CPU.
-
-    Raises:
-        ValueError: `attention` needs a package that is not installed.
-    """
+    """Loads the model of a checkpoint folder or hub name, or its policy part, on the CPU."""
     refuse_without_package(attention)
     own = _policy_config(source)
     model = auto_class(own).from_pretrained(
@@ -139,11 +135,7 @@ def _lies_transposed(model: nn.Module, name: str) -> bool:
 
 
 def _keep_transposed(model: PreTrainedModel) -> None:
-    """Prevents transformers from transposing tensors of `as_stored` again when it saves a model.
-
-    Raises:
-        ValueError: a tensor has an ambiguous (square) shape.
-    """
+    """Prevents transformers from transposing tensors of `as_stored` again when it saves a model."""
     kept = getattr(model, "_weight_conversions", None)
     if kept:
         vars(model)["_weight_conversions"] = [one for one in kept if not _transposes(one)]
@@ -162,11 +154,7 @@ def _transposes(conversion: object) -> bool:
 
 
 def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
-    """Freezes parameters by prefix of the checkpoint name, or by part of the model.
-
-    Raises:
-        ValueError: a prefix matches nothing.
-    """
+    """Freezes parameters by prefix of the checkpoint name, or by part of the model."""
     if not prefixes:
         return
     parameters = dict(model.named_parameters())
@@ -182,11 +170,7 @@ def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
 def refuse_unknown_prefixes(
     prefixes: tuple[str, ...], parts: Mapping[str, tuple[str, ...]], names: Sequence[str]
 ) -> None:
-    """Checks that each entry of `policy.freeze` is a part of the family, or a prefix of a checkpoint name.
-
-    Raises:
-        ValueError: a prefix matches nothing.
-    """
+    """Checks that each entry of `policy.freeze` is a part of the family, or a prefix of a checkpoint name."""
     for prefix in prefixes:
         if not any(name.startswith(parts.get(prefix, (prefix,))) for name in names):
             raise ValueError(_no_match(prefix, parts, names))
@@ -196,9 +180,6 @@ def checkpoint_names(model: nn.Module) -> dict[str, str]:
     """State-dict name -> name in a saved checkpoint, which engines load by. Tied weights are left out.
 
     Only transformers renames and ties weights when it saves a model; diffusers saves the state dict unchanged.
-
-    Raises:
-        ValueError: the checkpoint splits a tensor or merges several; such models cannot be pushed by name.
     """
     if not isinstance(model, PreTrainedModel):
         return {name: name for name in model.state_dict()}

@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from mobula.configs.schema import LearnerConfig
-from mobula.learner.policies.attention.places import MIN_SHARE
+from mobula.learner.policies.attention.packed import MIN_SHARE
 from mobula.learner.policies.base import PolicyRow
 
 MAX_LOAD = 1.1  # of a rank, over the mean; up to it siblings and their images stay together

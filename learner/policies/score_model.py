@@ -36,9 +36,6 @@ def unread_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> t
 
     A checkpoint of a reward model keeps its head. A new head starts from N(0, 1 / (H + 1)^2), the same on every rank.
     Source: Learning to Summarize from Human Feedback, arXiv:2009.01325, appendix B.1.
-
-    Raises:
-        ValueError: a checkpoint of a reward model has several labels.
     """
     classifier = score_class(config.model)
     if classifier is None:

@@ -95,20 +95,12 @@ class ModelShape:
 
 
 def shape_of(source: str) -> ModelShape:
-    """The shape of the checkpoint at `source`, a folder or a hub name. Reads config.json only.
-
-    Raises:
-        ValueError, OSError: there is no config.json that transformers can use.
-    """
+    """The shape of the checkpoint at `source`, a folder or a hub name. Reads config.json only."""
     return shape_of_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
 
 
 def shape_of_values(values: Mapping[str, Any]) -> ModelShape:
-    """The shape of a model from `model_type` and the other values of a config.json.
-
-    Raises:
-        ValueError: transformers has no such model.
-    """
+    """The shape of a model from `model_type` and the other values of a config.json."""
     return shape_of_config(AutoConfig.for_model(**values))
 
 

@@ -10,15 +10,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.configs.schema import LearnerConfig
-from mobula.learner.policies.attention.places import RowPlaces
+from mobula.learner.policies.attention.packed import RowPlaces
 from mobula.learner.policies.attention.row_packing import RowPacking
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
-from mobula.learner.policies.base import Policy, PolicyOutput
+from mobula.learner.policies.base import Policy, PolicyOutput, on_device
 from mobula.learner.policies.batch import TokenBatch
-from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families import family_of
-from mobula.learner.policies.head import ScoringHead
-from mobula.learner.policies.logprobs import Distribution, Steps
+from mobula.learner.policies.head import Distribution, ScoringHead, Steps
 
 
 class TokenModel(Policy):

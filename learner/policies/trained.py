@@ -24,13 +24,19 @@ from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import StoredWeights, unread_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.flow.denoising import Denoising
-from mobula.learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
 from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
-from mobula.learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
-from mobula.learner.policies.image_tokens.guidance import canary_tokens
-from mobula.learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
+from mobula.learner.policies.flow.rows import (
+    CleanSequence,
+    LatentBatch,
+    LatentSequence,
+    NoisedBatch,
+    Noising,
+    collate_latents,
+    collate_noised,
+)
+from mobula.learner.policies.head import PLAIN, Distribution
+from mobula.learner.policies.image_tokens import ImageTokenPolicy, canary_tokens, freeze_the_rest
 from mobula.learner.policies.loading import DTYPES, disable_dropout
-from mobula.learner.policies.logprobs import PLAIN, Distribution
 from mobula.learner.policies.score_model import ScoreModel, unread_score_model
 from mobula.learner.policies.token import TokenPolicy
 

@@ -18,30 +18,30 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "aerorl_format": "mobula.rewards.functions.answers.aerorl:AeroRLFormat",
     "aerorl_grounding": "mobula.rewards.functions.answers.aerorl:AeroRLGrounding",
     "aerorl_verifier": "mobula.rewards.functions.answers.aerorl:AeroRLVerifier",
-    "aesthetic": "mobula.rewards.models.aesthetic:Aesthetic",
-    "anls": "mobula.rewards.functions.answers.anls:Anls",
-    "clip_score": "mobula.rewards.models.clip:ClipScore",
-    "cost": "mobula.rewards.functions.cost:Cost",
-    "environment": "mobula.rewards.functions.environment:EnvironmentReward",
-    "exact_match": "mobula.rewards.functions.answers.exact_match:ExactMatch",
-    "format": "mobula.rewards.functions.format:Format",
+    "aesthetic": "mobula.rewards.models.image_scores:Aesthetic",
+    "anls": "mobula.rewards.functions.answers.short_answers:Anls",
+    "clip_score": "mobula.rewards.models.image_scores:ClipScore",
+    "cost": "mobula.rewards.functions.response_form:Cost",
+    "environment": "mobula.rewards.functions.plugin:EnvironmentReward",
+    "exact_match": "mobula.rewards.functions.answers.short_answers:ExactMatch",
+    "format": "mobula.rewards.functions.response_form:Format",
     "grounding": "mobula.rewards.functions.grounding:Grounding",
     "http": "mobula.rewards.http.client:HttpReward",
-    "iou": "mobula.rewards.functions.iou:Iou",
+    "iou": "mobula.rewards.functions.grounding:Iou",
     "jpeg_size": "mobula.rewards.functions.jpeg_size:JpegSize",
     "judge": "mobula.rewards.models.judges.server_judge:Judge",
-    "keywords": "mobula.rewards.functions.answers.keywords:Keywords",
+    "keywords": "mobula.rewards.functions.answers.short_answers:Keywords",
     "language": "mobula.rewards.functions.language:Language",
     "math_answer": "mobula.rewards.functions.answers.math_answer:MathAnswer",
-    "multiple_choice": "mobula.rewards.functions.answers.multiple_choice:MultipleChoice",
+    "multiple_choice": "mobula.rewards.functions.answers.choices:MultipleChoice",
     "ocr": "mobula.rewards.functions.ocr:Ocr",
-    "overlong": "mobula.rewards.functions.overlong:Overlong",
-    "pick_score": "mobula.rewards.models.clip:PickScore",
-    "reflection": "mobula.rewards.functions.reflection:Reflection",
-    "relaxed_accuracy": "mobula.rewards.functions.answers.relaxed_accuracy:RelaxedAccuracy",
+    "overlong": "mobula.rewards.functions.response_form:Overlong",
+    "pick_score": "mobula.rewards.models.image_scores:PickScore",
+    "reflection": "mobula.rewards.functions.response_form:Reflection",
+    "relaxed_accuracy": "mobula.rewards.functions.answers.short_answers:RelaxedAccuracy",
     "reward_model": "mobula.rewards.models.reward_model:RewardModel",
-    "script_share": "mobula.rewards.functions.script_share:ScriptShare",
-    "true_false": "mobula.rewards.functions.answers.true_false:TrueFalse",
+    "script_share": "mobula.rewards.functions.response_form:ScriptShare",
+    "true_false": "mobula.rewards.functions.answers.choices:TrueFalse",
     "vllm_judge": "mobula.rewards.models.judges.vllm_judge:VllmJudge",
 }
 READ_LENGTHS = ("cost", "http", "overlong")
@@ -57,9 +57,6 @@ def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> Rewar
 
     A built-in function is built by `factory(tools, **options)`. A user's function, `module:function` or
     `path/to/file.py:function`, is called as `function(request, **options)` in an isolated process, never in this one.
-
-    Raises:
-        ValueError: the function does not exist, or an option is unknown, missing or invalid.
     """
     if is_user_code(name):
         check_users_function(name, options, tools.isolated)
@@ -86,11 +83,7 @@ def _not_installed(name: str, error: ModuleNotFoundError) -> ValueError:
 
 
 def check_users_function(name: str, options: Mapping[str, Any], isolated: Isolated) -> None:
-    """Imports a user's function in the isolated processes and checks the options against its parameters.
-
-    Raises:
-        ValueError: the function does not exist or takes no request, or an option is unknown or missing.
-    """
+    """Imports a user's function in the isolated processes and checks the options against its parameters."""
     path = name.rpartition(":")[0]
     if path.endswith(".py"):
         try:

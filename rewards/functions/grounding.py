@@ -1,22 +1,154 @@
-"""Grounding: F1 of the entities claimed by a response against the entities of the evidence."""
+"""Rewards of boxes: intersection over union and grounding."""
 
 from __future__ import annotations
 
+import io
+import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard, get_args
+
+from PIL import Image, UnidentifiedImageError
+from scipy.optimize import linear_sum_assignment
 
 from mobula.cluster.errors import RewardError
+from mobula.cluster.records.media import IMAGE_SIZES, SHOWN_SIZES, upright_size
 from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.functions.answers.exact_match import fold
-from mobula.rewards.functions.parsing.references import given_metadata
-from mobula.rewards.functions.parsing.strict_json import read_json, type_name
+from mobula.rewards.functions.answers.short_answers import fold
+from mobula.rewards.functions.parsing.bounding_boxes import (
+    LIMITS,
+    BoundingBox,
+    Form,
+    Scale,
+    iou,
+    read_boxes,
+    rescaled,
+    to_boxes,
+)
+from mobula.rewards.functions.parsing.extraction import RequestExtractor, read_json, type_name
+from mobula.rewards.functions.parsing.references import check_number, given_metadata
 from mobula.rewards.tools import Tools
 
+
+class Iou:
+    """The mean intersection over union of matched boxes; an unmatched box counts as a pair of 0.
+
+    Boxes of the response are matched to true boxes with the largest sum of IoUs (Kuhn 1955). value = sum / max(numbers
+    of boxes); a pair below `min_iou` counts 0. The breakdown has precision and recall: the shares of the response's
+    boxes and of the true boxes in counted pairs.
+
+    `extract` selects the part of the response with the boxes (`rewards.functions.parsing.extraction`), strict JSON with
+    or without a code fence: four numbers, an array of four numbers each, or objects with the numbers under `bbox_2d`,
+    `bbox` or `box`. `boxes` is the metadata key of the true boxes. `form` is xyxy (two corners) or xywh (corner, width,
+    height). `response_scale` and `scale` (of the true boxes) are relative (0 to 1), thousandths (0 to 1000), pixels (of
+    the upright file) or shown_pixels (of the image after the model's processor). If the scales differ, the size of the
+    file is `width` and `height` of the metadata or the size of the prompt's first image, and the shown size is the
+    first of `shown_image_sizes`, which runs add to the metadata.
+
+    One malformed box (not four finite numbers, out of range, without area) makes the whole response worth 0.
+    """
+
+    def __init__(
+        self, tools: Tools, *, extract: str, boxes: str, form: Form, response_scale: Scale, scale: Scale, min_iou: float
+    ) -> None:
+        for option, value, known in (
+            ("form", form, get_args(Form)),
+            ("response_scale", response_scale, get_args(Scale)),
+            ("scale", scale, get_args(Scale)),
+        ):
+            if value not in known:
+                raise ValueError(f"{option}={value!r} is unknown: use one of {', '.join(known)}")
+        if not isinstance(boxes, str) or not boxes:
+            raise ValueError(f"boxes={boxes!r} is no key: name the metadata that has the wanted boxes")
+        check_number("min_iou", min_iou, low=0, high=1)
+        self._extract = RequestExtractor(extract)
+        self._boxes = boxes
+        self._form: Form = form
+        self._response_scale: Scale = response_scale
+        self._scale: Scale = scale
+        self._min_iou = min_iou
+
+    def __call__(self, request: RewardRequest) -> Score:
+        wanted, flaw = to_boxes(given_metadata(request.metadata, self._boxes), self._form, self._scale)
+        if flaw:
+            raise RewardError(f"metadata.{self._boxes} has {flaw}")
+        text, flaw = self._extract(request)
+        boxes, flaw = ([], flaw) if flaw else read_boxes(text, self._form, self._response_scale)
+        if flaw:
+            return Score(0.0, flaw, {"precision": 0.0, "recall": 0.0})
+        if self._response_scale != self._scale:
+            boxes = _shares(boxes, self._response_scale, request)
+            wanted = _shares(wanted, self._scale, request)
+        pairs = [value if value >= self._min_iou else 0.0 for value in _matched(boxes, wanted)]
+        num_met = sum(value > 0 for value in pairs)
+        parts = {"precision": num_met / len(boxes), "recall": num_met / len(wanted)}
+        return Score(math.fsum(pairs) / max(len(boxes), len(wanted)), "", parts)
+
+
+def _shares(boxes: Sequence[BoundingBox], scale: Scale, request: RewardRequest) -> list[BoundingBox]:
+    """Converts boxes to fractions of the image's width and height."""
+    sizes = {"pixels": _file_size, "shown_pixels": _shown_size}
+    width, height = sizes[scale](request) if scale in sizes else (LIMITS[scale], LIMITS[scale])
+    return [rescaled(box, 1 / width, 1 / height) for box in boxes]
+
+
+def _matched(boxes: Sequence[BoundingBox], wanted: Sequence[BoundingBox]) -> list[float]:
+    """Returns the IoU of each pair of the matching with the largest sum."""
+    table = [[iou(box, other) for other in wanted] for box in boxes]
+    if len(boxes) == 1 or len(wanted) == 1:
+        return [max(value for row in table for value in row)]
+    rows, columns = linear_sum_assignment(table, maximize=True)
+    return [table[row][column] for row, column in zip(rows, columns, strict=True)]
+
+
+def _file_size(request: RewardRequest) -> tuple[float, float]:
+    size = request.metadata.get("width"), request.metadata.get("height")
+    if size == (None, None):
+        size = _first_size(request, IMAGE_SIZES)
+    if size == (None, None) and request.prompt_images:
+        try:
+            with Image.open(io.BytesIO(request.prompt_images[0])) as image:
+                return upright_size(image)
+        except UnidentifiedImageError as error:
+            raise RewardError("the prompt's first image cannot be opened: it is of no known kind") from error
+        except (OSError, Image.DecompressionBombError) as error:
+            raise RewardError(f"the prompt's first image cannot be opened: {error}") from error
+    if not _is_size(size):
+        raise RewardError(f"the image's size is not known: metadata has width={size[0]!r} and height={size[1]!r}")
+    return size
+
+
+def _shown_size(request: RewardRequest) -> tuple[float, float]:
+    size = _first_size(request, SHOWN_SIZES)
+    if not _is_size(size):
+        raise RewardError(
+            f"the size of the image that the model saw is not known: metadata has no {SHOWN_SIZES}, which runs of "
+            "models that scale images to a budget of pixels give; for others use relative or thousandths"
+        )
+    return size
+
+
+def _first_size(request: RewardRequest, key: str) -> tuple[Any, Any]:
+    sizes = request.metadata.get(key)
+    if isinstance(sizes, list | tuple) and sizes and isinstance(sizes[0], list | tuple) and len(sizes[0]) == 2:
+        return sizes[0][0], sizes[0][1]
+    return None, None
+
+
+def _is_size(size: tuple[Any, Any]) -> TypeGuard[tuple[float, float]]:
+    return all(isinstance(side, int | float) and 1 <= side <= LIMITS["pixels"] for side in size)
+
+
 _NUMBER = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(%?)")
+
+
 _MAX_NUMBER_CHARS = 100  # longer numbers are compared as text
+
+
 _ARTICLES = ("the ", "a ", "an ")
+
 
 Entity = str | Fraction
 
@@ -29,9 +161,6 @@ class Grounding:
 
     `claims` selects the claims: `metadata:KEY`, or `json:FIELD` for an array of texts and numbers in a response that is
     a strict JSON object (`fenced_json:FIELD` allows a code block). `evidence` is the metadata key of the entities.
-
-    Raises:
-        RewardError: the metadata lacks the evidence or the claims.
     """
 
     def __init__(self, tools: Tools, *, claims: str, evidence: str) -> None:

@@ -19,9 +19,6 @@ class JpegSize:
 
     Several images (frames of a video) give the mean. Needs no model and no reference, which makes it a cheap test of a
     flow model. DDPO's compressibility (arXiv:2305.13301) uses quality 95; Flow-GRPO also divides by 500.
-
-    Raises:
-        RewardError: the response has no image, or an image cannot be opened.
     """
 
     def __init__(self, tools: Tools, *, wanted: Literal["small", "large"], quality: int, scale: float) -> None:

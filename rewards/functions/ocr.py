@@ -37,10 +37,6 @@ class Ocr:
     `target` is the expected text: `reference`, or `quoted_prompt`, the prompt's first text in double quotes. Of several
     images (frames of a video) every `frame_stride`-th is read, starting with the first; the value is the mean, and a
     frame without text counts 0. `num_threads` is the number of threads of the network.
-
-    Raises:
-        TimedOutError: an image was not read in time.
-        RewardError: the response has no image, an image cannot be opened or is too narrow, or there is no target.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Plugin: runs a user's reward function, `module:function` or `path/to/file.py:function`, in isolated processes."""
+"""Reward functions of the user and of environments."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from typing import Any
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
 from mobula.cluster.user_code import load
-from mobula.rewards.contract import Outcome, RewardRequest, TimedOutError
-from mobula.rewards.isolation.process import Isolated
-from mobula.rewards.isolation.process_pool import call_each
+from mobula.rewards.contract import Outcome, RewardRequest, Score, TimedOutError
+from mobula.rewards.functions.parsing.references import check_number
+from mobula.rewards.isolation.process import Isolated, call_each
 from mobula.rewards.tools import Tools
 
 _PARAMETERS = "mobula.rewards.functions.plugin:parameters"
+
+
 CALL = (
     "a reward function is called as function(request, **options) and reads request.prompt_text, request.response.text, "
     "request.references and request.metadata"
 )
+
+
 EXAMPLE = RewardRequest(Response("", 0, is_truncated=False), (), {}, "")
+
+
 OF_OTHER_TRAINERS = ("completions", "prompts", "responses", "data_source", "solution_str", "solution_strs")
 
 
@@ -62,11 +68,7 @@ def parameters(target: str) -> list[tuple[str, str, bool]]:
 
 
 def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
-    """Returns the signature of a user's function, imported in the isolated processes because it may hang or crash.
-
-    Raises:
-        ValueError: the function does not exist, its module cannot be imported, or it takes no request.
-    """
+    """Returns the signature of a user's function, imported in the isolated processes because it may hang or crash."""
     try:
         isolated.load(target, EXAMPLE)
         given = isolated.call(_PARAMETERS, target)
@@ -97,3 +99,23 @@ def _check_request(target: str, parameters: Sequence[tuple[str, str, bool]]) -> 
         raise ValueError(f"{takes}, of which options are given by keyword: {CALL}")
     if parameters[0][0] in OF_OTHER_TRAINERS:
         raise ValueError(f"{takes}, as functions of other trainers do: {CALL}")
+
+
+class EnvironmentReward:
+    """sum over turns k of discount^k r_k. A failed episode has no score: 0 would be trained on."""
+
+    def __init__(self, tools: Tools, *, discount: float) -> None:
+        check_number("discount", discount, low=0, high=1)
+        self._discount = discount
+
+    def __call__(self, request: RewardRequest) -> Score:
+        response = request.response
+        if response.failure:
+            raise RewardError(f"the episode failed: {response.failure}")
+        if not response.turns:
+            raise RewardError("the response is no episode: set environment=OPTION, or leave this component out")
+        parts: dict[str, float] = {}
+        for number, turn in enumerate(response.turns):
+            for name, value in turn.rewards.items():
+                parts[name] = parts.get(name, 0.0) + self._discount**number * value
+        return Score(sum(parts.values()), f"{len(response.turns)} turns", parts)

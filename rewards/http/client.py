@@ -11,10 +11,9 @@ from pydantic import ValidationError
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, failure_kind
-from mobula.rewards.http.connection import Connection
-from mobula.rewards.http.lightrft import ColumnRow, LightrftReplyOfAnybody, QueryForm, join_rows
+from mobula.rewards.http.endpoints import ColumnRow, LightrftReplyOfAnybody, QueryForm, join_rows
 from mobula.rewards.http.poster import JsonPoster, RefusedError
-from mobula.rewards.http.wire import ScoreReply, encode_sample, join_samples
+from mobula.rewards.http.wire import Connection, ScoreReply, encode_sample, join_samples
 from mobula.rewards.tools import Tools
 
 FRAME_BYTES = 128  # overhead of a body beside its samples

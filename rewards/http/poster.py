@@ -13,8 +13,8 @@ import aiohttp
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import TimedOutError
-from mobula.rewards.http.connection import Connection
 from mobula.rewards.http.endpoints import Endpoint, Endpoints
+from mobula.rewards.http.wire import Connection
 
 T = TypeVar("T")
 Closer = Callable[[], Awaitable[None]]
@@ -113,13 +113,7 @@ class JsonPoster:
         return self._loop.run(self._enter(work))
 
     async def post(self, body: bytes, deadline: float) -> bytes:
-        """Posts `body` and returns the reply, by `deadline` on the loop's clock.
-
-        Raises:
-            RefusedError: a server answered with a 4xx other than 429.
-            TimedOutError: no attempt was answered in time.
-            RewardError: the last attempt failed for another reason.
-        """
+        """Posts `body` and returns the reply, by `deadline` on the loop's clock."""
         try:
             async with asyncio.timeout_at(deadline):
                 async with self._slots:

@@ -20,7 +20,7 @@ from pydantic import Discriminator, Tag
 from mobula.cluster.errors import RewardError
 from mobula.cluster.serving import RETRY_AFTER_S, VIEWER_PATH, Address, RequestGate, problems
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
-from mobula.rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
+from mobula.rewards.http.endpoints import LightrftBody, LightrftReply, QueryForm
 from mobula.rewards.http.thread_pool import BusyError, ScorerThreads
 from mobula.rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
 
@@ -70,11 +70,7 @@ class RewardServer:
         self.metrics = ServerMetrics(threads)
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[Outcome]:
-        """Returns one outcome per request by the deadline; requests without a score by then time out.
-
-        Raises:
-            BusyError: the queue is full.
-        """
+        """Returns one outcome per request by the deadline; requests without a score by then time out."""
         seconds = self.limits.timeout_s
         future = self.threads.submit(requests, time.monotonic() + seconds)
         try:

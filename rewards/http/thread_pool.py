@@ -72,11 +72,8 @@ class ScorerThreads:
         return self.num_waiting >= self._max_waiting
 
     def submit(self, requests: Sequence[RewardRequest], deadline: float) -> Future[Sequence[Outcome]]:
-        """Queues requests and returns the future of their outcomes. A future that is cancelled in time is not scored.
-
-        Raises:
-            BusyError: the queue is full.
-        """
+        """Queues requests and returns the future of their outcomes. A future that is cancelled in time is not
+        scored."""
         if self.is_full():
             raise BusyError(f"{self.num_busy} threads are busy and {self.num_waiting} requests wait")
         future: Future[Sequence[Outcome]] = Future()

@@ -1,18 +1,68 @@
-"""IsolatedProcess: runs reward functions that may hang in a child process, with a deadline for each call."""
+"""Processes that run reward functions of the user, with deadlines."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 from mobula.cluster.errors import DeadlineError, RewardError, WorkerDiedError
 from mobula.cluster.runtime.child.process import ChildProcess
-from mobula.rewards.contract import TimedOutError
+from mobula.cluster.runtime.concurrency import DaemonThread
+from mobula.rewards.contract import Outcome, ScoringFailure, TimedOutError, failure_kind
 from mobula.rewards.isolation import child
+
+T = TypeVar("T")
+
+
+class InTime:
+    """Runs work in a thread, with `timeout_s` per response and a common `deadline` (`time.monotonic`).
+
+    A thread cannot be killed. A late thread is abandoned and counted in `num_stuck` until it ends; the owner has to
+    replace the process. Without timeout and deadline the work runs in the calling thread.
+
+    Example:
+        in_time = InTime(timeout_s=5)
+        in_time.call(lambda: engine.read(image), "the OCR engine")
+    """
+
+    def __init__(self, *, timeout_s: float = math.inf) -> None:
+        self._timeout_s = timeout_s
+        self._thread: DaemonThread | None = None
+        self._late: list[Future[Any]] = []
+        self.deadline = math.inf
+
+    @property
+    def num_stuck(self) -> int:
+        """Number of late threads that still run."""
+        self._late = [future for future in self._late if not future.done()]
+        return len(self._late)
+
+    def call(self, work: Callable[[], T], what: str, num_responses: int = 1) -> T:
+        """Returns the result of `work`, which scores `num_responses` responses. Errors of `work` are raised
+        unchanged."""
+        timeout_s = min(num_responses * self._timeout_s, self.deadline - time.monotonic())
+        if timeout_s == math.inf:
+            return work()
+        if timeout_s <= 0:
+            raise TimedOutError(f"no time was left for {what}")
+        self._thread = self._thread or DaemonThread("reward-in-time")
+        future = self._thread.submit(work)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeoutError:
+            if future.done():  # a TimeoutError of the work itself
+                raise
+            self._late.append(future)
+            self._thread = None  # the next work gets a new thread
+            raise TimedOutError(f"waited {timeout_s:.3g} s for {what}") from None
+
 
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge expression in an answer must not take the memory of the engines
 
@@ -76,10 +126,6 @@ class IsolatedProcess:
 
         The import of the target's module has `start_timeout_s`, the call `timeout_s`. An import that still runs at the
         deadline is not killed: a later call waits for it.
-
-        Raises:
-            TimedOutError: no result in time; the process was killed, unless it still imports.
-            RewardError: the target raised, or its process died.
         """
         self._load(target, args, kwargs)  # with the arguments: unpickling them imports modules, too
         timeout_s = max(0.0, min(self._timeout_s, self.deadline - time.monotonic()))
@@ -93,12 +139,7 @@ class IsolatedProcess:
         return result
 
     def load(self, target: str, *examples: Any) -> None:
-        """Imports the modules of the target and of the examples' classes within `start_timeout_s`, ahead of calls.
-
-        Raises:
-            TimedOutError: the import took longer; the process was killed.
-            RewardError: the import raised, the target does not exist, or the process died.
-        """
+        """Imports the modules of the target and of the examples' classes within `start_timeout_s`, ahead of calls."""
         self._load(target, examples, {})
 
     def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
@@ -164,3 +205,73 @@ class IsolatedProcess:
 
 class _StillImportingError(TimedOutError):
     """The deadline of a call passed while a module was imported for it."""
+
+
+def call_each(
+    isolated: Isolated, target: str, calls: Sequence[tuple[Any, ...]], score: Callable[[Any], Any], **kwargs: Any
+) -> list[Outcome | Any]:
+    """Returns `score` of each call's result, or its `ScoringFailure`, in order; a pool runs the calls concurrently."""
+    results = isolated.call_many(target, calls, **kwargs)
+    return [failure(result) if isinstance(result, RewardError) else score(result) for result in results]
+
+
+def failure(error: RewardError) -> ScoringFailure:
+    """Converts a `RewardError` to an outcome."""
+    return ScoringFailure(failure_kind(error), str(error))
+
+
+class IsolatedPool:
+    """Like `IsolatedProcess`, for up to `num_processes` calls at a time. Processes start on demand.
+
+    A thread waits for each process. The timeout of a call starts when a process takes it; `deadline`
+    (`time.monotonic`) bounds all calls.
+
+    Example:
+        pool = IsolatedPool(num_processes=2, timeout_s=5, start_timeout_s=60)
+        pool.call_many("math:factorial", [(5,), (-1,), (3,)])  # [120, RewardError(...), 6]
+    """
+
+    def __init__(self, *, num_processes: int, timeout_s: float, start_timeout_s: float) -> None:
+        if num_processes < 1:
+            raise ValueError(f"num_processes={num_processes}: at least one process has to make the calls")
+        self._processes = [
+            IsolatedProcess(timeout_s=timeout_s, start_timeout_s=start_timeout_s) for _ in range(num_processes)
+        ]
+        self.deadline = math.inf
+
+    def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
+        """Like `IsolatedProcess.call`, in the first process."""
+        self._processes[0].deadline = self.deadline
+        return self._processes[0].call(target, *args, **kwargs)
+
+    def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        """Returns `target(*args, **kwargs)` for each args in `calls`; a failed call gives its `RewardError`."""
+        if len(calls) < 2 or len(self._processes) == 1:
+            self._processes[0].deadline = self.deadline
+            return self._processes[0].call_many(target, calls, **kwargs)
+        idle: SimpleQueue[IsolatedProcess] = SimpleQueue()
+        for process in self._processes:
+            process.deadline = self.deadline
+            idle.put(process)
+
+        def call(args: tuple[Any, ...]) -> Any:
+            process = idle.get_nowait()  # never empty: there are as many threads as processes
+            try:
+                return process.call_or_error(target, args, kwargs)
+            finally:
+                idle.put(process)
+
+        with ThreadPoolExecutor(min(len(self._processes), len(calls))) as threads:
+            return list(threads.map(call, calls))
+
+    def load(self, target: str, *examples: Any) -> None:
+        """Like `IsolatedProcess.load`, in every process, concurrently."""
+        for process in self._processes:
+            process.deadline = self.deadline
+        with ThreadPoolExecutor(len(self._processes)) as threads:
+            list(threads.map(lambda process: process.load(target, *examples), self._processes))
+
+    def close(self) -> None:
+        """Ends every process; a later call starts new processes."""
+        for process in self._processes:
+            process.close()

@@ -1,4 +1,4 @@
-"""Encodes question and answer for a reward model, in its chat template or as a pair, within its maximum length."""
+"""The conversation that a reward model reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,54 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from PIL import Image
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest
-from mobula.rewards.images import decode_image
-from mobula.rewards.models.question import QuestionFinder
+from mobula.rewards.images import decode_image, without_markers
+
+IMAGES_FROM = ("prompt", "response")
+
+
+class QuestionFinder:
+    r"""Reads the question out of `RewardRequest.prompt_text`.
+
+    `pattern` is a regular expression with a group `question`, searched in the rendered prompt, e.g.
+    `user\n(?P<question>.*?)<\|im_end\|>`; a dot matches newlines. None takes the whole prompt. Special tokens are
+    removed in both cases.
+    """
+
+    def __init__(self, pattern: str | None) -> None:
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"options.question_pattern={pattern!r} is no regular expression ({error})") from error
+        if self._pattern is not None and "question" not in self._pattern.groupindex:
+            raise ValueError(f"options.question_pattern={pattern!r} has no group (?P<question>...): add it")
+
+    def find(self, request: RewardRequest) -> str:
+        """Returns the question."""
+        if self._pattern is None:
+            return without_markers(request.prompt_text).strip()
+        match = self._pattern.search(request.prompt_text)
+        if match is None:
+            raise RewardError(f"the prompt does not match question_pattern={self._pattern.pattern!r}")
+        return without_markers(match["question"] or "").strip()
+
+
+def decoded_images(request: RewardRequest, source: str, frame_stride: int) -> tuple[Image.Image, ...]:
+    """Returns every `frame_stride`-th image of the prompt or of the response, starting with the first, as RGB."""
+    files = request.prompt_images if source == "prompt" else request.response.images
+    if not files:
+        hint = "set needs_images for the component" if source == "prompt" else "only generated images can be scored"
+        raise RewardError(f"the {source} has no images: {hint}")
+    chosen = list(enumerate(files, start=1))[::frame_stride]
+    return tuple(decode_image(file, f"image {n} of the {source}") for n, file in chosen)
+
 
 PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # [1, T]; others vary in shape
+
+
 CUT_ROUNDS = 8  # decoding and encoding again may change the number of tokens; each round cuts the remaining excess
 
 
@@ -119,11 +160,8 @@ class ChatReader:
 
 
 def content_form(processor: Any) -> Callable[[str], Any]:
-    """Returns a function from the text of a turn to the content that the chat template takes: text or a list of parts.
-
-    Raises:
-        ValueError: the template takes neither.
-    """
+    """Returns a function from the text of a turn to the content that the chat template takes: text or a list of
+    parts."""
     problem = ""
     for form in (str, _parts):
         turns = [{"role": role, "content": form(f"probe of {role}")} for role in ("user", "assistant")]

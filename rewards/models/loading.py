@@ -1,14 +1,65 @@
-"""Loads frozen models and checks options; a checkpoint with missing, unknown or misshapen weights is refused."""
+"""Loads and batches reward models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
+from mobula.rewards.isolation.process import InTime
 from mobula.rewards.tools import Tools
+
+T = TypeVar("T")
+
+
+def score_in_batches(
+    requests: Sequence[RewardRequest],
+    *,
+    encode: Callable[[RewardRequest], T],
+    size: Callable[[T], int],
+    score: Callable[[Sequence[T]], Sequence[Outcome | float]],
+    batch_size: int,
+    in_time: InTime,
+) -> list[Outcome | float]:
+    """Returns one outcome per request, in order. A request that `encode` refuses does not affect the others.
+
+    A batch that raises, for example out of memory, or times out, fails alone. Batches have requests of similar `size`
+    to minimise padding, the largest first, so that a lack of memory shows at once.
+    """
+    outcomes: dict[int, Outcome | float] = {}
+    encoded: dict[int, T] = {}
+    for index, request in enumerate(requests):
+        try:
+            encoded[index] = encode(request)
+        except RewardError as error:
+            outcomes[index] = ScoringFailure(failure_kind(error), str(error))
+    order = sorted(encoded, key=lambda index: size(encoded[index]), reverse=True)
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        outcomes.update(zip(batch, _scored(score, [encoded[index] for index in batch], in_time), strict=True))
+    return [outcomes[index] for index in range(len(requests))]
+
+
+def _scored(
+    score: Callable[[Sequence[T]], Sequence[Outcome | float]], batch: Sequence[T], in_time: InTime
+) -> Sequence[Outcome | float]:
+    def compute() -> Sequence[Outcome | float]:
+        with torch.inference_mode():
+            return score(batch)
+
+    try:
+        return in_time.call(compute, f"a batch of {len(batch)}", len(batch))
+    except TimedOutError as error:
+        return (ScoringFailure(FailureKind.TIMED_OUT, str(error)),) * len(batch)
+    except Exception as error:  # any error of a model fails its batch only
+        reason = f"a batch of {len(batch)} raised {type(error).__name__}: {error}"
+        return (ScoringFailure(FailureKind.FAILED, reason),) * len(batch)
+
 
 NUM_SHOWN = 5
 
@@ -20,9 +71,6 @@ def load_strictly(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
 
     Transformers initialises a missing weight, such as the head of a reward model, at random with a warning; here it is
     an error.
-
-    Raises:
-        ValueError: the checkpoint cannot be loaded, or its weights are not exactly the model's.
     """
     return tools.shared((model_class, name), lambda: _load(model_class, name, tools))
 
@@ -65,11 +113,7 @@ def _refuse_quantised(name: str) -> None:
 
 
 def load_processor(processor_class: Any, name: str) -> Any:
-    """Loads a tokenizer or processor.
-
-    Raises:
-        ValueError: the checkpoint has none.
-    """
+    """Loads a tokenizer or processor."""
     try:
         return processor_class.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -77,11 +121,7 @@ def load_processor(processor_class: Any, name: str) -> Any:
 
 
 def torch_dtype(tools: Tools) -> torch.dtype:
-    """Converts `tools.dtype` to a torch dtype.
-
-    Raises:
-        ValueError: torch has no floating-point type of this name.
-    """
+    """Converts `tools.dtype` to a torch dtype."""
     dtype = getattr(torch, tools.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={tools.dtype!r} is none of torch's: use float32, bfloat16 or float16")
@@ -89,33 +129,21 @@ def torch_dtype(tools: Tools) -> torch.dtype:
 
 
 def positive_int(name: str, value: Any) -> int:
-    """Checks an option that is a positive integer, and returns it.
-
-    Raises:
-        ValueError: the value is not a positive integer.
-    """
+    """Checks an option that is a positive integer, and returns it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"options.{name}={value!r} is no number above 0")
     return value
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """Checks an option with the values `known`, and returns it.
-
-    Raises:
-        ValueError: the value is not in `known`.
-    """
+    """Checks an option with the values `known`, and returns it."""
     if value not in known:
         raise ValueError(f"options.{name}={value!r} is unknown: use {', '.join(known)}")
     return str(value)
 
 
 def existing_file(name: str, value: Any) -> Path:
-    """Checks an option that is the path of a file, and returns the path.
-
-    Raises:
-        ValueError: the file does not exist.
-    """
+    """Checks an option that is the path of a file, and returns the path."""
     if not isinstance(value, str) or not Path(value).is_file():
         raise ValueError(f"options.{name}={value!r} is no file: name one")
     return Path(value)

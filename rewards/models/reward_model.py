@@ -20,19 +20,20 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from mobula.rewards.models.batching import score_in_batches
-from mobula.rewards.models.conversation import ChatReader, ConversationReader, EncodedConversation, PairReader, pad
-from mobula.rewards.models.loading import load_processor, load_strictly, one_of, positive_int
-from mobula.rewards.models.question import QuestionFinder
+from mobula.rewards.models.conversation import (
+    ChatReader,
+    ConversationReader,
+    EncodedConversation,
+    PairReader,
+    QuestionFinder,
+    pad,
+)
+from mobula.rewards.models.loading import load_processor, load_strictly, one_of, positive_int, score_in_batches
 from mobula.rewards.tools import Tools
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """Reads the configuration of a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint has none.
-    """
+    """Reads the configuration of a checkpoint."""
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -49,9 +50,6 @@ def classifier_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
     Like the heads of transformers, it is one bias-free linear layer, `score.weight` [labels, hidden], on the last
     hidden state of the last token that is not padding; the other weights, `model.*`, are the base model's.
-
-    Raises:
-        ValueError: the architecture is unknown.
     """
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]  # type: ignore[return-value]  # it is a class

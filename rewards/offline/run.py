@@ -12,9 +12,8 @@ from typing import BinaryIO
 from mobula.cluster.errors import DeadlineError, PreflightError, WorkerDiedError
 from mobula.cluster.runtime.child.process import ChildProcess
 from mobula.rewards.offline import scorer
-from mobula.rewards.offline.scorer import ScoredBatch, ScoringOptions
-from mobula.rewards.offline.sources import Batch, Source
-from mobula.rewards.offline.summary import ScoreSummary
+from mobula.rewards.offline.rows import Batch, Source
+from mobula.rewards.offline.scorer import ScoredBatch, ScoreSummary, ScoringOptions
 
 LEAST_ROWS, MOST_ROWS = 64, 4096  # of one batch
 SHORT_S, LONG_S = 1.0, 5.0  # after a shorter batch sizes double, after a longer batch they restart at LEAST_ROWS
@@ -31,12 +30,7 @@ def score_source(
     rows: BinaryIO | None = None,
     on_progress: Callable[[int], None] = lambda size: None,
 ) -> ScoreSummary:
-    """Returns the summary of all records, in constant memory. Writes the result of each record to `rows`, in order.
-
-    Raises:
-        PreflightError: a reward function is invalid, the source cannot be read, or with `is_strict` a row is invalid.
-        WorkerDiedError, DeadlineError: a process died, or a batch exceeded its timeout; the message names the rows.
-    """
+    """Returns the summary of all records, in constant memory. Writes the result of each record to `rows`, in order."""
     whole = ScoreSummary()
     try:
         for scored in _in_order(source, options, num_processes):

@@ -1,12 +1,13 @@
-"""Scores batches of rows in a child process with the reward functions of a run."""
+"""Scores rows and sums the scores up."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,136 @@ from mobula.cluster.errors import PreflightError, RewardError
 from mobula.cluster.records.trajectory import Reward
 from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.components import RewardScoring
 from mobula.rewards.contract import FailureKind, RewardRequest
-from mobula.rewards.isolation.deadline import InTime
-from mobula.rewards.isolation.process_pool import IsolatedPool
-from mobula.rewards.offline.images import ImageFiles
-from mobula.rewards.offline.rows import BrokenRowError, Record, read_row
-from mobula.rewards.offline.sources import Batch
-from mobula.rewards.offline.summary import DIGITS, MAX_BROKEN, RIGHT, Mean, ScoreSummary, shortened
+from mobula.rewards.isolation.process import InTime, IsolatedPool
+from mobula.rewards.offline.rows import Batch, BrokenRowError, ImageFiles, Record, read_row
 from mobula.rewards.recipes import ComponentError
-from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
+_UNIT = 1 << 60  # sums are integers in units of 2**-60: they do not depend on the order of their terms
+
+
+DIGITS = 6
+
+
+MAX_BROKEN = 20  # invalid rows in the report; all are counted
+
+
+RIGHT = 1.0  # smallest value of the accuracy component of a right response
+
+
+@dataclass
+class Mean:
+    """The mean of numbers, exact until rounding."""
+
+    num: int = 0
+    sum_units: int = 0
+
+    def add(self, values: Iterable[float]) -> None:
+        for value, count in Counter(values).items():
+            numerator, denominator = value.as_integer_ratio()
+            self.num += count
+            self.sum_units += count * (numerator * _UNIT // denominator)
+
+    def merge(self, other: Mean) -> None:
+        self.num += other.num
+        self.sum_units += other.sum_units
+
+    @property
+    def value(self) -> float:
+        return round(self.sum_units / (self.num * _UNIT), DIGITS) if self.num else 0.0
+
+
+@dataclass
+class ScoreSummary:
+    """The results of some rows. Examples are sorted by total; ties are won by the earlier row."""
+
+    num_records: int = 0
+    num_broken: int = 0
+    broken: list[tuple[int, str]] = field(default_factory=list)  # row, fault; the first ones
+    unscored: Counter[str] = field(default_factory=Counter)  # component and kind of failure -> records
+    total: Mean = field(default_factory=Mean)
+    components: dict[str, Mean] = field(default_factory=dict)
+    num_passed: int = 0
+    num_right: int = 0
+    num_in_words: int = 0  # records without a token count, whose length is a number of words
+    num_right_below: int = 0  # right by the accuracy component, below the threshold by the total
+    right_below: list[str | int] = field(default_factory=list)  # ids or rows of the first ones
+    best: list[dict[str, Any]] = field(default_factory=list)
+    worst: list[dict[str, Any]] = field(default_factory=list)
+
+    def merge(self, other: ScoreSummary, top_k: int, max_ids: int) -> None:
+        """Adds the next rows."""
+        for name in ("num_records", "num_broken", "num_passed", "num_right", "num_right_below", "num_in_words"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.broken = [*self.broken, *other.broken][:MAX_BROKEN]
+        self.unscored.update(other.unscored)
+        self.total.merge(other.total)
+        for name, mean in other.components.items():
+            self.components.setdefault(name, Mean()).merge(mean)
+        self.right_below = [*self.right_below, *other.right_below][:max_ids]
+        self.best = sorted([*self.best, *other.best], key=lambda e: (-e["reward"], e["row"]))[:top_k]
+        worst = sorted([*self.worst, *other.worst], key=lambda e: (-e["reward"], e["row"]))
+        self.worst = worst[max(0, len(worst) - top_k) :]
+
+    def report(self, accuracy_component: str, pass_threshold: float) -> dict[str, Any]:
+        """Returns the figures by name; shares refer to the records with a score."""
+        num = max(1, self.total.num)
+        return {
+            "num_records": self.num_records,
+            "num_broken": self.num_broken,
+            "broken": [{"row": row, "fault": fault} for row, fault in self.broken],
+            "num_scored": self.total.num,
+            "num_lengths_in_words": self.num_in_words,
+            "unscored": dict(sorted(self.unscored.items())),
+            "average_reward": self.total.value,
+            "pass_threshold": pass_threshold,
+            "pass_rate": round(self.num_passed / num, DIGITS),
+            "component_averages": {name: mean.value for name, mean in self.components.items()},
+            "accuracy": {
+                "component": accuracy_component,
+                "share_right": round(self.num_right / num, DIGITS),
+                "num_right": self.num_right,
+                "num_right_below_threshold": self.num_right_below,
+                "right_below_threshold": self.right_below,
+            },
+            "best": self.best,
+            "worst": self.worst,
+        }
+
+
+def shortened(values: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
+    """Shortens a text and appends the number of omitted characters."""
+    return {
+        name: f"{value[:max_chars]} [... {len(value) - max_chars} characters more]"
+        if isinstance(value, str) and len(value) > max_chars
+        else value
+        for name, value in values.items()
+    }
+
+
 START_TIMEOUT_S = 120.0  # to import modules of reward functions; the deadline of the batch may be earlier
+
+
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
+
+
 IMAGES = "images"  # component name in errors if the images of a record cannot be read
+
+
 DEVICE, DTYPE = "cpu", "float32"  # of models; each process has a copy
+
+
 MAX_TEXT_CHARS = 2000  # of a prompt or response in the report
+
+
 MAX_REFERENCES = 10
+
+
 GC_THRESHOLDS = 50_000, 20, 100  # records have no cycles; collecting every 700 objects takes a third of the time
+
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -177,11 +290,7 @@ _scorer: list[RecordScorer] = []  # at most one, the scorer of this process
 
 
 def start(options: ScoringOptions) -> None:
-    """Builds the scorer of this process.
-
-    Raises:
-        PreflightError: a function is unknown, or its options are invalid.
-    """
+    """Builds the scorer of this process."""
     try:
         with ThreadPoolExecutor(1) as thread:  # a forked child hangs in OpenMP that its parent's main thread used
             _scorer.append(thread.submit(RecordScorer, options).result())

@@ -14,9 +14,8 @@ from mobula.cluster.records.trajectory import Answers, EndedResponse, Reward
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.contract import FailureKind, Outcome
-from mobula.rewards.pool.scoring_ahead import Ahead, Outcomes, ScoringAhead
 from mobula.rewards.pool.service import RewardService
-from mobula.rewards.pool.worker import GroupOutcomes, Question
+from mobula.rewards.pool.worker import Ahead, GroupOutcomes, Outcomes, Question, ScoringAhead
 from mobula.rewards.recipes import ComponentError, RecipeBook
 
 logger = logging.getLogger(__name__)
@@ -67,11 +66,7 @@ class RewardPool:
         return self._losses.failures
 
     async def start(self) -> None:
-        """Waits until the first workers of every service are built.
-
-        Raises:
-            PreflightError: a worker cannot be built: a reward function does not exist, or its options are wrong.
-        """
+        """Waits until the first workers of every service are built."""
         await run_all(*(service.start() for service in self.services.values()))
 
     def score_ahead(self, ended: EndedResponse) -> None:
@@ -82,12 +77,6 @@ class RewardPool:
         """Returns one reward per trajectory, in order; None if scoring failed and `rewards.on_failure=exclude`.
 
         Waits for a free slot at a worker of each service.
-
-        Raises:
-            UnscoredGroupError: too many workers were lost over this group, with `rewards.on_failure=exclude`.
-            RewardError: scoring failed with `rewards.on_failure=stop`, or a worker could not fetch the group.
-            WorkerDiedError: every worker of a service was lost too often.
-            LostObjectError: the group was lost with the node that held it.
         """
         try:
             with self._ahead.taken(group_id) as ahead:

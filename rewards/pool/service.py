@@ -18,7 +18,7 @@ from mobula.cluster.errors import (
     WorkerDiedError,
 )
 from mobula.cluster.runtime.ray_actors import answer
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 from mobula.rewards.pool.worker import GroupOutcomes, Question
 
@@ -97,12 +97,6 @@ class RewardService:
     async def score(self, question: Question) -> GroupOutcomes:
         """Returns the outcomes of the service's components for a group. Waits for space in the queue, then for a
         worker.
-
-        Raises:
-            UnscoredGroupError: `max_attempts` workers or replies were lost over this group.
-            RewardError: the worker could not fetch the group.
-            WorkerDiedError: every worker was lost too often.
-            LostObjectError: the group was lost with its node.
         """
         async with self._room:
             waiting = _Waiting(question, asyncio.get_running_loop().create_future())

@@ -13,7 +13,7 @@ from test_layout import module_of
 # Modules that the stages for such a machine import.
 ENTRIES = (
     "learner.learner",
-    "learner.backends.process_group",
+    "learner.backends.sharded",
     "actors.samplers.huggingface",
     "actors.samplers.settings",
     "actors.processors.chat",

@@ -25,7 +25,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "vllm": ("actors/samplers/vllm/*", "rewards/models/judges/vllm_engine.py"),
     "deepspeed": ("learner/backends/deepspeed.py",),
     "peft": ("learner/policies/adapters.py",),
-    "diffusers": ("learner/policies/flow/*", "deploy/conformance/flow/*"),
+    "diffusers": ("learner/policies/flow/*",),
     "tensorboard": ("cluster/metrics/sinks/*",),
     "torch.utils.tensorboard": ("cluster/metrics/sinks/*",),
     "mlflow": ("cluster/metrics/sinks/*",),

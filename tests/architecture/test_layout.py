@@ -1,4 +1,4 @@
-"""Folders hold one topic each: few modules, and no two folders of a package import each other."""
+"""No two folders of a package import each other."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Iterable, Iterator
 import pytest
 from sources import Source, parse, sources
 
-MAX_MODULES = 14  # of one folder, `__init__` aside
-# Folders that others reorganise: {folder: why}. Keep it empty.
-CROWDED: dict[str, str] = {}
 # Packages that still have a cycle: {package: which}. Keep it empty.
 LOOPS: dict[str, str] = {}
 
@@ -79,15 +76,6 @@ def test_no_modules_of_the_configuration_import_each_other() -> None:
         for module, source in listed.items()
     }
     assert cycles(graph) == []
-
-
-def test_no_folder_is_crowded() -> None:
-    folders: dict[str, int] = defaultdict(int)
-    for source in sources():
-        folder, _, name = source.path.rpartition("/")
-        folders[folder] += name != "__init__.py"
-    crowded = {folder: number for folder, number in folders.items() if number > MAX_MODULES}
-    assert {folder: number for folder, number in crowded.items() if folder not in CROWDED} == {}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def test_a_print_is_seen(text: str, found: int) -> None:
 
 SHARED = {
     "Learner": "the protocol of the role in `cluster.roles`, and one rank of it",
-    "Measurement": "engine and learner of one checkpoint, of text models and of flow models",
     "Writer": "the protocol of what writes a small model, tiny or pretrained",
 }
 
@@ -93,15 +92,14 @@ def test_two_classes_of_one_name_are_seen() -> None:
 NAMES = re.compile(r"qwen|internvl|llava|smolvlm|idefics|gemma|glm_?-?4|llama(?!-factory)|mistral", re.IGNORECASE)
 HOME = (
     "learner/policies/families/",
-    "learner/policies/pretrained/",
+    "learner/policies/pretrained.py",
     "learner/policies/tiny/",
     "learner/policies/flow/families/",
     "learner/policies/flow/tiny/",
-    "learner/policies/image_tokens/tiny.py",
-    "deploy/conformance/flow/plain.py",
+    "learner/policies/image_tokens.py",
 )
 # Names of another program's models, which it wants on its command line.
-FOREIGN = ("deploy/tools/lmms_eval.py", "deploy/cli/lmms_eval_command.py")
+FOREIGN = ("deploy/checks/lmms_eval.py", "deploy/cli/lmms_eval_command.py")
 
 
 def named(source: Source) -> list[str]:

@@ -15,7 +15,7 @@ from mobula.cluster.records.trajectory import FinishReason, Prompt, Trajectory, 
 from mobula.cluster.roles import SamplingSettings
 from mobula.learner.learner import Learner
 from mobula.learner.policies.batch import TokenSequence
-from mobula.learner.policies.logprobs import PLAIN, Distribution
+from mobula.learner.policies.head import PLAIN, Distribution
 from mobula.learner.policies.token import PolicyOutput
 
 pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -15,8 +15,7 @@ from episode_data import engine_settings
 from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets
 
 from mobula.actors.environments.base import SEEDS_A_SPLIT, Action, Environment, EpisodeError, Message
-from mobula.actors.environments.hosts.pool import EnvironmentPool
-from mobula.actors.environments.hosts.process import ProcessEnvironment
+from mobula.actors.environments.hosts.pool import EnvironmentPool, ProcessEnvironment
 from mobula.actors.environments.registry import build_environment
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor

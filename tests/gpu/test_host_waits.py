@@ -19,8 +19,8 @@ from mobula.configs.load import load_config
 from mobula.learner.batch import LearnerItem, collate_items, fetch_items, tokens_by_age, totals
 from mobula.learner.meter import Meter
 from mobula.learner.objective import PolicyObjective, measure_gap
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 

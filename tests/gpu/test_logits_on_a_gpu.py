@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mobula.learner.policies.head import ScoringHead
-from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.head import PLAIN, ScoringHead
 
 pytestmark = [
     pytest.mark.gpu,

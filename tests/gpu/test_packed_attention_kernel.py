@@ -17,8 +17,8 @@ from mobula.configs.load import load_config
 from mobula.learner.policies.attention import packed as attention
 from mobula.learner.policies.attention.packed import RowBounds, RowKeys, packed_attention
 from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mobula.deploy.tools.gpu_check.check import CheckOptions, check
-from mobula.deploy.tools.gpu_check.registry import STAGES, CheckStage
-from mobula.deploy.tools.gpu_check.results import Outcome
-from mobula.deploy.tools.gpu_check.stages import pretrained
+from mobula.deploy.checks.gpu_check.check import CheckOptions, check
+from mobula.deploy.checks.gpu_check.results import STAGES, CheckStage, Outcome
+from mobula.deploy.checks.gpu_check.stages import pretrained
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

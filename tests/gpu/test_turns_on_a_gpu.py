@@ -9,9 +9,9 @@ import pytest
 import torch
 from engines import LocalSender, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
 
-from mobula.learner.offload import Offloader
-from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.base import on_device
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.state import Offloader
 
 pytestmark = [
     pytest.mark.gpu,

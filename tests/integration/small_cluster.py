@@ -30,10 +30,9 @@ from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingRe
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.resume import JournalRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
-from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.in_flight import InFlightRequests
@@ -42,8 +41,7 @@ from mobula.cluster.rollout.staleness import AgeLimit, StalenessGate
 from mobula.cluster.runtime.ray_actors import BACKGROUND, HEALTH, Seat, _hosted, answer, stop
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.weight_sync import WeightSync
-from mobula.cluster.workers.restart_policy import RestartBudget, RestartPolicy
-from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.workers.status import RestartBudget, RestartPolicy, WorkerState, WorkerStatus
 from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from mobula.configs.load import load_config
 from mobula.configs.schema.run import Resume

@@ -38,9 +38,9 @@ from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan, plan_p
 from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups  # noqa: E402
 from mobula.cluster.runtime.ray_actors import answer  # noqa: E402
 from mobula.configs.load import load_config  # noqa: E402
-from mobula.deploy.host.run_record import marking  # noqa: E402
+from mobula.deploy.host.run_folder import marking  # noqa: E402
 from mobula.deploy.host.session import ClusterSession  # noqa: E402
-from mobula.deploy.wiring.scaling import RoleHosts  # noqa: E402
+from mobula.deploy.wiring.pooled_roles import RoleHosts  # noqa: E402
 from mobula.deploy.wiring.spawner import Spawner  # noqa: E402
 
 VICTIMS = {3: "node/1", 7: "node/2"}  # version from which on it comes to it -> whose raylet is struck

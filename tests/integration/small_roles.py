@@ -28,7 +28,7 @@ from mobula.cluster.runtime.object_store import fetch, fetch_or_miss
 from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
-from mobula.learner.backends.process_group import RankRendezvous
+from mobula.learner.backends.sharded import RankRendezvous
 from mobula.learner.weight_publisher import WeightPublisher
 
 # Of 4 MiB each, so that each is a bucket and both ranks send.

@@ -10,8 +10,8 @@ from struck_roles import saboteur
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.learner.critic.rows import Values
-from mobula.learner.critic_ranks.critic_rank import CriticRank
+from mobula.learner.critic.critic import Values
+from mobula.learner.critic_ranks import CriticRank
 from mobula.learner.learner import Learner
 from mobula.learner.shares import Portion
 

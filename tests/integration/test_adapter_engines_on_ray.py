@@ -20,8 +20,7 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.ray_actors import answer
 from mobula.cluster.training_service.interfaces import SampleCall, SampleResult
-from mobula.cluster.workers.restart_policy import RestartPolicy
-from mobula.cluster.workers.status import WorkerState
+from mobula.cluster.workers.status import RestartPolicy, WorkerState
 from mobula.deploy.wiring.rollouts import adapter_engines
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 

@@ -13,10 +13,10 @@ from jobs import RUN_DEADLINE_S, Job
 from waiting import wait_until
 
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE
-from mobula.cluster.audit.files import is_growing, recorded_files
+from mobula.cluster.audit.writer import is_growing, recorded_files
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.recovery.checkpoints import learner_state_of
-from mobula.deploy.tools.audit import compared_weights
+from mobula.deploy.report.audit import compared_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -126,7 +126,7 @@ def test_checkpoints_hold_the_weights_that_were_pushed(job: Job, again: Path, mo
     assert pushed == of_again and len({pushed[0], pushed[2], pushed[4]}) == 3
     exchanged = {2: 4, 4: 2}
     monkeypatch.setattr(
-        "mobula.deploy.tools.audit.learner_state_of",
+        "mobula.deploy.report.audit.learner_state_of",
         lambda folder, version: learner_state_of(folder, exchanged.get(version, version)),
     )
     compared = compared_weights(audited(again).history, again)

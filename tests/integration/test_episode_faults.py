@@ -16,7 +16,7 @@ from small_cluster import start
 from mobula.actors.environments.rows import ENVIRONMENT, environment_split
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.client import RolloutClient
-from mobula.actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
+from mobula.actors.rollout.episodes import EpisodeActor, EpisodeSettings
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import FinishReason, GroupSummary, Prompt, TrajectoryGroup
@@ -24,10 +24,10 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.learner.policies.tiny import TINY
 from mobula.rewards.contract import RewardRequest
-from mobula.rewards.functions.environment import EnvironmentReward
+from mobula.rewards.functions.plugin import EnvironmentReward
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
 

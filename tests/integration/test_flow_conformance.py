@@ -12,8 +12,8 @@ from flow_run import FlowRun, janus_config
 from peft import PeftModel
 from transformers import JanusForConditionalGeneration
 
-from mobula.deploy.conformance.flow.measure import measure
-from mobula.deploy.conformance.flow.table import failures
+from benchmarks.conformance.flow.measure import measure
+from benchmarks.conformance.flow.table import failures
 from mobula.learner.policies.flow.tiny import TINY_FLOW
 from mobula.learner.policy_weights import export_state
 

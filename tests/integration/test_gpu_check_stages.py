@@ -1,4 +1,4 @@
-"""`python -m mobula.deploy.tools.gpu_check --device cpu` where most of this project's packages are not installed."""
+"""`python -m mobula.deploy.checks.gpu_check --device cpu` where most of this project's packages are not installed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from absent_packages import run_without_packages
 
-from mobula.deploy.tools.gpu_check.check import RESULTS_FILE
-from mobula.deploy.tools.gpu_check.registry import STAGES
-from mobula.deploy.tools.gpu_check.results import Outcome, read_results
+from mobula.deploy.checks.gpu_check.check import RESULTS_FILE
+from mobula.deploy.checks.gpu_check.results import STAGES, Outcome, read_results
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -20,7 +19,7 @@ def test_every_stage_of_a_bare_machine_passes_and_the_others_say_what_is_missing
     named = [stage.name for stage in STAGES if stage.name != "pretrained"]  # whose package is here
     words = [word for name in named for word in ("--only", name)]
     done = run_without_packages(
-        ["-m", "mobula.deploy.tools.gpu_check", "--device", "cpu", "--folder", str(tmp_path), *words], timeout_s=570
+        ["-m", "mobula.deploy.checks.gpu_check", "--device", "cpu", "--folder", str(tmp_path), *words], timeout_s=570
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_results(tmp_path / RESULTS_FILE).stages

@@ -13,7 +13,7 @@ import pytest
 from ray_apart import end_all, free_port, num_nodes, python, raylet
 from waiting import wait_until
 
-from mobula.configs.groups import groups, own_values
+from mobula.configs.overrides import groups, own_values
 
 START_S = 240.0
 DEVICES = ",".join(map(str, range(8)))

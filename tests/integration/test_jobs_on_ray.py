@@ -36,7 +36,7 @@ time.sleep(600)
 """
 LOOK = """
 import sys, ray
-from mobula.deploy.run.shared_paths import missing_on
+from mobula.deploy.run.node_network import missing_on
 ray.init()
 nodes = [node for node in ray.nodes() if node["Alive"]]
 missing = missing_on(nodes, {"folder": sys.argv[1], "data.path": "/no/such/path"})

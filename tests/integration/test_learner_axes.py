@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from mobula.learner.backends import fsdp2
 from mobula.learner.backends.sharded import saved_tensors
 from mobula.learner.learner import Learner
-from mobula.learner.optim.average import local
+from mobula.learner.optim import local
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
 

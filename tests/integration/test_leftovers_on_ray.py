@@ -21,7 +21,7 @@ from waiting import wait_until
 from mobula.cluster.runtime.placement_groups import groups_of_dead_drivers, remove_group
 from mobula.deploy.cli import app
 from mobula.deploy.host.processes import ProcessId
-from mobula.deploy.tools.leftovers import Leftover, find_leftovers, free
+from mobula.deploy.run.leftovers import Leftover, find_leftovers, free
 
 DRIVER = """
 import subprocess, sys
@@ -31,7 +31,7 @@ from mobula.deploy.host.session import ray_session, run_record  # isort: skip
 import ray
 
 from mobula.configs.load import load_config
-from mobula.deploy.host.run_record import recorded
+from mobula.deploy.host.run_folder import recorded
 
 ORPHAN = (
     "import subprocess; silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL);"

@@ -14,7 +14,7 @@ from offline_rows import JOBS, config_of, rows
 from transformers import AutoTokenizer
 
 from mobula.configs.schema import RunConfig
-from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.offline import OfflineLearner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -64,7 +64,7 @@ def test_two_ranks_train_as_one_process_does_and_resume_exactly(tmp_path: Path, 
         for name in ("one", "two"):
             (tmp_path / name / job).mkdir(parents=True)
         train(config_of(model, job), job, 0, 1, tmp_path / "one" / job)
-    multiprocessing.set_forkserver_preload(["offline_rows", "mobula.learner.offline.learner"])
+    multiprocessing.set_forkserver_preload(["offline_rows", "mobula.learner.offline"])
     # DeepSpeed keeps its settings for a whole process: each job there has processes of its own.
     together = [tuple(JOBS)] if "learner=fsdp2" in BACKENDS[backend] else [(job,) for job in JOBS]
     for jobs in together:

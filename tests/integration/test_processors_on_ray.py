@@ -22,7 +22,7 @@ from mobula.actors.processors.worker import ProcessorWorker
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.ray_actors import answer
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import Prepared, prepare

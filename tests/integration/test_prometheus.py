@@ -23,12 +23,12 @@ from typing import Any
 
 import pytest
 import yaml
+from docs.generate.panels import DASHBOARDS, RUNS, Query
 from jobs import PROMPTS_PER_STEP, REPOSITORY, Job
 from ray_apart import end_all, free_port, started
 from waiting import wait_until
 
-from mobula.cluster.tracing.spans import Stage
-from mobula.deploy.grafana.panels import DASHBOARDS, RUNS, Query
+from mobula.cluster.tracing.tracer import Stage
 
 PROMETHEUS = shutil.which(os.environ.get("PROMETHEUS", "prometheus"))
 RULES = REPOSITORY / "deploy" / "prometheus" / "alerts.yaml"

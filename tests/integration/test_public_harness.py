@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from mobula.deploy.checks.lmms_eval import ENVIRONMENT
 from mobula.deploy.cli import app
-from mobula.deploy.tools.lmms_eval import ENVIRONMENT
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 PINS = Path(__file__).parents[2] / "deploy" / "lmms_eval.txt"

@@ -20,8 +20,8 @@ from waiting import wait_until
 from mobula.cluster.metrics.artifacts import ArtifactWriter
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.records.trajectory import Answers, Generated, Response, Reward
-from mobula.cluster.rollout.contact_sheets import ContactSheets
 from mobula.cluster.rollout.evaluation import ScoredPrompt
+from mobula.cluster.rollout.response_files import ContactSheets
 from mobula.rewards.contract import Score
 
 pytestmark = pytest.mark.skipif(

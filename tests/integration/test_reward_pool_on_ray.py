@@ -13,7 +13,7 @@ from reward_data import answers, component, pool_over, rewards_of
 from waiting import until
 
 from mobula.cluster.runtime.ray_actors import answer
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.rewards.pool.worker import RewardWorker
 
 PLUGIN = """

@@ -15,7 +15,7 @@ import pytest
 from episode_data import Scripted
 
 from mobula.actors.environments.base import Action, Reset, Step
-from mobula.deploy.tools.policy.transcripts import IMAGES, JSON_FILE, PAGE_FILE
+from mobula.deploy.serve.rollout import IMAGES, JSON_FILE, PAGE_FILE
 from mobula.learner.policies.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]

@@ -22,17 +22,16 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.runtime.placement import plan_placement
 from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
 from mobula.cluster.runtime.ray_actors import spawn_named
-from mobula.cluster.runtime.role_log import LOGS_FOLDER
+from mobula.cluster.runtime.ray_deaths import LOGS_FOLDER
 from mobula.cluster.workers.control import ControlLoop, ControlPanel
 from mobula.cluster.workers.status import Progress, RoleOutcome, RunStatus, ScaleRequest, WorkerState, WorkerStatus
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host.run_record import RECORD_FILE, marking, recorded
+from mobula.deploy.host.run_folder import RECORD_FILE, marking, recorded
 from mobula.deploy.host.session import ClusterSession, run_record
 from mobula.deploy.run.run_client import RunAddress, find_run, read_status, scale
-from mobula.deploy.wiring import scaling
-from mobula.deploy.wiring.pooled_roles import reward_pool
-from mobula.deploy.wiring.scaling import control_loop
+from mobula.deploy.wiring import pooled_roles as scaling
+from mobula.deploy.wiring.pooled_roles import control_loop, reward_pool
 from mobula.deploy.wiring.spawner import Spawner
 from mobula.rewards.pool.reward_pool import RewardPool
 

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from mobula.cluster.records.media import MediaReader
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy
 

@@ -32,9 +32,8 @@ from transformers import AutoModelForCausalLM
 
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
-from mobula.deploy.tools.policy.conversations import Conversations
-from mobula.deploy.tools.policy.local_policy import LocalPolicy
-from mobula.deploy.tools.policy.serve_policy import make_app
+from mobula.deploy.serve.conversations import Conversations, LocalPolicy
+from mobula.deploy.serve.policy import make_app
 from mobula.deploy.training_service.captured import captured_rows
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import TINY

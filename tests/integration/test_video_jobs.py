@@ -10,7 +10,7 @@ from flow_run import WORDS, write_texts
 from jobs import Job
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
-from mobula.cluster.metrics.report.videos import read_artifacts
+from mobula.cluster.metrics.report.samples import read_artifacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 REWARD = '''

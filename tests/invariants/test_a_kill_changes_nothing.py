@@ -20,7 +20,7 @@ from runs import Run
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.records.trajectory import GroupOutcome, Prompt
 from mobula.cluster.recovery.checkpoints import latest_complete
-from mobula.cluster.replay.journal_segments import read_segment, segment_numbers, segment_path
+from mobula.cluster.replay.journal import read_segment, segment_numbers, segment_path
 from mobula.cluster.rollout.dispatcher import GroupObserver
 from mobula.cluster.rollout.group_observers import EpisodeStages, OpeningRule, RejectionCounts, StageCurriculum
 

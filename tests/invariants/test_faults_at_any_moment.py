@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runs import Run
 
 from mobula.cluster.replay.buffer import DUPLICATE
-from mobula.deploy.rehearsal.simulated.virtual_time import VirtualTimeLoop, run_virtually
+from mobula.deploy.rehearsal.simulated.machine import VirtualTimeLoop, run_virtually
 
 STEPS, SIZE, ENGINES = 6, 3, 3
 RUN_S = 150.0  # about as long as a run without faults takes

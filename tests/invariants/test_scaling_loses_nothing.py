@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mobula.cluster.errors import WorkerDiedError
-from mobula.cluster.workers.restart_policy import RestartPolicy
-from mobula.cluster.workers.status import WorkerState
+from mobula.cluster.workers.status import RestartPolicy, WorkerState
 from mobula.cluster.workers.work_queue import WorkQueue
 
 MAX_LOAD = 2

@@ -19,7 +19,7 @@ from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings, UpdateReport
 from mobula.cluster.runtime.seeds import derived_seed
-from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.rehearsal.simulated.machine import run_virtually
 
 STEPS, SIZE = 8, 4
 LEARNING_RATE = 1.0

@@ -11,7 +11,7 @@ from learner_data import tiny_config
 
 from mobula.cluster.training_service.interfaces import LossCall, LossResult
 from mobula.configs.schema import RunConfig
-from mobula.learner.adapters.call_batch import PartialResult
+from mobula.learner.adapters.calls import PartialResult
 from mobula.learner.adapters.rank import AdapterRank
 from mobula.learner.backends import fsdp2
 

@@ -16,7 +16,7 @@ from mobula.cluster.training_service.interfaces import (
     LossResult,
     LossRow,
 )
-from mobula.learner.adapters.call_batch import PartialResult
+from mobula.learner.adapters.calls import PartialResult
 from mobula.learner.adapters.rank import AdapterRank
 
 # A large eps: at 1e-12 Adam turns the rounding of a gradient near 0 into a step as large as the learning rate.

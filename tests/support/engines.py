@@ -37,14 +37,14 @@ from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.weight_sync import WeightSync
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.deploy.tools.gpu_check.roles import LocalSender
+from mobula.deploy.checks.gpu_check.roles import LocalSender
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.rollouts import engine_settings as run_engine_settings
 from mobula.deploy.wiring.spawner import engine_environment
 from mobula.learner.learner import Learner
+from mobula.learner.policies.adapters import AdapterPush
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.logprobs import Distribution
-from mobula.learner.policies.lora import AdapterPush
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.token import PolicyOutput
 
 TEMPERATURE = 0.8

@@ -17,7 +17,7 @@ from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
 from mobula.cluster.records.trajectory import Generated, Prompt, ScoredGroup
 from mobula.cluster.roles import SamplingSettings, UpdateReport
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 
 T = TypeVar("T")
 DEADLINE_S = 60.0  # for one group

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 
 AT_ONCE = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0, max_backoff_s=0)
 

@@ -33,7 +33,7 @@ from mobula.cluster.records.trajectory import (
     WeightSpan,
 )
 from mobula.cluster.roles import ReplayStats, UpdateReport
-from mobula.cluster.tracing.spans import UNTRACED, RunTracer
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
 
 FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2, train_prompts=64)
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5)

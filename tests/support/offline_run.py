@@ -20,7 +20,7 @@ from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.roles import Reference
 from mobula.cluster.rollout.row_stream import RowStream
-from mobula.cluster.workers.restart_policy import RestartBudget
+from mobula.cluster.workers.status import RestartBudget
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 from mobula.deploy.wiring.observers import build_metrics
@@ -28,7 +28,7 @@ from mobula.deploy.wiring.offline import OfflineTraining, build_offline_controll
 from mobula.deploy.wiring.pooled_roles import reference_folder, restart_policy
 from mobula.deploy.wiring.preparation import prepare
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.offline import OfflineLearner
 
 
 class OneScorer:

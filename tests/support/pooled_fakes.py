@@ -11,7 +11,7 @@ from fakes import FakeRollouts
 from mobula.cluster.records.trajectory import Generated, Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 
 T = TypeVar("T")
 LONG_S = 1e9

@@ -11,8 +11,7 @@ from typing import Any
 
 from mobula.cluster.errors import LostObjectError, WrongGroupError
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.learner.shares import Exchange
-from mobula.learner.shares.portions import UnplannedShareError
+from mobula.learner.shares import Exchange, UnplannedShareError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts
 from mobula.configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from mobula.rewards.contract import RewardRequest, Score, evaluate

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mobula.deploy.host.processes import ProcessId
-from mobula.deploy.host.run_record import RECORD_FILE, RunMark, RunRecord
+from mobula.deploy.host.run_folder import RECORD_FILE, RunMark, RunRecord
 
 
 def go_on(folder: Path, *, start_ticks_off: int = 0, host: str | None = None) -> None:

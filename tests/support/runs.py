@@ -29,15 +29,14 @@ from mobula.cluster.records.trajectory import GroupOutcome
 from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule, Resumable
 from mobula.cluster.recovery.resume import JournalRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
-from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import Rewards, Rollouts
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.staleness import AgeLimit, StalenessGate, StepOrder
-from mobula.cluster.tracing.spans import UNTRACED, RunTracer
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
 from mobula.configs.schema.run import Resume
 
 NO_PARTS: Mapping[str, Resumable] = {}

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mobula.configs.load import load_config
+from mobula.rewards.offline.rows import open_source
 from mobula.rewards.offline.run import score_source
 from mobula.rewards.offline.scorer import ScoringOptions
-from mobula.rewards.offline.sources import open_source
 
 LONG = " ".join(f"word{i}" for i in range(22))
 AERORL = ("rewards=aerorl",)

@@ -16,8 +16,8 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model, recompute_blocks
-from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.token import TokenPolicy
 
 HOT = Distribution(0.7, (5, 9))

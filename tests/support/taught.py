@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mobula.learner.examples.entries import StoredExample, stored_examples
-from mobula.learner.examples.examples import Outlined
+from mobula.learner.examples import Outlined, StoredExample, stored_examples
 
 
 def at_hand(examples: Sequence[Outlined]) -> list[StoredExample]:

@@ -22,8 +22,9 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from mobula.learner.policies.tiny.qwen2_5_vl import build_config, build_processor
-from mobula.learner.policies.tiny.tokenizer import VISION_TEMPLATE, build_tokenizer
+from mobula.learner.policies.tiny.qwen import build_config
+from mobula.learner.policies.tiny.qwen import build_processor_qwen2_5_vl as build_processor
+from mobula.learner.policies.tiny.writing import VISION_TEMPLATE, build_tokenizer
 from mobula.rewards.models.reward_model import classifier_class
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "

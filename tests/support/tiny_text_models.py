@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from mobula.learner.policies.tiny.tokenizer import MAX_POSITIONS, VISION_TEMPLATE, build_tokenizer
+from mobula.learner.policies.tiny.writing import MAX_POSITIONS, VISION_TEMPLATE, build_tokenizer
 
 OWN = {"qwen3": {"head_dim": 32}, "gemma": {"head_dim": 32}, "gemma3_text": {"head_dim": 32, "sliding_window": 16}}
 

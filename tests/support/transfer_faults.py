@@ -12,8 +12,7 @@ import torch
 from transfer_members import Member
 
 from mobula.cluster.errors import WeightSyncError
-from mobula.cluster.weight_sync.rendezvous import RendezvousStore
-from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
+from mobula.cluster.weight_sync.transport import Rendezvous, RendezvousStore, TransferGroup
 
 MARGIN_S = 15.0  # for an abort, and for busy cores
 NUM_BYTES = 1 << 20

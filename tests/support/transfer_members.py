@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from mobula.cluster.errors import WeightSyncError
-from mobula.cluster.weight_sync.rendezvous import join_store, wait_for_members
 from mobula.cluster.weight_sync.shared_ring import Location
-from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, join_store, wait_for_members
 
 ANSWER_S = 240.0  # a process on busy cores takes a minute to import torch
 

@@ -26,8 +26,8 @@ RESOURCES = "vllm.v1.engine.core_client.BackgroundResources"
 CLIENT = "vllm.v1.engine.core_client.AsyncMPClient"
 OBJECTS = {
     "actors/samplers/vllm/sampler.py": {"self._engine": ASYNC_LLM, "self._engine.engine_core": CLIENT},
-    "actors/samplers/vllm/outputs.py": {"processor": PROCESSOR},
-    "actors/samplers/vllm/patches/core_process.py": {"engine": ASYNC_LLM, "core.resources": RESOURCES},
+    "actors/samplers/vllm/arguments.py": {"processor": PROCESSOR},
+    "actors/samplers/vllm/patches/engine.py": {"engine": ASYNC_LLM, "core.resources": RESOURCES},
     "actors/samplers/vllm/patches/inproc.py": {
         "self._core": CORE,
         "self.scheduler": SCHEDULER,

@@ -13,11 +13,7 @@ from mobula.configs.schema.data import SourceConfig
 
 
 def format_of(source: SourceConfig, options: Mapping[str, Any]) -> RowFormat:
-    """Returns the row format of `data.row_format`; user code is a function from a record to a `Draft`.
-
-    Raises:
-        ValueError: user code does not accept the options.
-    """
+    """Returns the row format of `data.row_format`; user code is a function from a record to a `Draft`."""
     name = source.row_format
     readers = {known: row_format.read for known, row_format in FORMATS.items()}
     read = chosen(readers, name, "data.row_format", ("record",), options)

@@ -15,11 +15,10 @@ from uuid import UUID
 
 import numpy as np
 
-from mobula.actors.datasets.audios import AudioInputs
+from mobula.actors.datasets.clips import AudioInputs, VideoInputs
 from mobula.actors.datasets.images import ImageError, ImageInputs, flat, is_absent
 from mobula.actors.datasets.readers.base import is_missing
 from mobula.actors.datasets.rows import Row, RowError, Turn
-from mobula.actors.datasets.videos import VideoInputs
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.json_lines import parse_json
 from mobula.cluster.records.markup import PLACEHOLDERS, literal, marked_answer, placed

@@ -97,9 +97,6 @@ def unread_fields(record: Mapping[str, Any], columns: Sequence[str], *, has_answ
     Args:
         columns: of the format.
         has_answers: the format has demonstrations, which some fields would change.
-
-    Raises:
-        RowError: a field that is not read changes training elsewhere.
     """
     if has_answers and record.get("label") is False:
         raise _refused("label", False, "the row", _OF_ROWS[0][2])
@@ -136,11 +133,7 @@ def system_turn(record: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
 
 
 def shown_fields(turn: Mapping[str, Any], column: str) -> dict[str, Any]:
-    """The fields of a turn for the chat template. Arguments of tool calls become objects, as templates expect.
-
-    Raises:
-        RowError: `tool_calls` has another form.
-    """
+    """The fields of a turn for the chat template. Arguments of tool calls become objects, as templates expect."""
     fields = {name: turn[name] for name in (*SHOWN_FIELDS, *NAMING_FIELDS) if holds(turn, name)}
     if "tool_calls" in fields:
         fields["tool_calls"] = [_call(_parsed(call), column) for call in _listed(_parsed(fields["tool_calls"]))]
@@ -157,11 +150,7 @@ def _call(call: Any, column: str) -> dict[str, Any]:
 
 
 def in_loss(turn: Mapping[str, Any], role: str, column: str) -> bool:
-    """Whether none of the `LOSS_FIELDS` of a turn takes it out of the loss.
-
-    Raises:
-        RowError: a value is neither 0 nor 1, or a turn of another role than the assistant is to be trained.
-    """
+    """Whether none of the `LOSS_FIELDS` of a turn takes it out of the loss."""
     values = {name: turn[name] for name in LOSS_FIELDS if turn.get(name) is not None}
     for name, value in values.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -174,11 +163,7 @@ def in_loss(turn: Mapping[str, Any], role: str, column: str) -> bool:
 
 
 def template_of(record: Mapping[str, Any]) -> str:
-    """The columns of a row for the chat template, as a JSON object; empty if there are none.
-
-    Raises:
-        RowError: a column has another form.
-    """
+    """The columns of a row for the chat template, as a JSON object; empty if there are none."""
     found: dict[str, Any] = {}
     if holds(record, "tools"):
         tools = [_parsed(tool) for tool in _listed(_parsed(record["tools"]))]

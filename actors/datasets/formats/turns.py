@@ -38,9 +38,6 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
 
     A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. A media part without
     a medium is a placeholder for an entry of the row's media column.
-
-    Raises:
-        RowError: `messages` has another form.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RowError(f"bad_{column}", f"`{column}` is {_shown(messages)}: write a list of turns")
@@ -92,9 +89,6 @@ def split_response(turns: Sequence[Turn], column: str) -> tuple[list[Turn], str 
 def as_messages(record: Record, *, is_offline: bool) -> Record:
     """Returns the record with `messages`, from these or the columns of TRL's formats: `prompt` with `completion` or a
     pair, or a pair of whole conversations, which is split behind the turns that both have.
-
-    Raises:
-        RowError: the record has another format, or its columns contradict each other.
     """
     prompt = as_turns(record.get("messages") or record.get("prompt"), "user")
     chosen, rejected = (as_turns(record.get(column), "assistant") for column in ("chosen", "rejected"))

@@ -23,9 +23,5 @@ READERS: dict[str, Reader] = {
 
 
 def reader_of(source: SourceConfig, options: Mapping[str, Any]) -> Reader:
-    """Returns the reader of `data.kind` with `data.kind_options`.
-
-    Raises:
-        ValueError: a reader of the user does not accept the options.
-    """
+    """Returns the reader of `data.kind` with `data.kind_options`."""
     return chosen(READERS, source.kind, "data.kind", ("opened",), options)

@@ -27,11 +27,7 @@ from mobula.cluster.records.json_lines import line_positions, parse_json, read_l
 
 
 def parse_object(text: bytes, what: str) -> Record:
-    """Parses the object of a line or element.
-
-    Raises:
-        RowError: the text is no JSON object, or has text that cannot be encoded.
-    """
+    """Parses the object of a line or element."""
     try:
         record: Any = parse_json(text)
     except ValueError as error:
@@ -112,11 +108,7 @@ def lines_table(root: Path, files: list[Path]) -> JsonTable:
 
 
 def line_spans(file: Path) -> FileSpans:
-    """Byte positions of the lines that are not empty.
-
-    Raises:
-        DatasetError: the file is compressed or not UTF-8.
-    """
+    """Byte positions of the lines that are not empty."""
     try:
         return FileSpans(file, line_positions(file))
     except ValueError as error:
@@ -126,9 +118,6 @@ def line_spans(file: Path) -> FileSpans:
 def read_objects(file: Path) -> Iterator[tuple[int, Record | RowError]]:
     """Yields number (from 1) and object of every line that is not empty, without missing values; for an invalid line,
     the error instead of the object.
-
-    Raises:
-        DatasetError: as `line_spans`.
     """
     try:
         for number, line in read_lines(file):
@@ -159,11 +148,7 @@ def _is_array(file: Path) -> bool:
 
 
 def _elements(file: Path) -> Iterator[tuple[int, int, int]]:
-    """Yields start, length and number (from 1) of every element of an array, without parsing it into memory.
-
-    Raises:
-        DatasetError: the array does not end, or text follows it.
-    """
+    """Yields start, length and number (from 1) of every element of an array, without parsing it into memory."""
     with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as text:
         depth, start, number = 0, 0, 0
         for token in TOKEN.finditer(text):

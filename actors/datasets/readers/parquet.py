@@ -1,19 +1,119 @@
-"""Reads Parquet files by row group. Files with large row groups are copied once to an Arrow file in the cache."""
+"""Reads Parquet and Arrow files lazily."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mobula.actors.datasets.readers.arrow_file import ArrowFile, cached, file_key
-from mobula.actors.datasets.readers.arrow_records import records_of, refuse_repeated
 from mobula.actors.datasets.readers.base import SUFFIXES, BlockCache, Opened, Record, Table, files_of
 from mobula.actors.datasets.rows import RowError
 from mobula.cluster.errors import DatasetError
+
+WHOLE_BYTES = 1 << 20  # files up to this size are hashed completely
+
+
+NUM_BLOCKS, BLOCK_BYTES = 16, 1 << 16  # of larger files: equidistant blocks, with the first and the last bytes
+
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """A hash of names, sizes and content; reads at most 1 MiB of each file. Media files are not included."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as content:
+            if size <= WHOLE_BYTES:
+                digest.update(content.read())
+                continue
+            for block in range(NUM_BLOCKS):
+                content.seek((size - BLOCK_BYTES) * block // (NUM_BLOCKS - 1))
+                digest.update(content.read(BLOCK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+NARROW = {pa.float16(): np.float16, pa.float32(): np.float32}
+
+
+def records_of(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    """Raises: RowError: a map has a key twice."""
+    try:
+        records = table.to_pylist(maps_as_pydicts="strict")
+    except KeyError as error:
+        raise RowError("repeated_key", f"a map of the record has a key twice ({error}): write it once") from error
+    return [_spelled(record, pa.struct(table.schema)) for record in records]
+
+
+def refuse_repeated(schema: pa.Schema, name: str) -> None:
+    """Raises: DatasetError: two columns have one name."""
+    repeated = [column for column in schema.names if schema.names.count(column) > 1]
+    if repeated:
+        raise DatasetError(f"{name} has two columns {repeated[0]}: rename one of them")
+
+
+def _spelled(value: Any, kind: pa.DataType) -> Any:
+    """Converts float32 0.1 to 0.1 in columns and struct fields, but not in arrays (such as samples of a sound)."""
+    if value is None:
+        return None
+    if kind in NARROW:
+        return float(str(NARROW[kind](value)))
+    if pa.types.is_struct(kind):
+        return {field.name: _spelled(value[field.name], field.type) for field in kind}
+    return value
+
+
+BATCH_RECORDS = 256  # largest batch, which is decoded to read a record
+
+
+class ArrowFile:
+    """A memory-mapped Arrow IPC file with random access to records."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches = range(self._reader.num_record_batches)
+        self._ends = np.cumsum([self._reader.get_batch(batch).num_rows for batch in batches], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def record(self, index: int) -> dict[str, Any]:
+        batch = int(np.searchsorted(self._ends, index, side="right"))
+        start = int(self._ends[batch - 1]) if batch else 0
+        return records_of(self._reader.get_batch(batch).slice(index - start, 1))[0]
+
+
+def cached(folder: Path, key: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> ArrowFile:
+    """Opens the file of `key` in `folder`; writes `batches` to it atomically if it does not exist."""
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=f".{path.name}.", delete=False) as draft:
+            try:
+                with pa.ipc.new_file(draft, schema) as writer:
+                    for batch in batches:
+                        for start in range(0, batch.num_rows, BATCH_RECORDS):
+                            writer.write_batch(batch.slice(start, BATCH_RECORDS))
+                draft.flush()
+                os.replace(draft.name, path)
+            except BaseException:
+                os.unlink(draft.name)
+                raise
+    return ArrowFile(path)
+
+
+def file_key(file: Path) -> str:
+    """A key of a file's content: path, size and modification time."""
+    stat = file.stat()
+    return f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+
 
 COPIED_RECORDS = 1024  # records of a large row group that are decoded at once
 

@@ -14,7 +14,7 @@ from uuid import uuid4
 from starlette.types import Receive, Scope, Send
 
 from mobula.actors.environments.base import Observation
-from mobula.actors.environments.chat_api import answer_of, events_of, message_of
+from mobula.actors.environments.wire import answer_of, events_of, message_of
 from mobula.cluster.serving import Address, Headers, RefusalError, RequestGate, make_server, refuse, reply
 
 LOOPBACK = "127.0.0.1"

@@ -1,8 +1,8 @@
-"""AgentEnvironment: an agent program calls the policy; each call is a turn of the episode."""
+"""Environments that are programs with an endpoint of the policy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +18,8 @@ from mobula.actors.environments.base import (
     split_of,
 )
 from mobula.actors.environments.programs.base import AgentPrograms, Outcome
+from mobula.actors.environments.programs.commands import CommandPrograms
+from mobula.actors.environments.programs.verifiers_process import VerifiersProcess
 
 
 class AgentEnvironment:
@@ -27,11 +29,6 @@ class AgentEnvironment:
     call of the program is the first observation; the messages that a later call adds after the answer are the next
     observation. The program's rewards are given for the last turn. A program that stops at a limit truncates the
     episode and keeps its rewards.
-
-    Raises:
-        ValueError: there are too few tasks.
-        EpisodeError: `program_failed`: the program returned no reward; `conversation_branched`: a call does not
-            continue the conversation of the call before.
     """
 
     def __init__(
@@ -100,11 +97,7 @@ class AgentEnvironment:
         self._endpoint.close()
 
     def _next(self) -> Call | Outcome:
-        """Waits for the program's next call or outcome. No timeout: the host closes the environment at its timeout.
-
-        Raises:
-            EpisodeError: the environment was closed.
-        """
+        """Waits for the program's next call or outcome. No timeout: the host closes the environment at its timeout."""
         assert self._talk is not None
         event: Call | Future[Outcome] | None = self._talk.events.get()
         if event is None:
@@ -126,3 +119,55 @@ class AgentEnvironment:
 
 def _error(outcome: Outcome) -> str:
     return str(outcome.get("error", ""))
+
+
+class Program(AgentEnvironment):
+    """An episode is one run of `command` with one line of the JSONL file `tasks` (see `CommandPrograms`)."""
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str],
+        tasks: str,
+        max_turns: int,
+        num_validation: int,
+        num_test: int,
+        is_deterministic: bool = False,
+    ) -> None:
+        super().__init__(
+            CommandPrograms(command, tasks),
+            max_turns=max_turns,
+            num_validation=num_validation,
+            num_test=num_test,
+            is_deterministic=is_deterministic,
+        )
+
+
+class Verifiers(AgentEnvironment):
+    """`env` is a configuration of verifiers; the Python at `python` loads it once for each process.
+
+    An episode is a rollout of one of the first `max_tasks` tasks of the taskset, with the rewards of the rubric.
+    The process of verifiers serves all episodes of this process, and ends with it.
+
+    Source: verifiers 0.4.0, `verifiers/v1/env.py` and `clients/eval.py`.
+    """
+
+    def __init__(
+        self,
+        *,
+        env: Mapping[str, Any],
+        python: str,
+        max_turns: int,
+        max_tasks: int,
+        num_validation: int,
+        num_test: int,
+        import_path: Sequence[str] = (),
+        is_deterministic: bool = False,
+    ) -> None:
+        super().__init__(
+            VerifiersProcess.shared(python, env, import_path=import_path, max_tasks=max_tasks),
+            max_turns=max_turns,
+            num_validation=num_validation,
+            num_test=num_test,
+            is_deterministic=is_deterministic,
+        )

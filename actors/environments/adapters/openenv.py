@@ -31,9 +31,6 @@ class OpenEnv:
     all fields except metadata as JSON if there are none; `image_fields` are images in base64. `timeout_s` is for one
     message; the host's timeouts are shorter.
 
-    Raises:
-        EpisodeError: `server_unreachable`: no connection, or a broken one; `server_error`: the server reports an error.
-
     Source: OpenEnv 0.10.0, `openenv/core/env_server/types.py` and `http_server.py`; the package is not needed.
     """
 

@@ -40,11 +40,7 @@ def demonstrate() -> str:
 
 
 def _checked(work: Callable[[], T]) -> T:
-    """Returns the result of `work`.
-
-    Raises:
-        EpisodeError: the environment raised an exception of any type, also SystemExit.
-    """
+    """Returns the result of `work`."""
     try:
         return work()
     except EpisodeError:

@@ -1,14 +1,19 @@
-"""EnvironmentPool: a limited number of concurrent sessions with environments, with a timeout for each call."""
+"""Pool of environments: in processes, on other nodes, behind servers."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
+
+import httpx
 
 from mobula.actors.environments.base import (
     ROLES_OF_RESET,
@@ -22,13 +27,164 @@ from mobula.actors.environments.base import (
     Step,
     checked_observation,
 )
-from mobula.actors.environments.hosts.process import ProcessEnvironment
+from mobula.actors.environments.hosts import child
 from mobula.actors.environments.hosts.ray_actor import RayEnvironment
-from mobula.actors.environments.hosts.remote import RemoteEnvironment
 from mobula.actors.environments.registry import build_environment
-from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.wire import Json, action_to_json, reset_from_json, spec_from_json, step_from_json
+from mobula.cluster.errors import DeadlineError, WorkerDiedError
+from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
+from mobula.configs.schema.data import EnvironmentConfig
 
 T = TypeVar("T")
+
+
+class ProcessEnvironment:
+    """Implements `Environment`. A failed call kills the subprocess."""
+
+    spec: EnvironmentSpec
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], *, start_timeout_s: float, reset_timeout_s: float, step_s: float
+    ) -> None:
+        self._name = name
+        self._reset_timeout_s = reset_timeout_s
+        self._step_timeout_s = step_s
+        self._child = ChildProcess()
+        self.spec = self._call(start_timeout_s, child.make, name, dict(options))
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
+        return self._call(self._reset_timeout_s, child.reset, seed, dict(options))
+
+    def step(self, action: Action) -> Step:
+        return self._call(self._step_timeout_s, child.step, action)
+
+    def demonstrate(self) -> str:
+        return self._call(self._step_timeout_s, child.demonstrate)
+
+    def close(self) -> None:
+        """Kills the subprocess and its children, and reaps it."""
+        self._child.close()
+
+    def _call(self, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
+        try:
+            return self._child.call(timeout_s, function, *args)
+        except BaseException as error:
+            self.close()  # the state of the environment is unknown
+            call, name = function.__name__, self._name
+            if isinstance(error, DeadlineError):
+                raise EpisodeError("timed_out", f"waited {timeout_s:g} s for {call} of environment {name}") from error
+            if isinstance(error, WorkerDiedError):
+                raise EpisodeError("process_died", f"environment {name} in {call}: {error}") from error
+            if isinstance(error, EpisodeError | RaisedError):
+                kind = error.kind if isinstance(error, EpisodeError) else "raised"
+                raise EpisodeError(kind, f"environment {name} raised in {call}: {error}") from error
+            raise
+
+
+PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # delay between attempts: random up to PAUSE_S, doubled up to MAX_PAUSE_S
+
+
+QUOTED_CHARS = 300
+
+
+class RemoteEnvironment:
+    """One session on the server. A call without a reply is retried until the timeout, under the same number."""
+
+    spec: EnvironmentSpec
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        token_env: str,
+        start_timeout_s: float,
+        reset_timeout_s: float,
+        step_s: float,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._timeouts = {"start": start_timeout_s, "reset": reset_timeout_s, "step": step_s, "demonstrate": step_s}
+        self._client = httpx.Client(headers=_headers(token_env), trust_env=False)
+        self._call = 0
+        try:
+            opened = self._post("start", "/v1/sessions", {})
+            if opened["name"] != name:
+                raise EpisodeError("server_refused", f"{url} serves environment {opened['name']}, not {name}")
+        except BaseException:
+            self._client.close()
+            raise
+        self._session = f"/v1/sessions/{opened['session']}"
+        self.spec = spec_from_json(opened["spec"])
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
+        return reset_from_json(self._called("reset", {"seed": seed, "options": dict(options)}))
+
+    def step(self, action: Action) -> Step:
+        return step_from_json(self._called("step", {"action": action_to_json(action)}))
+
+    def demonstrate(self) -> str:
+        return str(self._called("demonstrate", {}))
+
+    def close(self) -> None:
+        try:
+            self._client.delete(f"{self._url}{self._session}", timeout=self._timeouts["step"])
+        except httpx.HTTPError:
+            """The server ends sessions without calls."""
+        self._client.close()
+
+    def _called(self, method: str, given: Json) -> Any:
+        self._call += 1
+        return self._post(method, f"{self._session}/{method}", {"call": self._call, **given})["result"]
+
+    def _post(self, what: str, path: str, body: Json) -> Json:
+        deadline = time.monotonic() + self._timeouts[what]
+        pause_s = PAUSE_S
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                reply = self._client.post(f"{self._url}{path}", json=body, timeout=max(0.01, left_s))
+            except httpx.TimeoutException as error:
+                raise EpisodeError(
+                    "timed_out", f"waited {self._timeouts[what]:g} s for {what} at {self._url}"
+                ) from error
+            except httpx.HTTPError as error:
+                problem = EpisodeError("server_unreachable", f"{self._url} cannot be reached ({error!r})")
+            else:
+                if reply.status_code == 200:
+                    return self._read(reply)
+                problem = self._refusal(reply)
+                if reply.status_code < 500:
+                    raise problem
+            if time.monotonic() + pause_s >= deadline:
+                raise problem
+            time.sleep(random.uniform(0, pause_s))
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+
+    def _refusal(self, reply: httpx.Response) -> EpisodeError:
+        kind = "session_lost" if reply.status_code == 404 else "server_refused"
+        return EpisodeError(kind, f"{self._url} answered {reply.status_code}: {reply.text[:QUOTED_CHARS]}")
+
+    def _read(self, reply: httpx.Response) -> Json:
+        try:
+            content = reply.json()
+        except ValueError as error:
+            raise EpisodeError("server_refused", f"{self._url} answered no JSON ({error})") from error
+        if not isinstance(content, dict):
+            raise EpisodeError("server_refused", f"{self._url} answered {type(content).__name__}, not an object")
+        if "failure" in content:
+            raise EpisodeError(str(content["failure"]["kind"]), f"at {self._url}: {content['failure']['detail']}")
+        return content
+
+
+def _headers(token_env: str) -> dict[str, str]:
+    """Raises: EpisodeError: the environment variable of the token is not set."""
+    if not token_env:
+        return {}
+    token = os.environ.get(token_env, "")
+    if not token:
+        raise EpisodeError("no_token", f"environment.token_env={token_env} is not set in the environment: set it")
+    return {"Authorization": f"Bearer {token}"}
+
 
 GRACE_S = 1.0  # the host kills a process at the timeout and reports it within this time
 
@@ -66,11 +222,7 @@ class EnvironmentSession:
         return result._replace(observation=self._checked(result.observation, ROLES_OF_STEP))
 
     async def demonstrate(self) -> str:
-        """The text of a good next turn; requires `spec.demonstrates`.
-
-        Raises:
-            EpisodeError: the environment raised, timed out, or returned no text.
-        """
+        """The text of a good next turn; requires `spec.demonstrates`."""
         demonstrator = cast("Demonstrator", self._environment)
         text = await self._run(demonstrator.demonstrate, self._config.step_timeout_s, "demonstrate")
         if not isinstance(text, str) or not text:

@@ -30,9 +30,6 @@ class CommandPrograms:
 
     A program runs in a separate process group, which is killed at the end of the episode. If the rollout actor is lost,
     the endpoint stops to reply.
-
-    Raises:
-        ValueError: the file cannot be read, or a line is no JSON.
     """
 
     def __init__(self, command: Sequence[str], tasks: str) -> None:

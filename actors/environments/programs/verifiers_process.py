@@ -19,11 +19,8 @@ PROGRAM = Path(__file__).with_name("verifiers_rollouts.py")
 
 
 class VerifiersProcess:
-    """Implements `AgentPrograms`; runs any number of tasks concurrently. Ends with this process, at the end of stdin.
-
-    Raises:
-        ValueError: there is no such Python, or the environment of verifiers cannot be loaded.
-    """
+    """Implements `AgentPrograms`; runs any number of tasks concurrently. Ends with this process, at the end of
+    stdin."""
 
     _shared: ClassVar[dict[str, VerifiersProcess]] = {}
     _making: ClassVar[Lock] = Lock()

@@ -43,11 +43,7 @@ class Tokens:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
-    """Tokenises a text once. Breaks divide the text and have no tokens.
-
-    Raises:
-        PromptError: the tokenizer joins a break to other characters.
-    """
+    """Tokenises a text once. Breaks divide the text and have no tokens."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.array(encoded.input_ids, dtype=np.int32)
     starts, ends = np.array(encoded.offset_mapping, dtype=np.int64).reshape(-1, 2).T
@@ -99,11 +95,7 @@ class AnswerLayout:
         self._num_context = num_context
 
     def answers(self, turns: Turns, trained: Collection[int]) -> list[PlacedAnswer]:
-        """Locates the turns of the numbers `trained` and the last turn; or all answers, if the template changes one.
-
-        Raises:
-            PromptError: the template drops answers, or changes earlier turns.
-        """
+        """Locates the turns of the numbers `trained` and the last turn; or all answers, if the template changes one."""
         if (found := self._in_whole(turns, trained)) is not None:
             return found
         policy = [n for n, (role, _) in enumerate(turns) if role == "assistant" and n >= self._num_context]

@@ -73,9 +73,6 @@ class ChatTemplate:
     ) -> str:
         """Renders the messages, with further `fields` of each such as `tool_calls`, and with `variables` such as
         `tools` in addition to `data.template_kwargs`; `is_open` adds the generation prompt.
-
-        Raises:
-            PromptError: the template refuses the messages, or takes text alone and there are media.
         """
         given = [{"role": role, "content": self._content(role, parts)} for role, parts in messages]
         given = [{**message, **more} for message, more in zip_longest(given, fields, fillvalue=NOTHING)]
@@ -166,9 +163,6 @@ def inlined(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str]
         render: `render(turns, is_open)` applies the template.
         num_context: number of first turns, which must be rendered with all of their fields. A template may leave out
             the thoughts of other answers when later turns follow; they are trained as the policy has written them.
-
-    Raises:
-        PromptError: the template leaves a field out, or a text cannot give what it writes.
     """
     found, problem = list(turns), "the chat template of policy.model"
     for n, turn in enumerate(turns):
@@ -221,11 +215,7 @@ def _added_bos(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def give_template(processor: ProcessorMixin | PreTrainedTokenizerBase, model: str) -> None:
-    """Sets `processor.chat_template` to the checkpoint's template, or the default one of several.
-
-    Raises:
-        ValueError: there is none, or several without a default one.
-    """
+    """Sets `processor.chat_template` to the checkpoint's template, or the default one of several."""
     template: Any = processor.chat_template
     if not template and isinstance(processor, ProcessorMixin):
         template = processor.tokenizer.chat_template

@@ -15,11 +15,7 @@ _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
 
 def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end a response: of the tokenizer, then of generation_config.json, else of config.json.
-
-    Raises:
-        ValueError: there is none, or generation_config.json is damaged.
-    """
+    """The ids that end a response: of the tokenizer, then of generation_config.json, else of config.json."""
     ids = [tokenizer.eos_token_id, *_listed(_generation_eos(model))]
     if not any(i is not None for i in ids):
         ids = _listed(

@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from mobula.actors.samplers.adapters import ServedAdapters
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.progress import (
+from mobula.actors.samplers.in_process import (
     GroupProgress,
     StopStrings,
     continued,
@@ -39,14 +39,15 @@ from mobula.actors.samplers.progress import (
     opened,
     settings_to_continue,
 )
-from mobula.actors.samplers.serving import RunningRequests, ServedVersion
-from mobula.actors.samplers.vllm.adapters import load_adapter, lora_request
-from mobula.actors.samplers.vllm.arguments import engine_args, sampling_params
-from mobula.actors.samplers.vllm.load import LoadLogger
-from mobula.actors.samplers.vllm.outputs import OutputReader, prompt_scores
-from mobula.actors.samplers.vllm.patches.core_process import core_failure, engine_in_its_own_process
+from mobula.actors.samplers.settings import RunningRequests, ServedVersion
+from mobula.actors.samplers.vllm.arguments import LoadLogger, OutputReader, engine_args, prompt_scores, sampling_params
+from mobula.actors.samplers.vllm.patches.engine import (
+    core_failure,
+    engine_in_its_own_process,
+    keep_sampled_logprobs_alone,
+)
 from mobula.actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
-from mobula.actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
+from mobula.actors.samplers.vllm.weights import load_adapter, lora_request
 from mobula.cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.media import MediaSpan, ProcessedMedia

@@ -1,10 +1,4 @@
-"""Runs inside vLLM's worker process: our weight-transfer engine for vLLM's registry, over gloo or nccl.
-
-vLLM has no transport for CPU, and `load_weights` alone has no effect on CPU because linear layers pack their weights
-after loading. A push therefore uses vLLM's layer-wise reload, which rebuilds and processes every layer from tensors in
-checkpoint format. vLLM imports this module in every worker, because `worker_extension_cls` names `WorkerExtension`; the
-import registers engine and loader, and applies `patches.seeds` and `patches.adapters`.
-"""
+"""Weight transfer and adapters of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -18,11 +12,8 @@ import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
@@ -32,16 +23,63 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from mobula.actors.samplers.adapters import ServedAdapter
 from mobula.actors.samplers.vllm.arguments import LOAD_FORMAT, WEIGHT_TRANSFER
-from mobula.actors.samplers.vllm.patches.adapters import adapt_rows_of_each_adapter
-from mobula.actors.samplers.vllm.patches.seeds import seed_by_position
+from mobula.actors.samplers.vllm.patches.engine import adapt_rows_of_each_adapter, seed_by_position
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.changes import Base
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
+from mobula.learner.policies.adapters import AdapterBase, changed_weights
 from mobula.learner.policies.checkpoint.stored import loaded_tensors, pushed_tensors
-from mobula.learner.policies.lora import AdapterBase, changed_weights
+
+# Loads and unloads adapters in a vLLM engine.
+#
+# vLLM ignores factors of modules that it does not adapt (such as those of a vision tower), so each rank is asked for
+# them after loading. Its prefix cache distinguishes adapters by name and path; the name that it gets contains the
+# adapter's number, so a name that is served again shares nothing with its earlier weights.
+
+MAX_NAMED = 5  # module names in an error message
+
+
+def lora_request(adapter: ServedAdapter | None) -> LoRARequest | None:
+    """Returns how a request names its adapter; None for the base model."""
+    if adapter is None:
+        return None
+    return LoRARequest(f"{adapter.number}:{adapter.name}", adapter.number, str(adapter.folder))
+
+
+async def load_adapter(engine: AsyncLLM, adapter: ServedAdapter) -> None:
+    """Loads an adapter on every rank of the engine."""
+    request = lora_request(adapter)
+    assert request is not None
+    try:
+        await engine.add_lora(request)
+    except EngineDeadError:
+        raise
+    except Exception as error:  # vLLM's core answers with a bare Exception
+        raise ValueError(f"vLLM cannot serve adapter {adapter.name!r}: {error}") from error
+    ranks = await engine.collective_rpc("ignored_adapter_modules", args=(adapter.number,))
+    if ignored := sorted({module for rank in ranks for module in rank}):
+        await engine.remove_lora(adapter.number)
+        raise ValueError(
+            f"vLLM would ignore {len(ignored)} modules of adapter {adapter.name!r} "
+            f"({', '.join(ignored[:MAX_NAMED])}): train adapters of the language model alone, or use "
+            "sampler=huggingface"
+        )
+
+
+# Runs inside vLLM's worker process: our weight-transfer engine for vLLM's registry, over gloo or nccl.
+#
+# vLLM has no transport for CPU, and `load_weights` alone has no effect on CPU because linear layers pack their weights
+# after loading. A push therefore uses vLLM's layer-wise reload, which rebuilds and processes every layer from tensors
+# in
+# checkpoint format. vLLM imports this module in every worker, because `worker_extension_cls` names `WorkerExtension`;
+# the
+# import registers engine and loader, and applies `patches.seeds` and `patches.adapters`.
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -149,11 +187,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
                 finalize_layerwise_reload(self.model, self.model_config)
 
     def receive(self, manifest: Manifest, bucket_bytes: int, version: int) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the tensors of a push in separate memory, because a layer needs several at a time.
-
-        Raises:
-            WeightSyncError: as `TransferGroup.receive` and `TransferGroup.receive_changes`.
-        """
+        """Yields the tensors of a push in separate memory, because a layer needs several at a time."""
         if self._group is None:
             raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
         if manifest.payload != "delta":
@@ -253,9 +287,6 @@ def _refuse_stale_layers(model: torch.nn.Module, *, takes_all: bool) -> None:
 
     Args:
         takes_all: the push must have every layer; otherwise whole layers may be missing.
-
-    Raises:
-        WeightSyncError: layers would keep values of an older version.
     """
     stale = [
         name
@@ -305,5 +336,9 @@ def _forget_incomplete_layers(model: torch.nn.Module) -> None:
 
 
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)
+
+
 seed_by_position()
+
+
 adapt_rows_of_each_adapter()

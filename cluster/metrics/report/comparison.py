@@ -16,14 +16,12 @@ from typing import Any
 import yaml
 
 from mobula.cluster.metrics.definitions import METRICS, MetricName
-from mobula.cluster.metrics.evaluation_statistics import bootstrap_interval
-from mobula.cluster.metrics.report.charts import Chart, Curve, Point
-from mobula.cluster.metrics.report.page import render
+from mobula.cluster.metrics.report.charts import Chart, Curve, Point, counted_in, unit_of
+from mobula.cluster.metrics.report.page import render, write_duration
 from mobula.cluster.metrics.report.run_folder import RunFolder
-from mobula.cluster.metrics.report.units import counted_in, unit_of
-from mobula.cluster.metrics.report.written_numbers import write_duration
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord, difference
 from mobula.cluster.metrics.step_records import distinct_identities as distinct
+from mobula.cluster.metrics.summary import bootstrap_interval
 
 MAX_LINES = 6  # colours of the style sheet
 SEED = 0  # of the bootstrap over runs
@@ -88,11 +86,7 @@ class Course:
 
 
 def render_comparison(lines: Sequence[ComparedRuns], *, by_epoch: bool) -> str:
-    """Renders the page as HTML. `by_epoch` draws over epochs of the training data instead of steps.
-
-    Raises:
-        ValueError: there is no run, there are more lines than colours, or the length of an epoch is unknown.
-    """
+    """Renders the page as HTML. `by_epoch` draws over epochs of the training data instead of steps."""
     if not 1 <= len(lines) <= MAX_LINES:
         raise ValueError(f"{len(lines)} lines cannot be compared: give 1 to {MAX_LINES}, seeds of one setting as one")
     rows, charts = table(lines), _Charts(lines, by_epoch)
@@ -265,11 +259,7 @@ def _cumulative(steps: Sequence[StepRecord], steps_per_epoch: float) -> Iterator
 
 
 def _steps_per_epoch(run: RunFolder) -> float:
-    """Returns the number of steps of an epoch.
-
-    Raises:
-        ValueError: the run has no summary or no configuration.
-    """
+    """Returns the number of steps of an epoch."""
     if run.summary is None or run.summary.train_prompts is None or not run.config:
         raise ValueError(f"run {run.name} has no summary.json or no config.yaml: compare it over steps, not epochs")
     return run.summary.train_prompts / yaml.safe_load(run.config)["algorithm"]["prompts_per_step"]

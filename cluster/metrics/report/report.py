@@ -1,8 +1,10 @@
-"""Writes the report of a run: one offline HTML file."""
+"""Writes report.html and the tables of a run."""
 
 from __future__ import annotations
 
 import base64
+import csv
+import io
 import math
 import time
 from collections import Counter
@@ -13,29 +15,68 @@ from pathlib import Path
 
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.files import write_atomically
-from mobula.cluster.metrics.report.page import render
-from mobula.cluster.metrics.report.report_charts import (
+from mobula.cluster.metrics.report.charts import (
     accuracy_chart,
     curves,
     guard_charts,
     phase_colours,
     phase_label,
     phases_chart,
+    unit_of,
 )
+from mobula.cluster.metrics.report.page import render, write_bytes, write_duration, write_number
 from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
-from mobula.cluster.metrics.report.samples import ReportSample
-from mobula.cluster.metrics.report.sheets import Sheet, read_sheets
-from mobula.cluster.metrics.report.tables import write_tables
-from mobula.cluster.metrics.report.units import unit_of
-from mobula.cluster.metrics.report.videos import Video, read_videos
-from mobula.cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
-from mobula.cluster.metrics.step_records import BeforeAfter
+from mobula.cluster.metrics.report.samples import ReportSample, Sheet, Video, read_sheets, read_videos
+from mobula.cluster.metrics.step_records import HELD_OUT, BeforeAfter, EvaluationRecord, StepRecord
 from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.workers.faults import Fault
 
+STEPS_FILE, EVALUATIONS_FILE = "metrics.csv", "eval_metrics.csv"
+
+
+Cell = float | int | str
+
+
+def write_tables(folder: Path, run: RunFolder) -> None:
+    """Writes both files, with a column for each number of any row; missing numbers are empty."""
+    suites = {HELD_OUT: run.evaluations, **run.suites}
+    write_atomically(folder / STEPS_FILE, table([_step(record) for record in run.steps]))
+    rows = [_evaluation(record) for records in suites.values() for record in records]
+    write_atomically(folder / EVALUATIONS_FILE, table(rows))
+
+
+def table(rows: Sequence[Mapping[str, Cell]]) -> str:
+    """Formats rows as CSV with a header."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _step(record: StepRecord) -> dict[str, Cell]:
+    seconds = {f"{name}_s": value for name, value in record.seconds.items()}
+    rewards = {f"r_{name}": value for name, value in record.components.items()}
+    return {"step": record.step, **record.values, **rewards, **seconds}
+
+
+def _evaluation(record: EvaluationRecord) -> dict[str, Cell]:
+    own: dict[str, Cell] = {"suite": record.suite, "version": record.version, "accuracy": record.accuracy}
+    num: dict[str, Cell] = {"num": record.num, "num_unscored": record.num_unscored}
+    identity = {f"evaluation_{name}": value for name, value in record.identity.items()}
+    return {**own, "low": record.low, "high": record.high, **num, **record.values, **identity}
+
+
 _MAX_SKIPPED_ROWS = 200
+
+
 _MAX_FAULT_ROWS = 200  # the newest ones
+
+
 _UNFINISHED = "unfinished"  # no summary
+
+
 _STATUS_TEXTS = {"killed": "the driver was killed"}  # others are shown as they are
 
 

@@ -1,7 +1,4 @@
-"""SampleKeeper: keeps a few responses for the report: best, worst and random, early and late, with their images.
-
-The choice needs only the rewards, which the driver has; a group is fetched once it is chosen.
-"""
+"""Samples of a report: texts, contact sheets and videos."""
 
 from __future__ import annotations
 
@@ -13,21 +10,135 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.files import read_verified, write_atomically
 from mobula.cluster.metrics.step_records import SampleRecord, strict
+from mobula.cluster.records.json_lines import read_lines
 
 if TYPE_CHECKING:
     from mobula.cluster.records.media import ProcessedMedia
     from mobula.cluster.records.trajectory import Reward, ScoredGroup, Trajectory, TrajectoryGroup
 
+EVALUATIONS_FOLDER = "evaluations"  # of the run folder
+
+
+SHEETS_FILE = "sheets.json"  # in it: a row for each sheet
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The images of one evaluation."""
+
+    suite: str
+    version: int
+    sha256: str
+    prompts: Sequence[str]
+    png: bytes
+
+
+def read_sheets(run_folder: Path) -> list[Sheet]:
+    """Returns the first and the last sheet of each suite."""
+    folder = run_folder / EVALUATIONS_FOLDER
+    if not (folder / SHEETS_FILE).exists():
+        return []
+    rows = json.loads((folder / SHEETS_FILE).read_text(encoding="utf-8"))
+    by_suite: dict[str, list[dict[str, object]]] = {}
+    for row in sorted(rows, key=lambda row: row["version"]):
+        by_suite.setdefault(row["suite"], []).append(row)
+    chosen = [row for sheets in by_suite.values() for row in (sheets if len(sheets) == 1 else (sheets[0], sheets[-1]))]
+    return [_sheet(folder, row) for row in chosen]
+
+
+def _sheet(folder: Path, row: Mapping[str, Any]) -> Sheet:
+    digest = str(row["sha256"])
+    png = read_verified(folder / str(row["file"]), digest, SHEETS_FILE)
+    return Sheet(str(row["suite"]), int(str(row["version"])), digest, [str(p) for p in row["prompts"]], png)
+
+
+ARTIFACTS_FOLDER = "artifacts"  # of the run folder
+
+
+INDEX = "artifacts.jsonl"  # in it: a row per image or video
+
+
+MAX_VIDEOS = 4  # per step
+
+
+MAX_BYTES = 4 << 20  # of an embedded video; for a larger video the report has only the file name
+
+
+@dataclass(frozen=True)
+class Video:
+    """One video."""
+
+    file: str  # relative to the run folder
+    prompt: str
+    reward: float | None
+    sha256: str
+    poster: bytes  # JPEG of the first frame
+    mp4: bytes | None
+
+
+def read_artifacts(folder: Path) -> list[dict[str, Any]]:
+    """Reads the rows of artifacts.jsonl; empty if the file does not exist."""
+    path = folder / INDEX
+    return [json.loads(line) for _, line in read_lines(path)] if path.exists() else []
+
+
+def read_videos(run_folder: Path) -> list[tuple[int, list[Video]]]:
+    """Returns (step, videos) of the first and the last step with videos."""
+    rows = [row for row in read_artifacts(run_folder / ARTIFACTS_FOLDER) if "poster" in row]
+    steps = sorted({int(str(row["step"])) for row in rows})
+    chosen = steps if len(steps) == 1 else [steps[0], steps[-1]] if steps else []
+    videos: list[tuple[int, list[Video]]] = []
+    for step in chosen:
+        of_step = [row for row in rows if row["step"] == step]
+        videos.append((step, [_video(run_folder, row) for row in of_step[:MAX_VIDEOS]]))
+    return videos
+
+
+def _video(run_folder: Path, row: dict[str, object]) -> Video:
+    folder = run_folder / ARTIFACTS_FOLDER
+    digest = str(row["sha256"])
+    mp4 = read_verified(folder / str(row["file"]), digest, INDEX)
+    reward = row["reward"]
+    return Video(
+        file=f"{ARTIFACTS_FOLDER}/{row['file']}",
+        prompt=str(row["prompt"]),
+        reward=None if reward is None else float(str(reward)),
+        sha256=digest,
+        poster=(folder / str(row["poster"])).read_bytes(),
+        mp4=mp4 if len(mp4) <= MAX_BYTES else None,
+    )
+
+
+# SampleKeeper: keeps a few responses for the report: best, worst and random, early and late, with their images.
+#
+# The choice needs only the rewards, which the driver has; a group is fetched once it is chosen.
+
 Period = Literal["early", "late"]
+
+
 Kind = Literal["best", "worst", "random"]
+
+
 PERIODS: tuple[Period, ...] = ("early", "late")
+
+
 KINDS: tuple[Kind, ...] = ("best", "worst", "random")
+
+
 MAX_CHARACTERS = 4000  # of one prompt or response in the report
+
+
 NUM_GROUPS = 4  # drawn from a step
+
+
 MAX_ANSWERS = 8  # of a drawn group
+
+
 MAX_ANSWER_CHARACTERS = 160  # last ones of a drawn response
+
+
 NUM_LOOKS = 48  # steps of a whole run from which samples are taken, so that long runs do not fetch more
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from mobula.cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
+from mobula.cluster.metrics.sinks.base import evaluation_scalars, step_scalars
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 

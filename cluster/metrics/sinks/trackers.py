@@ -47,9 +47,5 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 
 def tracker(name: str) -> Callable[[TrackedRun], Sink]:
-    """Returns the class of a tracker's sink.
-
-    Raises:
-        ValueError: it is user code that cannot be called with a `TrackedRun`.
-    """
+    """Returns the class of a tracker's sink."""
     return chosen({}, TRACKERS.get(name, name), "metrics.trackers", ("run",))

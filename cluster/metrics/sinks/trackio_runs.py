@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, images
-from mobula.cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
+from mobula.cluster.metrics.sinks.base import COLUMNS, TABLE, cells, evaluation_scalars, images, step_scalars
 from mobula.cluster.metrics.sinks.trackers import TrackedRun
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 

@@ -59,15 +59,7 @@ class ChildProcess:
         return self._process is not None
 
     def call(self, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the result of `function(*args, **kwargs)`. Function, arguments and result are pickled.
-
-        Raises:
-            DeadlineError: no result within `timeout_s`; the process was killed.
-            WorkerDiedError: the process died; the message has its exit code.
-            RaisedError: the function raised an error that is not a `MobulaError` (which is raised itself). The process
-                continues.
-            Exception: an argument or the result cannot be pickled or unpickled.
-        """
+        """Returns the result of `function(*args, **kwargs)`. Function, arguments and result are pickled."""
         self.send(timeout_s, function, *args, **kwargs)
         try:
             succeeded, result = self._reply(timeout_s)

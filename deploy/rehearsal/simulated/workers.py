@@ -20,8 +20,8 @@ from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema.rewards import RewardsConfig
-from mobula.deploy.rehearsal.simulated.cores import Cores
 from mobula.deploy.rehearsal.simulated.engine import SimulatedGroup
+from mobula.deploy.rehearsal.simulated.machine import Cores
 from mobula.learner.shares import Portion
 from mobula.rewards.contract import Score
 from mobula.rewards.pool.worker import GroupOutcomes, Question

@@ -1,9 +1,4 @@
-"""Execution: runs requests on the learner, records their outcomes, and restores adapters after a failure.
-
-An adapter's state is a function of its snapshot and the requests after it. A request's outcome is on disk before the
-client can see it. When the learner is lost, or the service restarts, an adapter is created, its snapshot is loaded and
-the finished requests after it run again, so each optimizer step is applied exactly once to the state that results.
-"""
+"""Executes the requests of a model in their order."""
 
 from __future__ import annotations
 
@@ -14,31 +9,91 @@ import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdapterLearner, LossCall, LossResult
 from mobula.deploy.training_service.checkpoints import CheckpointStore
-from mobula.deploy.training_service.errors import RequestError
-from mobula.deploy.training_service.futures import Futures
 from mobula.deploy.training_service.limits import ServiceLimits
-from mobula.deploy.training_service.store.database import Database
-from mobula.deploy.training_service.store.records import Kind, RequestOutcome, RequestRecord
-from mobula.deploy.training_service.training.model_queue import NOT_LOADED, ModelQueue
-from mobula.deploy.training_service.wire.answers import (
+from mobula.deploy.training_service.store import Database, Kind, ModelRecord, RequestOutcome, RequestRecord
+from mobula.deploy.training_service.tenants import Futures, RequestError
+from mobula.deploy.training_service.wire.inputs import InputBuilder
+from mobula.deploy.training_service.wire.training import (
     created,
     loaded,
     read_adam,
+    read_call,
     read_load,
     stepped,
+    write_result,
 )
-from mobula.deploy.training_service.wire.inputs import InputBuilder
-from mobula.deploy.training_service.wire.training import read_call, write_result
+
+NOT_LOADED = -1
+
+
+@dataclass
+class ModelQueue:
+    """Requests run in the order of their numbers, without gaps: `next_seq` is the first that is not finished."""
+
+    record: ModelRecord
+    next_seq: int
+    requests: dict[int, RequestRecord] = field(default_factory=dict)
+    is_busy: bool = False
+    loaded_in: int = NOT_LOADED  # incarnation of the learner that holds the adapter
+    last_step: int = 0  # number of the last optimizer step
+    num_steps: int = 0  # since the last snapshot
+    gradient_error: str = ""  # why the gradient since the last step is not complete
+    num_lost: int = 0  # times that the learner was lost while it ran the next request
+
+    @property
+    def model_id(self) -> str:
+        return self.record.model_id
+
+    @property
+    def head(self) -> RequestRecord | None:
+        """The request that can run now."""
+        return self.requests.get(self.next_seq)
+
+    @property
+    def first_missing(self) -> int:
+        """The number of the first request that has not arrived."""
+        seq_id = self.next_seq
+        while seq_id in self.requests:
+            seq_id += 1
+        return seq_id
+
+    def computes(self) -> list[RequestRecord]:
+        """The forward and forward_backward requests at the head of the queue, in order."""
+        found: list[RequestRecord] = []
+        while (request := self.requests.get(self.next_seq + len(found))) is not None and request.kind.is_compute:
+            found.append(request)
+        return found
+
+    def pop(self, request: RequestRecord) -> None:
+        """Removes the finished head."""
+        assert request.seq_id == self.next_seq, f"request {request.request_id} finished before {self.next_seq}"
+        del self.requests[request.seq_id]
+        self.next_seq += 1
+        self.num_lost = 0
+
+
+# Execution: runs requests on the learner, records their outcomes, and restores adapters after a failure.
+#
+# An adapter's state is a function of its snapshot and the requests after it. A request's outcome is on disk before the
+# client can see it. When the learner is lost, or the service restarts, an adapter is created, its snapshot is loaded
+# and
+# the finished requests after it run again, so each optimizer step is applied exactly once to the state that results.
 
 T = TypeVar("T")
+
+
 MAX_LOSSES = 3  # of the learner while it runs one request
+
+
 MAX_PAUSE_S = 30.0
+
 
 logger = logging.getLogger(__name__)
 
@@ -262,12 +317,7 @@ class Execution:
             self._futures.finish(request.request_id, outcome)
 
     async def _call(self, call: Awaitable[T], what: str) -> T:
-        """Awaits the learner.
-
-        Raises:
-            ValueError: the request is unfit.
-            LearnerLostError: any other failure, or no answer in time.
-        """
+        """Awaits the learner."""
         try:
             async with asyncio.timeout(self._limits.learner_s):
                 answer = await call

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mobula.deploy.training_service.store.records import RequestRecord
-from mobula.deploy.training_service.training.execution import Execution
-from mobula.deploy.training_service.training.model_queue import ModelQueue
+from mobula.deploy.training_service.store import RequestRecord
+from mobula.deploy.training_service.training.execution import Execution, ModelQueue
 
 WAITED_SHARE = 0.25  # of the last call
 MAX_WAIT_S = 0.1

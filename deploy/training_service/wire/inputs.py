@@ -11,7 +11,7 @@ import numpy as np
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.records.trajectory import Prompt
-from mobula.deploy.training_service.errors import RequestError
+from mobula.deploy.training_service.tenants import RequestError
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,7 @@ class InputBuilder:
         self.max_tokens = max_tokens
 
     def build(self, chunks: Sequence[Chunk], name: str) -> Prompt:
-        """Returns the prompt of the chunks.
-
-        Raises:
-            RequestError: the input is empty or too long, a token is unknown, or an image is unfit or one too many.
-        """
+        """Returns the prompt of the chunks."""
         num_images = sum(isinstance(chunk, ImageChunk) for chunk in chunks)
         if num_images and self._images is None:
             raise RequestError(f"{name} has {num_images} images, and the model takes no images")
@@ -112,11 +108,7 @@ class InputBuilder:
         )
 
     def count(self, chunk: Chunk) -> int:
-        """Returns the number of tokens of a chunk, without processing an image.
-
-        Raises:
-            RequestError: an image is unfit, or the model takes no images.
-        """
+        """Returns the number of tokens of a chunk, without processing an image."""
         if isinstance(chunk, TextChunk):
             return len(chunk.token_ids)
         if chunk.expected_tokens is not None:

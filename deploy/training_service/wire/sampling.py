@@ -11,30 +11,22 @@ from tinker.types.topk_logprobs import MASK_LOGPROB
 
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.training_service.interfaces import SampleCall, SampleResult, ScoredTokens
-from mobula.deploy.training_service.errors import RequestError
-from mobula.deploy.training_service.wire.answers import parsed
+from mobula.deploy.training_service.tenants import RequestError
 from mobula.deploy.training_service.wire.inputs import Chunk, ImageChunk, InputBuilder, TextChunk
+from mobula.deploy.training_service.wire.training import parsed
 
 STOPS = {"stop": proto.STOP_REASON_STOP, "length": proto.STOP_REASON_LENGTH}
 
 
 def parse_sample(body: bytes) -> tk.SampleRequest:
-    """Parses the request.
-
-    Raises:
-        RequestError: it is not one.
-    """
+    """Parses the request."""
     return parsed(tk.SampleRequest, body)
 
 
 def read_sample(
     request: tk.SampleRequest, adapter: str | None, inputs: InputBuilder, *, seed: int, name: str
 ) -> SampleCall:
-    """Returns the engines' call; `seed` is used if the request has none.
-
-    Raises:
-        RequestError: a value that the engines do not take.
-    """
+    """Returns the engines' call; `seed` is used if the request has none."""
     _refuse_unsupported(request)
     params = request.sampling_params
     prompt = inputs.build(list(_chunks(request.prompt.chunks, name)), name)

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from mobula.learner.policies.attention.packed import PACKAGES, PACKED, RowBounds
-from mobula.learner.policies.attention.places import RowPlaces
+from mobula.learner.policies.attention.packed import PACKAGES, PACKED, RowBounds, RowPlaces
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 
 PER_TOKEN = ("inputs_embeds", "visual_pos_masks")  # arguments of decoders with axes [B, S, ...]
@@ -37,11 +36,7 @@ class RowPacking:
     """
 
     def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
-        """Installs hooks on the model's decoder: rows are packed within `rows` and stay padded outside of it.
-
-        Raises:
-            ValueError: `policy.attention` cannot keep rows apart.
-        """
+        """Installs hooks on the model's decoder: rows are packed within `rows` and stay padded outside of it."""
         decoder = model.get_decoder()
         self._attention = decoder.config._attn_implementation
         self._ranks = sequence_ranks

@@ -87,9 +87,6 @@ def unread_model(
     """Returns the model of a checkpoint folder or hub name, with parameters on the meta device, and its weights.
 
     `model_class` replaces the class of a policy.
-
-    Raises:
-        ValueError: `attention` needs a package that is not installed.
     """
     refuse_without_package(attention)
     folder = checkpoint_folder(source)
@@ -119,9 +116,6 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
     """Allocates the parameters on the meta device on `device` and copies this rank's rows into them.
 
     Not collective. Parameters with values keep them if `weights` lacks them.
-
-    Raises:
-        ValueError: `weights` lacks a parameter.
     """
     lacking = allocate(model, device)
     state = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}

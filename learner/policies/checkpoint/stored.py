@@ -76,11 +76,7 @@ class SavedDtypes:
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns the tensor in the dtype in which it is written.
-
-        Raises:
-            ValueError: a value overflows the dtype.
-        """
+        """Returns the tensor in the dtype in which it is written."""
         dtype = self.described(name, tensor).dtype
         if tensor.dtype == dtype:
             return tensor
@@ -102,11 +98,7 @@ class DescribedFiles:
 
 
 def checkpoint_folder(source: str) -> Path:
-    """Returns the folder of `policy.model`; downloads it if `source` is a hub name.
-
-    Raises:
-        OSError: `source` is neither a folder nor a model that can be downloaded.
-    """
+    """Returns the folder of `policy.model`; downloads it if `source` is a hub name."""
     if Path(source).is_dir():
         return Path(source)
     try:
@@ -135,10 +127,6 @@ def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None)
     """Compares the files of `folder` with the model of its config.json, by loading tensors without values.
 
     `model_class` replaces the class of a policy.
-
-    Raises:
-        PreflightError: the folder has no weight files, or a damaged one.
-        ValueError: the model cannot be pushed by name.
     """
     described = described_files(folder, model_class)
     model, info, tensors, pushed = described.model, described.info, described.tensors, described.pushed

@@ -44,9 +44,6 @@ def write_weights(
         described: name -> tensor on the meta device, with the shape and dtype to write.
         tensors: (name, tensor) of every entry of `described`, in any order.
         max_file_size: in the format of huggingface_hub, such as 50GB.
-
-    Raises:
-        ValueError: `tensors` lacks an entry of `described`.
     """
     pattern = f"{stem}{{suffix}}.safetensors"
     split = split_torch_state_dict_into_shards(dict(described), filename_pattern=pattern, max_shard_size=max_file_size)

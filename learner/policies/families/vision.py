@@ -17,8 +17,8 @@ from transformers.utils import ModelOutput
 
 from mobula.configs.schema.data import VideoConfig
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
+from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import MediaBatch, TokenBatch
-from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families.base import Clip, ImageFamily, Size
 
 MODALITIES = ("image", "video")  # the n-th modality has token type n
@@ -150,11 +150,7 @@ class VisionFamily(ImageFamily):
 
 
 def submodel(model: nn.Module, name: str) -> PreTrainedModel:
-    """Returns a submodule that is a transformers model.
-
-    Raises:
-        TypeError: the submodule is not a transformers model.
-    """
+    """Returns a submodule that is a transformers model."""
     part = model.get_submodule(name)
     if not isinstance(part, PreTrainedModel):
         raise TypeError(f"{name} of {type(model).__name__} is a {type(part).__name__} and no model of transformers")
@@ -162,11 +158,7 @@ def submodel(model: nn.Module, name: str) -> PreTrainedModel:
 
 
 def method(model: nn.Module, name: str) -> Callable[..., Any]:
-    """A method of the model's own class; the types of nn.Module hold parameters and submodules alone.
-
-    Raises:
-        TypeError: the attribute is no method.
-    """
+    """A method of the model's own class; the types of nn.Module hold parameters and submodules alone."""
     own = getattr(model, name)
     if not callable(own):
         raise TypeError(f"{name} of {type(model).__name__} is no method")

@@ -33,11 +33,7 @@ DENOISING = (TRANSFORMER, VAE, SCHEDULER)  # parts for sampling: prompts come en
 
 
 class FlowCheckpoint:
-    """A checkpoint folder or hub name whose family is supported.
-
-    Raises:
-        ValueError: the source is no diffusers checkpoint, has an unsupported family, or lacks a part.
-    """
+    """A checkpoint folder or hub name whose family is supported."""
 
     def __init__(self, source: str) -> None:
         self.folder = Path(source) if Path(source).is_dir() else _downloaded(source)
@@ -79,11 +75,7 @@ class FlowCheckpoint:
         return DiffusionPipeline.from_pretrained(str(self.folder), dtype=torch.float32, **without)
 
     def schedule(self, denoising: Denoising) -> Schedule:
-        """Noise levels and times of the checkpoint's scheduler.
-
-        Raises:
-            ValueError: the scheduler is not of a flow model.
-        """
+        """Noise levels and times of the checkpoint's scheduler."""
         name = self._index[SCHEDULER][1]
         scheduler = getattr(diffusers, name).from_pretrained(self.folder, subfolder=SCHEDULER)
         schedule = self.family.schedule(scheduler, denoising.num_steps, self.latent_shape(denoising))
@@ -99,11 +91,7 @@ class FlowCheckpoint:
         return schedule
 
     def latent_shape(self, denoising: Denoising) -> tuple[int, ...]:
-        """Returns the shape of the latents of one image or video.
-
-        Raises:
-            ValueError: the family does not support this size.
-        """
+        """Returns the shape of the latents of one image or video."""
         if denoising.num_frames > 1 and not self.family.is_video:
             raise ValueError(
                 f"sampler.flow.num_frames={denoising.num_frames}, and policy.model={self.folder} is a "
@@ -163,11 +151,7 @@ class FlowCheckpoint:
 
 
 def _downloaded(source: str) -> Path:
-    """Downloads a hub name and returns its folder.
-
-    Raises:
-        ValueError: the download fails.
-    """
+    """Downloads a hub name and returns its folder."""
     try:
         return Path(snapshot_download(source))
     except GatedRepoError as error:

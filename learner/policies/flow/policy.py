@@ -15,8 +15,7 @@ from mobula.learner.policies.adapters import has_adapters, without_adapters
 from mobula.learner.policies.base import Moves, Policy, PolicyOutput, Velocities
 from mobula.learner.policies.flow.denoising import Denoising, velocities
 from mobula.learner.policies.flow.families import FlowFamily
-from mobula.learner.policies.flow.noising import NoisedBatch
-from mobula.learner.policies.flow.rows import LatentBatch
+from mobula.learner.policies.flow.rows import LatentBatch, NoisedBatch
 from mobula.learner.policies.sde import FlowStep, Transition, gaussian_kl
 
 
@@ -51,9 +50,6 @@ class FlowPolicy(Policy):
         clean images: velocities at their noise levels, without guidance, and log-probs of 0.
 
         The entropy is that of one number of the latents. It depends on the schedule alone, so it has no gradient.
-
-        Raises:
-            ValueError: a divergence is requested, but the model has no adapters and so no reference.
         """
         if isinstance(batch, NoisedBatch):
             return self._at_levels(batch, replay)
@@ -104,11 +100,7 @@ class FlowPolicy(Policy):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Without gradients and adapters.
-
-        Raises:
-            ValueError: there are no adapters.
-        """
+        """Without gradients and adapters."""
         if not has_adapters(self.model):
             raise ValueError(
                 "algorithm.kl.coef is above 0, and a flow model is compared with itself without adapters: set "

@@ -12,23 +12,27 @@ from typing import Protocol
 from transformers import Qwen2_5_VLModel
 
 from mobula.learner.policies.families.vision import takes_encoded_images
-from mobula.learner.policies.tiny.audio.qwen2_5_omni import write_tiny_qwen2_5_omni
-from mobula.learner.policies.tiny.audio.qwen2_audio import write_tiny_qwen2_audio
-from mobula.learner.policies.tiny.gemma3 import write_tiny_gemma3
-from mobula.learner.policies.tiny.glm4v import write_tiny_glm4v
-from mobula.learner.policies.tiny.idefics import ARCHITECTURES as IDEFICS
-from mobula.learner.policies.tiny.idefics import write_tiny_idefics
-from mobula.learner.policies.tiny.internvl import DECODERS, write_tiny_internvl
-from mobula.learner.policies.tiny.llava import write_tiny_llava
-from mobula.learner.policies.tiny.llava_onevision import write_tiny_llava_onevision
-from mobula.learner.policies.tiny.qwen2_5_vl import write_tiny_qwen2_5_vl
-from mobula.learner.policies.tiny.qwen2_vl import write_tiny_qwen2_vl
-from mobula.learner.policies.tiny.qwen3_5 import write_tiny_qwen3_5
-from mobula.learner.policies.tiny.qwen3_vl import write_tiny_qwen3_vl
-from mobula.learner.policies.tiny.qwen3_vl_moe import write_tiny_qwen3_vl_moe
-from mobula.learner.policies.tiny.text import ARCHITECTURES as TEXT
-from mobula.learner.policies.tiny.text import write_tiny_text
-from mobula.learner.policies.tiny.tokenizer import MAX_POSITIONS, SPECIAL_TOKENS, WORDS
+from mobula.learner.policies.tiny.audio import write_tiny_qwen2_5_omni, write_tiny_qwen2_audio
+from mobula.learner.policies.tiny.qwen import (
+    write_tiny_qwen2_5_vl,
+    write_tiny_qwen2_vl,
+    write_tiny_qwen3_5,
+    write_tiny_qwen3_vl,
+    write_tiny_qwen3_vl_moe,
+)
+from mobula.learner.policies.tiny.vision import (
+    DECODERS,
+    write_tiny_gemma3,
+    write_tiny_glm4v,
+    write_tiny_idefics,
+    write_tiny_internvl,
+    write_tiny_llava,
+    write_tiny_llava_onevision,
+    write_tiny_text,
+)
+from mobula.learner.policies.tiny.vision import IDEFICS_ARCHITECTURES as IDEFICS
+from mobula.learner.policies.tiny.vision import TEXT_ARCHITECTURES as TEXT
+from mobula.learner.policies.tiny.writing import MAX_POSITIONS, SPECIAL_TOKENS, WORDS
 
 __all__ = ["MAX_POSITIONS", "SPECIAL_TOKENS", "TINY", "WORDS", "write_checked", "write_tiny", "write_tiny_qwen2_5_vl"]
 
@@ -64,11 +68,7 @@ def write_checked(folder: Path) -> Path:
 
 
 def write_tiny(name: str, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Write the tiny model `name` of `TINY`.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+    """Write the tiny model `name` of `TINY`."""
     if name not in TINY:
         raise ValueError(f"there is no tiny model {name!r}: choose {', '.join(TINY)}")
     return TINY[name](folder, seed=seed, tie_word_embeddings=tie_word_embeddings)

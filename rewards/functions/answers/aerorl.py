@@ -64,9 +64,6 @@ class AeroRLGrounding:
     """2 * precision - 1 over the claims; 0 without claims. A claim is true if it shares an alias with the evidence.
 
     Repeated claims count repeatedly.
-
-    Raises:
-        RewardError: claims or evidence are neither a text nor a list of texts.
     """
 
     def __init__(self, tools: Tools) -> None: ...
@@ -89,9 +86,6 @@ class AeroRLGrounding:
 class AeroRLFormat:
     """1, minus 1.3 if JSON is required and Python cannot parse the response, minus 0.5 if the pattern does not match;
     at least -1. An empty pattern always matches.
-
-    Raises:
-        ValueError: the pattern is not a regular expression.
     """
 
     def __init__(self, tools: Tools, *, require_json: bool, regex_pattern: str) -> None:
@@ -112,11 +106,7 @@ class AeroRLFormat:
 
 
 class AeroRLCost:
-    """1 minus the relative excess of words and of latency over the budgets; at least -1.
-
-    Raises:
-        RewardError: `latency_ms` of the metadata is no finite number.
-    """
+    """1 minus the relative excess of words and of latency over the budgets; at least -1."""
 
     def __init__(self, tools: Tools, *, target_tokens: int, latency_budget_ms: float) -> None:
         self._target_tokens = max(target_tokens, 1)

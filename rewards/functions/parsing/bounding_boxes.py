@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, Literal, NamedTuple
 
-from mobula.rewards.functions.parsing.strict_json import read_json
+from mobula.rewards.functions.parsing.extraction import read_json
 
 Form = Literal["xyxy", "xywh"]
 Scale = Literal["relative", "thousandths", "pixels", "shown_pixels"]

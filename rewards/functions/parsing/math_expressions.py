@@ -70,11 +70,7 @@ class Expression:
         self.is_computed = False
 
     def whole(self) -> Any:
-        """Returns the value of all tokens.
-
-        Raises:
-            UnreadableError: the tokens are no expression, or one without a value.
-        """
+        """Returns the value of all tokens."""
         if len(chosen := split(self._tokens, ("\\choose",))) == 2:
             return _binomial(*map(self._read, chosen))
         result = self._sum()

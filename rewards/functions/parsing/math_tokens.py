@@ -119,11 +119,7 @@ def without_thousands(text: str) -> str:
 
 
 def tokens(text: str) -> list[Token]:
-    """Returns the tokens of a `plain` answer.
-
-    Raises:
-        UnreadableError: brackets do not match, or nest too deep.
-    """
+    """Returns the tokens of a `plain` answer."""
     for pattern, new in _REWRITINGS:
         text = pattern.sub(new, text)
     found = _scanned(text, is_text=False)

@@ -43,11 +43,7 @@ class ChatEngine:
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], tools: Tools) -> None:
-        """Loads the model.
-
-        Raises:
-            ValueError: an option is unknown or invalid, or the model cannot be loaded.
-        """
+        """Loads the model."""
         self.options = dict(options)
         arguments = _arguments(model, self.options, tools)
         self._thread = DaemonThread("vllm-engine")
@@ -67,9 +63,6 @@ class ChatEngine:
         images).
 
         `template` holds further arguments of the chat template.
-
-        Raises:
-            EngineLostError: the engine failed, now or before.
         """
         return self._thread.submit(self._replies, conversations, params, template).result()
 
@@ -97,11 +90,7 @@ class ChatEngine:
 
 
 def shared_engine(model: str, options: Mapping[str, Any], tools: Tools) -> ChatEngine:
-    """Returns the engine of a checkpoint, which functions with the same tools share.
-
-    Raises:
-        ValueError: as `ChatEngine`, or another function uses the checkpoint with other options.
-    """
+    """Returns the engine of a checkpoint, which functions with the same tools share."""
     engine: ChatEngine = tools.shared((ChatEngine, model), lambda: ChatEngine(model, options, tools))
     if engine.options != dict(options):
         raise ValueError(
@@ -112,11 +101,7 @@ def shared_engine(model: str, options: Mapping[str, Any], tools: Tools) -> ChatE
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    """Builds vLLM's sampling parameters; `structured_outputs` is a mapping, such as {regex: "[1-5]"}.
-
-    Raises:
-        ValueError: vLLM refuses a value.
-    """
+    """Builds vLLM's sampling parameters; `structured_outputs` is a mapping, such as {regex: "[1-5]"}."""
     given = dict(values)
     try:
         if isinstance(given.get("structured_outputs"), Mapping):
@@ -137,11 +122,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
-    """Returns the arguments of `vllm.LLM`.
-
-    Raises:
-        ValueError: an option is unknown or set by the judge, or the worker lacks the devices.
-    """
+    """Returns the arguments of `vllm.LLM`."""
     own = sorted(set(options) & set(OWN_KEYS))
     if own:
         raise ValueError(

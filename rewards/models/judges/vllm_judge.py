@@ -7,7 +7,7 @@ from typing import Any
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
-from mobula.rewards.models.judges.grading import Grading, checked_extra
+from mobula.rewards.models.judges.server_judge import Grading, checked_extra
 from mobula.rewards.models.judges.vllm_engine import Reply, sampling_params, shared_engine
 from mobula.rewards.models.loading import positive_int
 from mobula.rewards.tools import Tools
@@ -63,11 +63,7 @@ class VllmJudge:
         self._in_time = tools.in_time
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Returns one outcome per request. A request that cannot be sent or answered does not affect the others.
-
-        Raises:
-            EngineLostError: the engine failed; the process has to be replaced.
-        """
+        """Returns one outcome per request. A request that cannot be sent or answered does not affect the others."""
         outcomes: dict[int, Outcome] = {}
         asked: dict[int, list[dict[str, Any]]] = {}
         for index, request in enumerate(requests):

@@ -22,12 +22,12 @@ from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.actors.rollout.actor import RolloutActor
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.evaluation_statistics import interval_of_mean
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink
 from mobula.cluster.metrics.step_records import EvaluationRecord
+from mobula.cluster.metrics.summary import interval_of_mean
 from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
@@ -38,12 +38,11 @@ from mobula.deploy.wiring.persistence import trajectory_log
 from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.rollouts import engine_settings, sampling_settings
 from mobula.deploy.wiring.warm_start import warm_start
-from mobula.learner.examples.entries import stored_examples
+from mobula.learner.examples import stored_examples
 from mobula.learner.learner import Learner
-from mobula.rewards.isolation.deadline import InTime
-from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.components import RewardScoring
+from mobula.rewards.isolation.process import InTime, IsolatedPool
 from mobula.rewards.pool.worker import reward_request
-from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
 BUCKET_BYTES = 1 << 24

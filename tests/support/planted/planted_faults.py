@@ -19,10 +19,10 @@ import torch
 from local_run import LocalRun, write_done
 
 from mobula.cluster.errors import MobulaError
-from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict
+from mobula.cluster.metrics.report.run_folder import RunFinding, RunVerdict
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.tools.diagnose.command import diagnose, subject_of
+from mobula.deploy.report.diagnose.command import diagnose, subject_of
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent.relative_to(ROOT)

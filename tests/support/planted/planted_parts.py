@@ -63,7 +63,7 @@ def late_reward(request: RewardRequest) -> float:
 
 def inverted_advantage(rewards: object, options: object) -> Tensor:
     """The reward below the mean of the group: the policy unlearns what is right."""
-    from mobula.learner.algorithms.advantages.statistics import GroupStatistics
+    from mobula.learner.algorithms.advantages import GroupStatistics
 
     groups = GroupStatistics.of(rewards)  # type: ignore[arg-type]
     return groups.finish(-groups.centred())

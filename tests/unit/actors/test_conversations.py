@@ -26,8 +26,8 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli import app
 from mobula.learner.policies.batch import collate
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policies.trained import row_of

@@ -13,7 +13,7 @@ from mobula.actors.processors.video import VideoLimits, decode_video, load_video
 from mobula.configs.load import load_config
 from mobula.examples.digits.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
 from mobula.examples.digits.digits import DigitsTask, write_digits
-from mobula.learner.policies.tiny.tokenizer import build_tokenizer
+from mobula.learner.policies.tiny.writing import build_tokenizer
 
 SPLITS = {"train": 1297, "validation": 200, "test": 300}
 TASKS: tuple[DigitsTask, ...] = ("digits", "digit_sum", "digit_list")

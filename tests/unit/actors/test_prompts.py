@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mobula.actors.datasets.lazy_rows import epoch_order
+from mobula.actors.datasets.mixture import epoch_order
 from mobula.actors.datasets.prompts import InDriver, PromptSource, fixed_prompts, preflight
 from mobula.actors.datasets.rows import Row, Skipped, Split, count_by_reason
 from mobula.cluster.errors import DatasetError, MediaError, PromptError

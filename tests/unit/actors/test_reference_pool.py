@@ -17,8 +17,7 @@ from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
 from mobula.actors.reference.pool import DIED, HUNG, NullReference, ReferencePool
-from mobula.actors.reference.quantised import num_weight_bytes, quantise
-from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.actors.reference.scorer import ReferenceScorer, num_weight_bytes, quantise
 from mobula.cluster.errors import DeadlineError, LostReplyError, ScoringError, WorkerDiedError
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.learner.policies.checkpoint.reading import load_policy_model

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from clips import noise_frames, write_clip
 
-from mobula.actors.datasets.videos import FrameList
+from mobula.actors.datasets.clips import FrameList
 from mobula.actors.processors.video import VideoLimits, check_video, decode_video, load_video, sampled
 from mobula.cluster.errors import MediaError
 from mobula.configs.load import load_config

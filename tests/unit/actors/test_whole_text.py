@@ -22,7 +22,7 @@ from mobula.cluster.records.markup import literal, verbatim
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.load import load_config
-from mobula.learner.policies.pretrained.smollm2 import smollm2_tokenizer
+from mobula.learner.policies.pretrained import smollm2_tokenizer
 from mobula.learner.policies.tiny import TINY
 
 Messages = list[dict[str, Any]]

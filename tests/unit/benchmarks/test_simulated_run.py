@@ -11,8 +11,7 @@ from fakes import SETTINGS, make_prompt
 from benchmarks.asynchrony import WORKLOAD, in_regime
 from benchmarks.simulation.simulated_run import Engine, LeastLoaded, Workload, simulate
 from mobula.cluster.rollout.staleness import OvertakingOrder
-from mobula.deploy.rehearsal.simulated.lengths import LognormalLengths
-from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.rehearsal.simulated.machine import LognormalLengths, run_virtually
 
 EQUAL = LognormalLengths(median=100, sigma=0.0, max_tokens=1000, seed=0)
 TAILED = LognormalLengths(median=100, sigma=1.0, max_tokens=500, seed=0)

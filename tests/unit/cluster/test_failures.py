@@ -10,7 +10,7 @@ import pytest
 
 from mobula.cluster.errors import EngineDiedError, EngineLostError, LogprobGapError, RolloutError, StuckError, loss_kind
 from mobula.cluster.failures import MAX_MESSAGE, MAX_TRACEBACK, Failure, cause_in_one_line, frames_in
-from mobula.cluster.logprob_guard import LogprobGuard
+from mobula.cluster.guard.guard import LogprobGuard
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Rounding
 from mobula.configs.errors import ConfigError

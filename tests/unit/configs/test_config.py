@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
+from docs.generate import configuration as document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mobula.configs import document, keys
+from mobula.configs import overrides as keys
 from mobula.configs.errors import ConfigError
-from mobula.configs.groups import FOLDER, groups, leaves, own_values
 from mobula.configs.load import dump_config, load_config, load_resolved
-from mobula.configs.overrides import overridden
+from mobula.configs.overrides import FOLDER, groups, leaves, overridden, own_values
 from mobula.configs.schema import DataKind, SamplerKind
 from mobula.configs.schema.rewards import SHARED_SERVICE
 from mobula.configs.schema.run import MAX_SECONDS
@@ -443,12 +443,12 @@ def test_an_unknown_key_finds_its_meaning(name: str, ours: str) -> None:
 
 def test_the_page_for_users_of_other_trainers_is_current() -> None:
     page = document.COMING_FROM.read_text(encoding="utf-8")
-    assert document.with_key_maps(page) == page, "run `python -m mobula.configs.document`"
+    assert document.with_key_maps(page) == page, "run `python -m docs.generate.configuration`"
 
 
 def test_the_table_of_recipes_is_current() -> None:
     page = document.RECIPES_PAGE.read_text(encoding="utf-8")
-    assert document.with_recipes(page) == page, "run `python -m mobula.configs.document`"
+    assert document.with_recipes(page) == page, "run `python -m docs.generate.configuration`"
 
 
 def test_mayes_preset_has_seven_learner_ranks_an_engine_and_its_evaluation() -> None:
@@ -741,7 +741,7 @@ def test_every_key_is_documented() -> None:
 
 
 def test_committed_documentation_is_the_generated_one() -> None:
-    assert document.TARGET.read_text(encoding="utf-8") == document.text(), "run `python -m mobula.configs.document`"
+    assert document.TARGET.read_text(encoding="utf-8") == document.text(), "run `python -m docs.generate.configuration`"
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ import pytest
 import yaml
 
 from mobula.configs.errors import ConfigError
-from mobula.configs.groups import EXAMPLES, TASKS_VARIABLE, groups, roots
-from mobula.configs.keys import known_keys
 from mobula.configs.load import dump_config, load_config, load_resolved
 from mobula.configs.near_paths import may_be_hub_name, near
 from mobula.configs.on_resume import BY_NAME, DECLARED, OnResume, on_resume
+from mobula.configs.overrides import EXAMPLES, TASKS_VARIABLE, groups, known_keys, roots
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.base import Section
 from mobula.configs.schema.rollout import VLLMConfig

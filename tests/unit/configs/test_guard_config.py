@@ -6,7 +6,7 @@ import pytest
 
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
-from mobula.configs.rules.guard import guard_signs
+from mobula.configs.rules.run import guard_signs
 
 DIGITS = ("experiment=digits", "resources=laptop")
 

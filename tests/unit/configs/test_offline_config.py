@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from mobula.cluster.runtime.placement import needed_roles
 from mobula.configs.errors import ConfigError
-from mobula.configs.groups import FOLDER
 from mobula.configs.load import load_config
+from mobula.configs.overrides import FOLDER
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli import app
 

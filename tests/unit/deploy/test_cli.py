@@ -18,14 +18,13 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.load import dump_config, load_config, load_resolved
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli import app
+from mobula.deploy.doctor import this_machine as doctor
+from mobula.deploy.doctor.this_machine import RequiredPackage, Verdict
 from mobula.deploy.host.machine import Machine
 from mobula.deploy.preloading.preloaded import Preloaded
-from mobula.deploy.run import run_client
+from mobula.deploy.run import leftovers, run_client
+from mobula.deploy.run.leftovers import Leftover, NotFreedError
 from mobula.deploy.run.run_client import RunAddress
-from mobula.deploy.tools import leftovers
-from mobula.deploy.tools.doctor import this_machine as doctor
-from mobula.deploy.tools.doctor.this_machine import RequiredPackage, Verdict
-from mobula.deploy.tools.leftovers import Leftover, NotFreedError
 
 GIB = 2**30
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed")
@@ -140,8 +139,8 @@ def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
     )
     asked = []
     replaying = SimpleNamespace(replay=lambda folder, config: asked.append((folder, config)) or 5)
-    monkeypatch.setitem(sys.modules, "mobula.deploy.tools.replay", replaying)
-    monkeypatch.setattr("mobula.deploy.tools.replay", replaying, raising=False)
+    monkeypatch.setitem(sys.modules, "mobula.deploy.data.replay", replaying)
+    monkeypatch.setattr("mobula.deploy.data.replay", replaying, raising=False)
     words = ["replay", str(tmp_path), "algorithm.kl.coef=0.5", "rewards.components.0.weight=2"]
     assert CliRunner().invoke(app, words).exit_code == 5
     [(folder, config)] = asked

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from docs.generate.panels import DASHBOARDS, RUNS
 
 from mobula.cluster.metrics.definitions import COUNTERS, LIVE, METRICS, SPLIT
-from mobula.deploy.grafana.panels import DASHBOARDS, RUNS
 
 REPOSITORY = Path(__file__).parents[3]
 RULES = REPOSITORY / "deploy" / "prometheus" / "alerts.yaml"
@@ -159,13 +159,13 @@ def test_the_provisioned_files_hold_the_panels_of_today(name: str) -> None:
     ]
     assert panels == [
         (panel.title, [(query.expression, query.legend) for query in panel.queries]) for panel in DASHBOARDS[name]
-    ], "run `python -m mobula.deploy.grafana.build` with the extra `grafana`"
+    ], "run `python -m docs.generate.dashboards` with the extra `grafana`"
     assert found["uid"] == f"mobula-{name}" and found["templating"]["list"][1]["name"] == "run"
 
 
 def test_the_provisioned_files_are_what_the_builder_writes() -> None:
     pytest.importorskip("grafana_foundation_sdk", reason="the extra `grafana` is not installed")
-    from mobula.deploy.grafana.build import text
+    from docs.generate.dashboards import text
 
     for name in DASHBOARDS:
         assert (JSON_FOLDER / f"mobula_{name}.json").read_text(encoding="utf-8") == text(name)

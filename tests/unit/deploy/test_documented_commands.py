@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from mobula.configs import keys
-from mobula.configs.groups import groups, leaves, own_values
+from mobula.configs import overrides as keys
 from mobula.configs.load import dump_config, load_config, load_resolved
-from mobula.configs.overrides import Override, read_overrides
+from mobula.configs.overrides import Override, groups, leaves, own_values, read_overrides
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.base import unread
 

@@ -36,7 +36,7 @@ from mobula.learner.policies.families import family_at
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.rewards.functions import build_function
-from mobula.rewards.models.aesthetic import load_head
+from mobula.rewards.models.image_scores import load_head
 
 CONVERSATION = {
     "form": "chat",

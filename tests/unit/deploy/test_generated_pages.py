@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docs.generate import metric_tables
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks.conformance.measure import ALL, Gap, Report
+from benchmarks.conformance.table import failures, page
 from mobula.cluster.metrics.definitions import (
     COUNTERS,
     LIVE,
@@ -23,10 +26,7 @@ from mobula.cluster.metrics.definitions import (
     SplitName,
 )
 from mobula.configs.load import load_config
-from mobula.deploy.conformance.measure import ALL, Gap, Report
-from mobula.deploy.conformance.table import failures, page
-from mobula.deploy.grafana import metric_tables
-from mobula.deploy.wiring.parity_prompts import CASES
+from mobula.deploy.wiring.parity import CASES
 
 COMPARED = Gap(mean=6e-7, max=2e-6)
 
@@ -98,7 +98,7 @@ def test_what_a_family_does_not_hold_is_named(own: dict[str, object], message: s
 
 def test_the_page_has_the_tables_of_today() -> None:
     page = metric_tables.TARGET.read_text(encoding="utf-8")
-    assert metric_tables.rewritten(page) == page, "run `python -m mobula.deploy.grafana.metric_tables`"
+    assert metric_tables.rewritten(page) == page, "run `python -m docs.generate.metric_tables`"
     with pytest.raises(ValueError, match="needs one line"):
         metric_tables.rewritten("")
 

@@ -22,8 +22,8 @@ from mobula.cluster.workers.status import InFlightSummary, Progress, RunStatus, 
 from mobula.deploy.cli import job_commands
 from mobula.deploy.cli.commands import app, main
 from mobula.deploy.host.terminal import PlainConsole
+from mobula.deploy.jobs.status_view import as_json, as_table
 from mobula.deploy.run.logs import ConsoleHandler, PlainFormatter
-from mobula.deploy.tools.status_view import as_json, as_table
 
 ROOT = Path(__file__).parents[3]
 # Clipboard (OSC 52), title, C1 introducer, colours, carriage return, markup, a link and a change of direction.
@@ -163,13 +163,13 @@ def test_a_bug_that_quotes_a_run_ends_with_a_plain_traceback(
 def test_every_command_prints_through_this_console() -> None:
     """Other writers to the standard streams are named here, with the reason."""
     writers = {
-        "cluster/runtime/role_log.py": "a worker's path of its log",
+        "cluster/runtime/ray_deaths.py": "a worker's path of its log",
         "deploy/api.py": "escaped",
         "deploy/cli/commands.py": "an escaped traceback",
         "deploy/cli/job_commands.py": "escaped",
         "deploy/host/cuda.py": "JSON to the parent process",
         "deploy/host/terminal.py": "the console itself",
-        "deploy/tools/gpu_check/__main__.py": "lines of the program",
+        "deploy/checks/gpu_check/__main__.py": "lines of the program",
     }
     names = ("Console", "print", "sys.stdout.write", "sys.stderr.write", "typer.echo", "click.echo")
 

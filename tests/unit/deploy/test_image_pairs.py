@@ -11,7 +11,7 @@ from flow_model import made_loud
 from offline_run import OfflineRun
 from PIL import Image, ImageOps
 
-from mobula.actors.datasets.preferences.image_pairs import read_image_pairs
+from mobula.actors.datasets.preferences import read_image_pairs
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.errors import DatasetError
 from mobula.configs.errors import ConfigError

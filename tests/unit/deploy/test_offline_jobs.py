@@ -28,7 +28,7 @@ from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 from mobula.deploy.run import runtime
 from mobula.deploy.run.overview import overview
 from mobula.deploy.wiring.preparation import prepare
-from mobula.learner.examples.examples import collate_examples, end_row, fetch_examples
+from mobula.learner.examples import collate_examples, end_row, fetch_examples
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.rewards.contract import RewardRequest
 from mobula.rewards.models.reward_model import RewardModel

@@ -24,7 +24,7 @@ from mobula.cluster.replay.journal_writer import JournalWriter, NoJournal
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.parity_gate import ParityGate
+from mobula.deploy.wiring.parity import ParityGate
 from mobula.deploy.wiring.persistence import (
     build_journal_writer,
     build_recovery,
@@ -34,7 +34,7 @@ from mobula.deploy.wiring.persistence import (
 )
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.tiny import write_tiny
-from mobula.learner.policies.tiny.llava import write_tiny_llava
+from mobula.learner.policies.tiny.vision import write_tiny_llava
 
 
 def config(folder: Path, *overrides: str) -> RunConfig:

@@ -17,9 +17,8 @@ from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.runtime.placement_groups import holders
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
-from mobula.deploy.host.run_record import RECORD_FILE
-from mobula.deploy.run.headline import headline
-from mobula.deploy.run.run_report import earlier_wall_s
+from mobula.deploy.host.run_folder import RECORD_FILE
+from mobula.deploy.run.run_report import earlier_wall_s, headline
 
 KILLED = '<span class="status killed">the driver was killed</span>'
 FACT = re.compile(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>")

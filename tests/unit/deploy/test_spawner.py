@@ -17,7 +17,7 @@ from mobula.cluster.runtime.placement_groups import Booking
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig, WorkerResources
 from mobula.deploy.host.processes import ProcessId
-from mobula.deploy.host.run_record import RunMark
+from mobula.deploy.host.run_folder import RunMark
 from mobula.deploy.host.session import ClusterSession
 from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.wiring import spawner

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+from docs.generate import error_messages
 
 from mobula.cluster import errors
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
-from mobula.deploy.reference import error_messages
 
 REPOSITORY = Path(__file__).parents[3]
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -113,7 +113,7 @@ def test_reasons_for_which_samples_are_skipped_are_found() -> None:
 
 def test_every_message_is_on_the_page_of_messages_under_its_kind() -> None:
     assert error_messages.TARGET.read_text(encoding="utf-8") == error_messages.text(), (
-        "run `python -m mobula.deploy.reference.error_messages`"
+        "run `python -m docs.generate.error_messages`"
     )
     found = error_messages.messages()
     assert len(found) > 200

@@ -16,7 +16,7 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.learner.learner import Learner
-from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.offline import OfflineLearner
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=16.0", "algorithm.max_staleness=4", "warm_start=none")
 OFF = "reference.place=learner_ranks"

@@ -16,7 +16,7 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.learner.learner import Learner
-from mobula.learner.optim.rounded_adamw import RoundedAdamW, rounded
+from mobula.learner.optim import RoundedAdamW, rounded
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.supervised import SupervisedExample
 

@@ -20,8 +20,8 @@ from mobula.deploy.wiring.preparation import prepare
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.families import unequal_window
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import RANDOM_PARTS
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import TINY, write_tiny
 from mobula.learner.policies.token import TokenPolicy
 

@@ -33,8 +33,8 @@ from mobula.learner.policies.flow.families import flow_family_at
 from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
 from mobula.learner.policies.flow.rows import LatentSequence, collate_latents
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.tiny import TINY, write_tiny
 from mobula.learner.policies.token import TokenPolicy
 

@@ -16,13 +16,19 @@ from ranks_in_threads import RanksInThreads, Store
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.configs.schema import RunConfig
-from mobula.learner.examples import examples
-from mobula.learner.examples.entries import DataRows
-from mobula.learner.examples.examples import Example, SharedExample, collate_examples, fetch_examples, totals_of
-from mobula.learner.examples.planners import planners_of
+from mobula.learner import examples
+from mobula.learner.examples import (
+    DataRows,
+    Example,
+    SharedExample,
+    collate_examples,
+    fetch_examples,
+    planners_of,
+    totals_of,
+)
 from mobula.learner.gradient_step import shares_of_ranks
-from mobula.learner.offline.objectives import build_objective
-from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.offline import build_objective
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.shares import Exchange, Portion, ShareFetcher, in_portions
 
 Parts = list[list[SharedExample]]

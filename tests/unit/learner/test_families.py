@@ -21,9 +21,9 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import prepare
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.families import max_positions, takes_images
-from mobula.learner.policies.families.text import TextFamily
+from mobula.learner.policies.families.registry import TextFamily
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import MAX_POSITIONS, write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy
 

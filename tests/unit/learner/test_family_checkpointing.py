@@ -11,8 +11,8 @@ from kept_bytes import kept_bytes
 
 from mobula.cluster.records.media import MediaReader
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import disable_dropout, load_model, recompute_blocks
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import TINY, write_tiny
 from mobula.learner.policies.token import TokenPolicy
 

@@ -19,7 +19,8 @@ from mobula.learner.backends.single import SingleBackend
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.tiny import qwen3_vl_moe, write_tiny
+from mobula.learner.policies.tiny import qwen as qwen3_vl_moe
+from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policy_weights import PolicyWeights
 

@@ -13,8 +13,8 @@ from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedi
 from mobula.cluster.records.trajectory import MediaSpan, Prompt
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.families import family_at
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import checkpoint_names, load_model
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import TINY, write_tiny
 from mobula.learner.policies.token import TokenPolicy
 

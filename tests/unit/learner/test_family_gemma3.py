@@ -23,8 +23,8 @@ from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.rollouts import engine_settings
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.families import family_at
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 
@@ -62,7 +62,7 @@ def run_of(folder: Path, *words: str) -> RunConfig:
 
 def test_tokens_of_an_image_see_each_other(folder: Path, asked: FamilyPrompts, monkeypatch) -> None:
     both_ways = logprobs(folder, asked, "two images")
-    monkeypatch.setattr("mobula.learner.policies.families.gemma3.Gemma3.decoder_inputs", lambda *_: {})
+    monkeypatch.setattr("mobula.learner.policies.families.vision_models.Gemma3.decoder_inputs", lambda *_: {})
     assert np.abs(both_ways - logprobs(folder, asked, "two images")).max() > 1e-3
 
 

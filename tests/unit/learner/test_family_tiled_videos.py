@@ -10,8 +10,8 @@ import torch
 from clips import noise_frames
 from transformers import AutoConfig
 
+from mobula.actors.datasets.clips import FrameList
 from mobula.actors.datasets.rows import Row
-from mobula.actors.datasets.videos import FrameList
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import MediaError
 from mobula.cluster.records.media import MediaReader, MediaStore
@@ -19,8 +19,8 @@ from mobula.configs.load import load_config
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.families.base import VideoFamily
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 

@@ -20,8 +20,8 @@ from mobula.cluster.records.trajectory import MediaSpan, Prompt
 from mobula.configs.load import load_config
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.families import family_at
+from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 

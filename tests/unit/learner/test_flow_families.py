@@ -15,8 +15,8 @@ from flow_model import DENOISING, encoded_prompts, flow_sampler, sample
 from huggingface_hub.errors import GatedRepoError
 from PIL import Image
 
+from benchmarks.conformance.flow.plain import CALLS
 from mobula.configs.load import load_config
-from mobula.deploy.conformance.flow.plain import CALLS
 from mobula.learner.policies.flow import checkpoint as checkpoint_module
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.families import FAMILIES, REFUSED, ImageSize, flow_family_at

@@ -18,14 +18,13 @@ from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import LoRAConfig
 from mobula.learner.backends.single import SingleBackend
-from mobula.learner.policies.adapters import add_adapters, as_merged
+from mobula.learner.policies.adapters import adapted_modules, add_adapters, as_merged
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.denoising import canary_actions
 from mobula.learner.policies.flow.families import flow_family_at
 from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
 from mobula.learner.policies.flow.rows import LatentBatch
 from mobula.learner.policies.loading import checkpoint_names
-from mobula.learner.policies.lora import adapted_modules
 from mobula.learner.policies.trained import collate_rows, row_of
 
 SIGMAS = np.array([1.0, 0.95, 0.86, 0.7, 0.5, 0.2, 0.0], dtype=np.float32)

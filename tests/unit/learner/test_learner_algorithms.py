@@ -15,7 +15,7 @@ from learner_data import group, image, prompt, random_groups, tiny_config, with_
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup, WeightSpan
-from mobula.configs.groups import groups as config_groups
+from mobula.configs.overrides import groups as config_groups
 from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
 from mobula.learner.batch import fetch_items
 from mobula.learner.learner import Learner

@@ -13,10 +13,9 @@ from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.load import load_config
-from mobula.learner.examples.planners import Planners
+from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.shares import Portion
-from mobula.learner.shares.portions import ELSEWHERE, GROUPS, ROWS, UnplannedShareError
+from mobula.learner.shares import ELSEWHERE, GROUPS, ROWS, Portion, UnplannedShareError
 
 TIMEOUTS = load_config(["experiment=digits"]).timeouts
 

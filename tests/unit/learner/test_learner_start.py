@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
 from mobula.learner.backends.deepspeed import _imported
+from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families import vision
 from mobula.learner.policies.families.registry import family_at
 from mobula.learner.policies.loading import load_model

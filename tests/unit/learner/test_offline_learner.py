@@ -16,8 +16,8 @@ from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.configs.schema import RunConfig
-from mobula.learner.examples.examples import Example, all_whole, collate_examples, end_row
-from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.examples import Example, all_whole, collate_examples, end_row
+from mobula.learner.offline import OfflineLearner
 from mobula.learner.policies.batch import collate
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 

@@ -15,8 +15,7 @@ from mobula.configs.load import load_config
 from mobula.learner.backends.sharded import ShardedWriter, load_sharded
 from mobula.learner.backends.single import SingleBackend
 from mobula.learner.learner import Learner
-from mobula.learner.optim import OPTIMIZERS
-from mobula.learner.optim.muon import MuonWithAdamW
+from mobula.learner.optim import OPTIMIZERS, MuonWithAdamW
 from mobula.learner.policies.base import Policy
 
 

@@ -16,8 +16,8 @@ from mobula.configs.schema import LearnerConfig, PolicyConfig
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
+from mobula.learner.policies.head import PLAIN, Distribution, token_logprobs
 from mobula.learner.policies.loading import checkpoint_names, freeze
-from mobula.learner.policies.logprobs import PLAIN, Distribution, token_logprobs
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy

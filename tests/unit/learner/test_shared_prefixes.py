@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
-from mobula.learner.policies.attention.places import SharedPrefix, shared_prefixes
+from mobula.learner.policies.attention.packed import SharedPrefix, shared_prefixes
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import TINY, write_tiny

@@ -32,7 +32,7 @@ from mobula.learner.backends.sharded import (
     saved_tensors,
 )
 from mobula.learner.backends.single import SingleBackend
-from mobula.learner.optim.average import read_average
+from mobula.learner.optim import read_average
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.writing import content
 from mobula.learner.state import load_random_state

@@ -24,8 +24,7 @@ from mobula.learner.credit import Credit
 from mobula.learner.policies.base import RowOutline
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.scoring_pass import with_scores
-from mobula.learner.shares import Exchange, Portion, ShareFetcher, StepGroups, in_portions, planner_of
-from mobula.learner.shares.step_groups import wanted_by_rank
+from mobula.learner.shares import Exchange, Portion, ShareFetcher, StepGroups, in_portions, planner_of, wanted_by_rank
 
 Steps = list[list[LearnerItem]]
 

@@ -15,7 +15,7 @@ from test_offline_learner import plain_logprobs
 from transformers import AutoModelForImageTextToText
 
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.rollout.supervised_rows import SupervisedRows
+from mobula.cluster.rollout.row_stream import SupervisedRows
 from mobula.configs.schema import RunConfig
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup

@@ -12,15 +12,13 @@ from ranks_in_threads import RanksInThreads, Store, Stored
 from transformers import AutoTokenizer
 
 from mobula.configs.schema import RunConfig
-from mobula.learner.examples import entries
-from mobula.learner.examples.entries import StoredExample, TaughtExamples, portions_of_examples, stored_examples
-from mobula.learner.examples.examples import ExampleOutline
+from mobula.learner import examples as entries
+from mobula.learner.examples import ExampleOutline, StoredExample, TaughtExamples, portions_of_examples, stored_examples
 from mobula.learner.gradient_step import shares_of_ranks
-from mobula.learner.images.teaching import ImageExample
-from mobula.learner.policies.flow.noising import CleanSequence, Noising
+from mobula.learner.image_teaching import ImageExample
+from mobula.learner.policies.flow.rows import CleanSequence, Noising
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-from mobula.learner.shares import Exchange, ShareFetcher
-from mobula.learner.shares.portions import ELSEWHERE
+from mobula.learner.shares import ELSEWHERE, Exchange, ShareFetcher
 from mobula.learner.supervised import SharedSupervised, SupervisedExample
 
 NUM_RANKS = 3

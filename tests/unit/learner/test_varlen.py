@@ -26,8 +26,8 @@ from mobula.learner.learner import Learner
 from mobula.learner.policies.attention import packed as attention
 from mobula.learner.policies.attention.row_packing import RowPacking
 from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy

@@ -16,10 +16,10 @@ from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.learner.learner import Learner
-from mobula.learner.offload import Offloader
-from mobula.learner.optim.average import NullAverage, WeightAverage, read_average
+from mobula.learner.optim import NullAverage, WeightAverage, read_average
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
+from mobula.learner.state import Offloader
 from mobula.learner.state_files import write_state
 
 DECAY = 0.75

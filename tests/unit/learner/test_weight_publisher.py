@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mobula.cluster.errors import WeightSyncError
-from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
-from mobula.cluster.weight_sync.digests import digest, weights_checksum
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep, digest, weights_checksum
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.learner.weight_publisher import WeightPublisher
 

@@ -19,13 +19,13 @@ from mobula.cluster.errors import EngineLostError, StuckError
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import Response
 from mobula.cluster.serving import Address
-from mobula.deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
+from mobula.deploy.serve.rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
 from mobula.rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
 from mobula.rewards.functions import BUILT_IN
-from mobula.rewards.isolation.deadline import InTime
-from mobula.rewards.models.batching import score_in_batches
+from mobula.rewards.isolation.process import InTime
+from mobula.rewards.models.loading import score_in_batches
+from mobula.rewards.offline.rows import Batch
 from mobula.rewards.offline.scorer import RecordScorer, ScoringOptions
-from mobula.rewards.offline.sources import Batch
 from mobula.rewards.pool.worker import Question, RewardWorker
 from mobula.rewards.tools import Tools
 

@@ -22,7 +22,7 @@ from mobula.rewards.contract import (
     evaluate_batch,
 )
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.isolation.process import IsolatedPool
 from mobula.rewards.tools import Tools
 
 FORKS = """

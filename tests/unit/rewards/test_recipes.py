@@ -11,13 +11,12 @@ from reward_data import component, component_of, rewards_of
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response, Reward
-from mobula.configs.rules.rewards import reward_contradictions
+from mobula.configs.rules.data import reward_contradictions
 from mobula.configs.schema import Gate, Recipe, RewardsConfig
-from mobula.rewards.components import Component, content_key
+from mobula.rewards.components import Component, RewardScoring, content_key
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.recipes import ComponentError, RecipeBook
-from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
 

@@ -24,11 +24,11 @@ from mobula.cluster.errors import RewardError
 from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 from mobula.cluster.records.trajectory import Answers, Reward, TrajectoryGroup
 from mobula.configs.schema import RewardComponent
+from mobula.rewards.components import RewardScoring
 from mobula.rewards.contract import FailureKind, Score, ScoringFailure, TimedOutError
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker
 from mobula.rewards.recipes import ComponentError, RecipeBook
-from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
 PLUGIN = '''
@@ -284,7 +284,7 @@ def is_zombie(process: Path) -> bool:
 
 def test_ten_megabytes_travel_to_the_isolated_process() -> None:
     isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
-    assert isolated.call("mobula.rewards.functions.format:full_match", "a*", "a" * 10_000_000) is True
+    assert isolated.call("mobula.rewards.functions.response_form:full_match", "a*", "a" * 10_000_000) is True
     isolated.close()
 
 

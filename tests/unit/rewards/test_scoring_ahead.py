@@ -26,8 +26,7 @@ from mobula.configs.schema import Gate, Recipe
 from mobula.rewards.contract import RewardRequest
 from mobula.rewards.functions import BUILT_IN
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
-from mobula.rewards.pool.scoring_ahead import response_digest
-from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker
+from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker, response_digest
 from mobula.rewards.tools import Tools
 
 CHUNK = 4

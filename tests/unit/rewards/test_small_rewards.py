@@ -12,15 +12,15 @@ from PIL import Image
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import EpisodeTurn, Response
-from mobula.configs.groups import groups
 from mobula.configs.load import load_config
+from mobula.configs.overrides import groups
+from mobula.rewards.components import RewardScoring
 from mobula.rewards.contract import RewardRequest, Score, evaluate
 from mobula.rewards.functions import BUILT_IN, build_function
-from mobula.rewards.functions.answers.exact_match import ExactMatch
-from mobula.rewards.functions.environment import EnvironmentReward
-from mobula.rewards.functions.format import Format
+from mobula.rewards.functions.answers.short_answers import ExactMatch
+from mobula.rewards.functions.plugin import EnvironmentReward
+from mobula.rewards.functions.response_form import Format
 from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
 

@@ -26,7 +26,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process_utility_output
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from mobula.actors.samplers.vllm.patches.images import keep_images
+from mobula.actors.samplers.vllm.patches.engine import keep_images
 from mobula.cluster.runtime.vitals import EngineLoad
 
 JOIN_S = 10.0

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from mobula.learner.policies.flow.families.base import FlowFamily
-from mobula.learner.policies.flow.families.cosmos import CosmosPredict2, CosmosPredict25
-from mobula.learner.policies.flow.families.flux import Flux
-from mobula.learner.policies.flow.families.qwen_image import QwenImage
-from mobula.learner.policies.flow.families.sana import Sana
-from mobula.learner.policies.flow.families.stable_diffusion_3 import StableDiffusion3
-from mobula.learner.policies.flow.families.wan import Wan
+from mobula.learner.policies.flow.families.pipelines import (
+    CosmosPredict2,
+    CosmosPredict25,
+    Flux,
+    QwenImage,
+    Sana,
+    StableDiffusion3,
+    Wan,
+)
 
 INDEX = "model_index.json"
 TRANSFORMER = "transformer"  # the folder of the network that is trained, and its name in a pipeline
@@ -45,11 +48,7 @@ REFUSED: dict[str, str] = {
 
 
 def flow_family_at(folder: Path) -> FlowFamily:
-    """The family of the diffusers checkpoint in `folder`.
-
-    Raises:
-        ValueError: it is no such checkpoint, or of a family that is not supported.
-    """
+    """The family of the diffusers checkpoint in `folder`."""
     index = pipeline_index(folder)
     name = index["_class_name"]
     if name not in FAMILIES:
@@ -67,11 +66,7 @@ def flow_family_at(folder: Path) -> FlowFamily:
 
 
 def pipeline_index(folder: Path) -> dict[str, Any]:
-    """The content of model_index.json: the pipeline's class, and [library, class] of each part.
-
-    Raises:
-        ValueError: it cannot be read, or names no class.
-    """
+    """The content of model_index.json: the pipeline's class, and [library, class] of each part."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         index["_class_name"]

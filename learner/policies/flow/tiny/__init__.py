@@ -19,11 +19,7 @@ TINY_FLOW = {
 
 
 def write_tiny_flow(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write the tiny model `name` of `TINY_FLOW` into `folder`, and return `folder`.
-
-    Raises:
-        ValueError: diffusers is not installed.
-    """
+    """Write the tiny model `name` of `TINY_FLOW` into `folder`, and return `folder`."""
     module_name, function = TINY_FLOW[name]
     try:
         module = import_module(f"{__name__}.{module_name}")

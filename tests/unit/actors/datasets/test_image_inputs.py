@@ -21,7 +21,7 @@ from data_rows import LABEL_KEY, data_config, read_split
 from media_server import PROXIES, media_server
 from PIL import Image
 
-from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads, fetch_together
+from mobula.actors.datasets.clips import DownloadLimits, LateDownloads, MediaDownloads, fetch_together
 from mobula.actors.datasets.images import EncodedFile, ImageError, ImageInputs, WebFile
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import RowError, count_by_reason

@@ -14,15 +14,14 @@ import torch
 from data_rows import data_config, read_split
 from PIL import Image
 
-from mobula.actors.datasets.downloads import DownloadLimits, MediaDownloads
+from mobula.actors.datasets.clips import DownloadLimits, MediaDownloads, VideoInputs
 from mobula.actors.datasets.formats.records import FORMATS
 from mobula.actors.datasets.images import ImageError
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import Row, Turn, count_by_reason
-from mobula.actors.datasets.videos import VideoInputs
 from mobula.cluster.errors import DatasetError
 from mobula.configs.schema import DataConfig
-from mobula.deploy.tools.data.convert import message_record
+from mobula.deploy.data.convert import message_record
 
 IMAGE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
 TEXT_PART = {"type": "text", "text": "Which?"}

@@ -13,8 +13,7 @@ from data_rows import data_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mobula.actors.datasets.curricula import CURRICULA
-from mobula.actors.datasets.lazy_rows import epoch_order, windowed_order
+from mobula.actors.datasets.mixture import CURRICULA, epoch_order, windowed_order
 from mobula.actors.datasets.open_split import curriculum_of, open_split
 from mobula.actors.datasets.prompts import PreflightReport, preflight
 from mobula.actors.datasets.readers.base import BlockCache

@@ -20,7 +20,7 @@ from mobula.actors.environments.hosts.pool import EnvironmentPool
 from mobula.actors.environments.rows import environment_split
 from mobula.cluster.errors import DatasetError
 from mobula.configs.load import load_config
-from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.data import EnvironmentConfig
 
 BEFORE_A_CLUSTER = """
 from pathlib import Path

@@ -13,8 +13,8 @@ from PIL import Image
 from mobula.actors.environments.base import Action, ToolCall, observation_hash
 from mobula.actors.environments.registry import build_environment
 from mobula.actors.environments.tool_calls import parse_tool_calls
-from mobula.configs.groups import groups
 from mobula.configs.load import load_config
+from mobula.configs.overrides import groups
 from mobula.examples.calculator.calculator import evaluate
 from mobula.examples.miniwob.browser import NAMES
 

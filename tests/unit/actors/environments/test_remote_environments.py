@@ -17,11 +17,10 @@ import uvicorn
 from episode_data import episode_config
 
 from mobula.actors.environments.base import Action, EpisodeError, Reset, Step, ToolCall
-from mobula.actors.environments.hosts.pool import EnvironmentPool
-from mobula.actors.environments.hosts.remote import RemoteEnvironment
+from mobula.actors.environments.hosts.pool import EnvironmentPool, RemoteEnvironment
 from mobula.actors.environments.server import CallBody, EnvironmentServer, make_app
 from mobula.actors.environments.wire import action_to_json, step_from_json, step_to_json
-from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.data import EnvironmentConfig
 
 NAME = "episode_data:Scripted"
 

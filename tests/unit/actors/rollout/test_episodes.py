@@ -32,8 +32,8 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.learner.batch import fetch_items
 from mobula.learner.policies.batch import collate
+from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.tiny import TINY
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policies.trained import row_of

@@ -15,7 +15,7 @@ from flow_model import CPU, DENOISING, SETTINGS, encoded_prompts, flow_sampler, 
 from PIL import Image
 from safetensors.torch import load_file
 
-from mobula.actors.samplers.images import ImageRow
+from mobula.actors.samplers.image_tokens import ImageRow
 from mobula.cluster.errors import ManifestError, RolloutError
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.partial_response import SampledSequence

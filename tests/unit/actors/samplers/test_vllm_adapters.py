@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mobula.actors.samplers.vllm.patches.adapters import expand, expand_slice, shrink
+from mobula.actors.samplers.vllm.patches.engine import expand, expand_slice, shrink
 from mobula.deploy.preflight.engine_build import engine_build
 
 pytestmark = pytest.mark.skipif(engine_build() == "cuda", reason="patches engines on CPU alone")

@@ -18,16 +18,15 @@ from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from mobula.actors.samplers.serving import RunningRequests
-from mobula.actors.samplers.vllm.arguments import engine_args, sampling_params
-from mobula.actors.samplers.vllm.outputs import OutputReader
+from mobula.actors.samplers.settings import RunningRequests
+from mobula.actors.samplers.vllm.arguments import OutputReader, engine_args, sampling_params
 from mobula.actors.samplers.vllm.patches import inproc
+from mobula.actors.samplers.vllm.patches.engine import SampledLogprobs
 from mobula.actors.samplers.vllm.patches.inproc import BURST_GAP_S, BURST_S, InProcessClient, ThreadedCore
-from mobula.actors.samplers.vllm.patches.logprobs import SampledLogprobs
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.schema.rollout import ServedAdaptersConfig
-from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.rehearsal.simulated.machine import run_virtually
 
 IMPORTS = """
 import sys

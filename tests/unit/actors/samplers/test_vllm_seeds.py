@@ -10,7 +10,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from mobula.actors.samplers.vllm.patches.seeds import SEEDS, TokenSeeds, _forward, _sampled, token_seeds
+from mobula.actors.samplers.vllm.patches.engine import SEEDS, TokenSeeds, _forward, _sampled, token_seeds
 from mobula.deploy.preflight.engine_build import engine_build
 
 pytestmark = pytest.mark.skipif(

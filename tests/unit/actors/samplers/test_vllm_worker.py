@@ -21,8 +21,9 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.core.sched import output
 
-from mobula.actors.samplers.vllm.patches import core_process, inproc
-from mobula.actors.samplers.vllm.patches.images import keep_images
+from mobula.actors.samplers.vllm.patches import engine as core_process
+from mobula.actors.samplers.vllm.patches import inproc
+from mobula.actors.samplers.vllm.patches.engine import keep_images
 from mobula.actors.samplers.vllm.weights import MobulaWeightTransferEngine, _experts_packed_again
 
 NUM_TOKENS = 20  # of the prompt; the image takes the tokens from 2 to 10

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, AuditKind, AuditRecord, encode
-from mobula.cluster.audit.files import recorded_files
 from mobula.cluster.audit.history import Comparison, Descent, PromptLedger, account_of, compare
-from mobula.cluster.audit.writer import ChainWriter
+from mobula.cluster.audit.writer import ChainWriter, recorded_files
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.guard_events import GuardEvent
 

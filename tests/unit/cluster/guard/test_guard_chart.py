@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mobula.cluster.metrics.guard_events import GuardEvent
-from mobula.cluster.metrics.report.report_charts import guard_charts
+from mobula.cluster.metrics.report.charts import guard_charts
 from mobula.cluster.metrics.step_records import StepRecord
 
 

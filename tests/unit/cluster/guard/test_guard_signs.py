@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mobula.cluster.guard.sequential_test import Level, difference
+from mobula.cluster.guard.actions import Alarm, alarms_of
 from mobula.cluster.guard.signs import DRIFTS, Divergence, Sign
-from mobula.cluster.guard.watch import Alarm, alarms_of
-from mobula.cluster.guard.windows import Moments, Quantity, Series, StepValues, windows_of
+from mobula.cluster.guard.windows import Level, Moments, Quantity, Series, StepValues, difference, windows_of
 
 WINDOW = 5
 NUM_STEPS = 60

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mobula.cluster.metrics.evaluation_statistics import (
+from mobula.cluster.metrics.summary import (
     bootstrap_interval,
     interval_of_mean,
     ks,

@@ -19,8 +19,7 @@ from PIL import Image
 
 from mobula.cluster.metrics.artifacts import ArtifactWriter
 from mobula.cluster.metrics.report.report import write_report
-from mobula.cluster.metrics.report.samples import NUM_LOOKS, SampleKeeper, read_samples
-from mobula.cluster.metrics.report.videos import INDEX, read_artifacts
+from mobula.cluster.metrics.report.samples import INDEX, NUM_LOOKS, SampleKeeper, read_artifacts, read_samples
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import EpisodeTurn, ScoredGroup

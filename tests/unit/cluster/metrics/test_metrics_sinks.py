@@ -19,9 +19,8 @@ from waiting import wait_until
 
 from mobula.cluster.metrics.definitions import COUNTERS
 from mobula.cluster.metrics.files import write_atomically
-from mobula.cluster.metrics.informing import informing
-from mobula.cluster.metrics.sinks.console import ConsoleSink
-from mobula.cluster.metrics.sinks.estimate import EstimateSink
+from mobula.cluster.metrics.hub import informing
+from mobula.cluster.metrics.sinks.console import ConsoleSink, EstimateSink
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from mobula.cluster.metrics.sinks.ray_gauges import RaySink
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord, from_line, to_line

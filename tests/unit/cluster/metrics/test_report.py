@@ -16,11 +16,17 @@ from metrics_data import write_run
 
 from mobula.cluster.metrics.report.charts import MAX_POINTS, Chart, curve
 from mobula.cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
-from mobula.cluster.metrics.report.findings import Evidence, RunFinding, RunVerdict, write_findings
+from mobula.cluster.metrics.report.page import write_bytes, write_duration, write_number
 from mobula.cluster.metrics.report.report import write_report
-from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import (
+    Evidence,
+    RunFinding,
+    RunFolder,
+    RunVerdict,
+    read_run_folder,
+    write_findings,
+)
 from mobula.cluster.metrics.report.samples import read_samples
-from mobula.cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord, to_line
 
 VOID = {"meta", "link", "img", "br", "path", "input", "hr"}

@@ -9,8 +9,8 @@ import pytest
 from metrics_data import FACTS, REPLAY, FakeClock, fetch_value, make_group
 
 from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.guard_events import NUM_IDLE, SignalWatch, idle_cause
 from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.signal_watch import NUM_IDLE, SignalWatch, idle_cause
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.metrics.summary import summarize
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from metrics_data import FakeClock, write_run
 
+from mobula.cluster.metrics.hub import StartUp
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import read_run_folder
-from mobula.cluster.metrics.start_up import StartUp
 
 
 def test_phases_in_turns_and_side_by_side_are_measured_until_the_first_response() -> None:

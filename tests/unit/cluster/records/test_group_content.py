@@ -13,7 +13,6 @@ from group_data import image_prompt
 
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.arrow import from_batch, to_batch
-from mobula.cluster.records.content import group_digest
 from mobula.cluster.records.trajectory import (
     FinishReason,
     MediaSpan,
@@ -21,6 +20,7 @@ from mobula.cluster.records.trajectory import (
     Trajectory,
     TrajectoryGroup,
     WeightSpan,
+    group_digest,
 )
 
 GROUP = make_group(image_prompt())

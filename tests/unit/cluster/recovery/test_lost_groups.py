@@ -15,10 +15,9 @@ from mobula.cluster.errors import JournalError, LostObjectError
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal, finished, trained
 from mobula.cluster.replay.journal_writer import JournalWriter
-from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
 from mobula.cluster.runtime.object_store import fetch

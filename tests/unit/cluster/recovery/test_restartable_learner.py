@@ -18,7 +18,7 @@ from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.transport import Rendezvous
-from mobula.cluster.workers.restart_policy import MAX_EQUAL, RestartBudget, RestartPolicy
+from mobula.cluster.workers.status import MAX_EQUAL, RestartBudget, RestartPolicy
 
 POLICY = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
 

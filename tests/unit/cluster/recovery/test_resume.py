@@ -19,10 +19,9 @@ from mobula.cluster.errors import JournalError, SkippedSample
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Arrival, Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
-from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import Learner as LearnerRole
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.staleness import AgeLimit

@@ -18,8 +18,18 @@ from hypothesis import strategies as st
 from mobula.cluster.errors import JournalError
 from mobula.cluster.records.trajectory import GroupOutcome, Reward
 from mobula.cluster.replay import journal as records
-from mobula.cluster.replay.journal import Journal, Recovered, finished, journal_identity, resumed, trained
-from mobula.cluster.replay.journal_segments import JournalRecord, read_segment, segment_numbers, segment_path
+from mobula.cluster.replay.journal import (
+    Journal,
+    JournalRecord,
+    Recovered,
+    finished,
+    journal_identity,
+    read_segment,
+    resumed,
+    segment_numbers,
+    segment_path,
+    trained,
+)
 from mobula.configs.load import load_config
 
 IDENTITY = {"seed": 0, "policy.freeze": ["visual."], "algorithm": {"kl": {"coef": 0.1}}}

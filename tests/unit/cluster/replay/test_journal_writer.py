@@ -16,8 +16,7 @@ from waiting import until
 
 from mobula.cluster.errors import JournalError, LostObjectError
 from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup, TrajectoryGroup
-from mobula.cluster.replay.journal import Journal
-from mobula.cluster.replay.journal_segments import JournalRecord
+from mobula.cluster.replay.journal import Journal, JournalRecord
 from mobula.cluster.replay.journal_writer import MAX_TOGETHER, JournalWriter
 
 

@@ -18,9 +18,8 @@ from transformers import AutoTokenizer
 from mobula.cluster.errors import ChangedDataError, PreflightError
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.replay.live_groups import LiveGroups
-from mobula.cluster.replay.trajectory_log import TrajectoryLog
-from mobula.cluster.replay.trajectory_replay import train_again
+from mobula.cluster.replay.buffer import LiveGroups
+from mobula.cluster.replay.trajectory_log import TrajectoryLog, train_again
 from mobula.cluster.roles import UpdateReport
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 

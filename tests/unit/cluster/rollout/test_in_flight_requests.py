@@ -21,7 +21,7 @@ from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequests
-from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.rehearsal.simulated.machine import run_virtually
 
 PROMPT = make_prompt("0/0/s0")
 SETTINGS = SamplingSettings(num_samples=2, temperature=0.0, max_tokens=20, seed=1)

@@ -15,7 +15,7 @@ from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.rollout.group_observers import OpeningRule, StageCurriculum
-from mobula.cluster.rollout.prefetch import PromptPrefetcher
+from mobula.cluster.rollout.in_flight import PromptPrefetcher
 from mobula.cluster.workers.supervisor import background_tasks
 from mobula.configs.load import load_config
 

@@ -23,8 +23,7 @@ from mobula.cluster.errors import (
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import Generated
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.workers.restart_policy import RestartBudget, RestartPolicy
-from mobula.cluster.workers.status import WorkerState
+from mobula.cluster.workers.status import RestartBudget, RestartPolicy, WorkerState
 
 PROMPT = make_prompt("0/0/s0")
 POLICY = RestartPolicy(max_restarts=2, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)

@@ -22,10 +22,9 @@ from mobula.cluster.records.trajectory import (
     WeightSpan,
 )
 from mobula.cluster.rollout import row_stream
-from mobula.cluster.rollout.evaluation import EvaluationSchedule
-from mobula.cluster.rollout.row_evaluation import RowEvaluator
+from mobula.cluster.rollout.evaluation import EvaluationSchedule, RowEvaluator
 from mobula.cluster.rollout.row_stream import RowStream, stored
-from mobula.cluster.weight_sync.no_receivers import NoReceivers
+from mobula.cluster.weight_sync.interfaces import NoReceivers
 
 
 def row(name: str) -> ScoredGroup:

@@ -10,11 +10,11 @@ import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
 from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.failures import MAX_LINE
 from mobula.cluster.runtime import ray_deaths
-from mobula.cluster.runtime.error_text import MAX_LINE
 from mobula.cluster.runtime.ray_actors import answer
 from mobula.cluster.runtime.ray_deaths import MEMORY_SETTINGS, OTHER_SETTINGS, actor_death
-from mobula.configs.keys import find
+from mobula.configs.overrides import find
 
 HEAD = "The actor died unexpectedly before finishing this task.\n\tclass_name: Learner\n\tactor_id: 4f\n\tpid: 4711\n"
 DEAD = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "

@@ -25,8 +25,7 @@ from mobula.cluster.runtime.gc_tuning import collect_rarely, return_free_memory,
 from mobula.cluster.runtime.network import LOOPBACK, node_address, use_node_interface
 from mobula.cluster.runtime.object_store import fetch, fetch_at_hand, fetch_or_miss
 from mobula.cluster.runtime.ray_actors import BOUND_THREADS, gpu_environment
-from mobula.cluster.runtime.ray_deaths import _log_of
-from mobula.cluster.runtime.role_log import POINTER, opening, part_of, role_log, write_to
+from mobula.cluster.runtime.ray_deaths import POINTER, _log_of, opening, part_of, role_log, write_to
 from mobula.cluster.runtime.usage import GpuReading, VitalsMeter, visible
 from mobula.cluster.runtime.vitals import EngineLoad
 
@@ -170,7 +169,7 @@ def test_an_address_without_an_interface_is_named(
 PROCESS = """
 import logging, os, subprocess, sys
 from pathlib import Path
-from mobula.cluster.runtime.role_log import write_to
+from mobula.cluster.runtime.ray_deaths import write_to
 
 print("before", file=sys.stderr)
 write_to(Path(sys.argv[1]), "rollout/0")

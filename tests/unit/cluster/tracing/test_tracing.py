@@ -23,10 +23,8 @@ from mobula.cluster.records.trajectory import Generated, Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.tracing import tracer as built
-from mobula.cluster.tracing.chrome import ChromeTraceSink
 from mobula.cluster.tracing.profiler import UpdateProfiler
-from mobula.cluster.tracing.spans import RunTracer, Span, Stage
-from mobula.cluster.tracing.tracer import build_tracer
+from mobula.cluster.tracing.tracer import ChromeTraceSink, RunTracer, Span, Stage, build_tracer
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 

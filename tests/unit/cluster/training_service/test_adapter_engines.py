@@ -20,10 +20,9 @@ from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.training_service.engines import PooledAdapterEngines, SampleLimits
+from mobula.cluster.training_service.engines import PooledAdapterEngines, SampleLimits, Slots
 from mobula.cluster.training_service.interfaces import SampleCall
-from mobula.cluster.training_service.slots import Slots
-from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import RestartPolicy
 
 POLICY = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
 HEALTH = HealthChecks(interval_s=0.001, probe_interval_s=1000, max_failures_in_a_row=3, no_worker_s=5)

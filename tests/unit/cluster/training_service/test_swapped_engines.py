@@ -17,9 +17,8 @@ from waiting import until
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
-from mobula.cluster.training_service.engines import PooledAdapterEngines
+from mobula.cluster.training_service.engines import PackedWeights, PooledAdapterEngines, SwappedEngines
 from mobula.cluster.training_service.interfaces import SampleCall
-from mobula.cluster.training_service.swapped import PackedWeights, SwappedEngines
 from mobula.cluster.weight_sync.manifest import Manifest
 
 BASE = Path("/base")

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from mobula.cluster.environment_variables import environment_variables
 from mobula.cluster.errors import DeadlineError, WeightSyncError
-from mobula.cluster.weight_sync import cuda_memory, shared_ring, transport
-from mobula.cluster.weight_sync.cuda_memory import DeviceMemory
+from mobula.cluster.weight_sync import shared_ring, transport
+from mobula.cluster.weight_sync import shared_ring as cuda_memory
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
-from mobula.cluster.weight_sync.rendezvous import RendezvousStore
-from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack, unpack_all
+from mobula.cluster.weight_sync.shared_ring import DeviceMemory
+from mobula.cluster.weight_sync.transport import Rendezvous, RendezvousStore, TransferGroup, pack, unpack, unpack_all
 from mobula.learner.weight_publisher import WeightPublisher
 
 CPU = torch.device("cpu")

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.network import LOOPBACK
-from mobula.cluster.weight_sync.digests import GOLDEN, NUM_COLUMNS, WORD_BYTES, digest
-from mobula.cluster.weight_sync.fresh_samples import FreshSamples
-from mobula.cluster.weight_sync.rendezvous import RendezvousStore, join_store
-from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Rounding, Tolerance, num_copies
-from mobula.cluster.workers.restart_policy import RestartPolicy
-from mobula.configs.groups import groups, leaves, own_values
+from mobula.cluster.weight_sync.changes import GOLDEN, NUM_COLUMNS, WORD_BYTES, digest
+from mobula.cluster.weight_sync.tolerance import FreshSamples, MeasuredRounding, Rounding, Tolerance, num_copies
+from mobula.cluster.weight_sync.transport import RendezvousStore, join_store
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.configs.load import load_config
-from mobula.deploy.wiring.parity_gate import tolerance_of
+from mobula.configs.overrides import groups, leaves, own_values
+from mobula.deploy.wiring.parity import tolerance_of
 
 ROW_BYTES = NUM_COLUMNS * WORD_BYTES
 DTYPES = [torch.float32, torch.bfloat16]

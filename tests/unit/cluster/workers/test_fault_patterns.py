@@ -15,7 +15,7 @@ from mobula.cluster.errors import PlacementError, WorkerDiedError
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.runtime.vitals import ObjectStoreUse
 from mobula.cluster.workers.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
-from mobula.cluster.workers.fault_patterns import MAX_PUSHES, AfterPushes, Death, FaultPatterns, OnePrompt
+from mobula.cluster.workers.faults import MAX_PUSHES, AfterPushes, Death, FaultPatterns, OnePrompt
 from mobula.cluster.workers.status import (
     MAX_WORKERS,
     InFlightSummary,

@@ -12,8 +12,7 @@ from hosts import AT_ONCE, FakeHosts, settle
 
 from mobula.cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
 from mobula.cluster.runtime.vitals import Vitals
-from mobula.cluster.workers.restart_policy import RestartPolicy
-from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.workers.status import RestartPolicy, WorkerState, WorkerStatus
 from mobula.cluster.workers.work_queue import WorkerSlot, WorkQueue
 
 SERVING, DRAINING, QUARANTINED = WorkerState.SERVING, WorkerState.DRAINING, WorkerState.QUARANTINED

@@ -17,8 +17,7 @@ from mobula.cluster.errors import PlacementError, PreflightError, WorkerDiedErro
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import Generated
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.workers.restart_policy import MAX_EQUAL, RestartPolicy
-from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.workers.status import MAX_EQUAL, RestartPolicy, WorkerState, WorkerStatus
 from mobula.cluster.workers.work_queue import WorkQueue
 
 ROLE = "rollout"

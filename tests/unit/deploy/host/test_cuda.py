@@ -11,6 +11,7 @@ import pytest
 
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
+from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.host import cuda
 from mobula.deploy.host.cuda import (
     CudaSoftware,
@@ -22,7 +23,6 @@ from mobula.deploy.host.cuda import (
     refuse_flaws,
 )
 from mobula.deploy.preflight.engine_build import check_engine_build, engine_build
-from mobula.deploy.tools.doctor import this_machine as doctor
 
 GOOD = CudaSoftware(
     gpus=("NVIDIA H100", "NVIDIA H100"),

@@ -13,8 +13,8 @@ from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access, held_run_folder, make_run_folder
-from mobula.deploy.tools.diagnose import command
-from mobula.deploy.training_service.store.database import Database
+from mobula.deploy.report.diagnose import command
+from mobula.deploy.training_service.store import Database
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime import usage
 from mobula.deploy.cli import app
 from mobula.deploy.host import machine
-from mobula.deploy.host.temporary import ray_folder
+from mobula.deploy.host.machine import ray_folder
 
 
 class FourGpus:

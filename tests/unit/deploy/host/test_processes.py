@@ -14,7 +14,7 @@ import pytest
 
 from mobula.deploy.host import processes
 from mobula.deploy.host.processes import ProcessId, end, marked_processes
-from mobula.deploy.host.signals import ending_signals, ignore_signals, signals_raise, sigterm_stays_ours
+from mobula.deploy.host.terminal import ending_signals, ignore_signals, signals_raise, sigterm_stays_ours
 from mobula.deploy.run.runtime import _until_signal
 
 VARIABLE = "MOBULA_PROCESS_TEST"

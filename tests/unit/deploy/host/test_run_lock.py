@@ -17,8 +17,7 @@ from waiting import wait_until
 from mobula.cluster.errors import PreflightError
 from mobula.deploy.host import run_lock as locking
 from mobula.deploy.host.processes import ProcessId
-from mobula.deploy.host.run_lock import LOCK_FILE, Holder, run_lock
-from mobula.deploy.host.run_record import (
+from mobula.deploy.host.run_folder import (
     DRIVER_VARIABLE,
     RECORD_FILE,
     RUN_VARIABLE,
@@ -28,6 +27,7 @@ from mobula.deploy.host.run_record import (
     marking,
     recorded,
 )
+from mobula.deploy.host.run_lock import LOCK_FILE, Holder, run_lock
 
 OTHER = replace(Holder.of_this_process(), token="other", machine="elsewhere/1/2", job="Slurm job 7")
 HOLDS = """

@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from mobula.cluster.errors import PreflightError
-from mobula.configs.groups import TASKS_VARIABLE, roots
 from mobula.configs.load import load_config
+from mobula.configs.overrides import TASKS_VARIABLE, roots
 from mobula.deploy.cli import app
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.jobs import client
 from mobula.deploy.jobs.client import JobSummary
 from mobula.deploy.jobs.submit import Submission, check_package, entrypoint, runtime_env, submit
-from mobula.deploy.run.shared_paths import relative_paths
+from mobula.deploy.run.node_network import relative_paths
 
 WORDS = ["experiment=digits", "name=mine", "folder=/s/runs", "data.path=/s/data", "policy.model=/s/model"]
 ASKED = Submission("disabled", None, (), "/env/bin/python", 90, None, {"HF_HOME": "/s/hf"})

@@ -17,12 +17,13 @@ from transformers import (
 
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.planning.activations import Microbatch, checkpointing, logits_bytes, media_patches, training_bytes
+from mobula.deploy.planning.memory import Microbatch, checkpointing, logits_bytes, media_patches, training_bytes
 from mobula.learner.policies.base import RowOutline
-from mobula.learner.policies.logprobs import Distribution, token_logprobs
+from mobula.learner.policies.head import Distribution, token_logprobs
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.shapes import shape_of_config
-from mobula.learner.policies.tiny.qwen2_5_vl import build_config, build_processor
+from mobula.learner.policies.tiny.qwen import build_config
+from mobula.learner.policies.tiny.qwen import build_processor_qwen2_5_vl as build_processor
 
 TOLERANCE = 0.15
 TOKENS = 256

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from docs.generate.scaling_guide import GPU_GB, LONG, MODELS, ROWS, shapes
 from vllm import AsyncEngineArgs
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
@@ -18,10 +19,8 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes
-from mobula.deploy.planning.engine_sizes import EngineSizes
-from mobula.deploy.planning.fit import GIB, MemoryPlan, plan_memory
-from mobula.deploy.planning.kv_cache import refuse_small_cache, sequence_bytes
-from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, MODELS, ROWS, shapes
+from mobula.deploy.planning.fit import GIB, EngineSizes, MemoryPlan, plan_memory
+from mobula.deploy.planning.memory import refuse_small_cache, sequence_bytes
 from mobula.deploy.planning.workers import CONTEXT, KV_CACHE, SAMPLING, SYNC, TRAINING, USABLE, worker_memory
 from mobula.learner.policies.shapes import ModelShape, shape_of_values, tiny_shape
 from mobula.learner.policies.tiny import TINY

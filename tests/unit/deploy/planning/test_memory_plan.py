@@ -18,11 +18,11 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli import app
+from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.host.machine import Machine
 from mobula.deploy.planning.clusters import described_nodes, read_cluster
 from mobula.deploy.planning.fit import GIB, plan_memory
-from mobula.deploy.planning.plan_command import planned_engine
-from mobula.deploy.planning.plan_view import refuse_shortfalls
+from mobula.deploy.planning.plan_command import planned_engine, refuse_shortfalls
 from mobula.deploy.planning.remedies import changed, remedies
 from mobula.deploy.planning.workers import (
     MAX_WHOLE_GRADIENT_BYTES,
@@ -35,7 +35,6 @@ from mobula.deploy.planning.workers import (
     trained_parameters,
     worker_memory,
 )
-from mobula.deploy.tools.doctor import this_machine as doctor
 from mobula.learner.backends import fsdp2
 from mobula.learner.policies.shapes import shape_of_values
 from mobula.rewards.functions import BUILT_IN

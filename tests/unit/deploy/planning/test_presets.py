@@ -7,16 +7,16 @@ from functools import cache
 
 import pytest
 from described import shape_7b
+from docs.generate.scaling_guide import shapes
 
 from mobula.cluster.errors import PlacementError
 from mobula.cluster.runtime.placement import needed_roles, plan_placement
-from mobula.configs.groups import groups
 from mobula.configs.load import load_config
+from mobula.configs.overrides import groups
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.fit import plan_memory
 from mobula.deploy.planning.remedies import remedies
-from mobula.deploy.planning.scaling_guide import shapes
 from mobula.learner.policies.shapes import tiny_shape
 
 released_shapes = cache(shapes)  # some 15 s

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from docs.generate import scaling_guide
+from docs.generate.scaling_guide import GPU_GB, LONG, NO_FIT, ROWS, shapes, smallest
 
-from mobula.configs.groups import groups
-from mobula.deploy.planning import scaling_guide
-from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, NO_FIT, ROWS, shapes, smallest
+from mobula.configs.overrides import groups
 
 PAGE = scaling_guide.TARGET.read_text(encoding="utf-8")
 TABLES = [
@@ -30,7 +30,7 @@ def test_every_gpu_preset_is_on_the_page() -> None:
     known = set(groups()["resources"])
     assert {preset for preset, *_ in ROWS} <= known
     for table in TABLES:
-        assert [row for row, _ in table] == list(ROWS), "run `python -m mobula.deploy.planning.scaling_guide`"
+        assert [row for row, _ in table] == list(ROWS), "run `python -m docs.generate.scaling_guide`"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_cell_is_what_the_planner_says_today(
 ) -> None:
     found = [smallest(shapes()[model], row, lengths, way) for way in ("weights", "adapters")]
     said = " / ".join(NO_FIT if size is None else str(size) for size in found)
-    assert cells(table)[row, model] == said, "run `python -m mobula.deploy.planning.scaling_guide`"
+    assert cells(table)[row, model] == said, "run `python -m docs.generate.scaling_guide`"
 
 
 def test_larger_models_need_no_smaller_gpu_and_adapters_none_that_is_larger() -> None:

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mobula.actors.processors.make import make_processor
+from mobula.actors.processors.worker import make_processor
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
+from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_rows
 from mobula.deploy.preflight.checks import check_packing
-from mobula.deploy.preflight.findings import PreflightFinding, Severity, refuse
-from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.deploy.tools.doctor.checkpoint import check_checkpoint, check_rows
-from mobula.deploy.tools.doctor.this_machine import Verdict
+from mobula.deploy.preflight.weights import LoadedModel, PreflightFinding, Severity, refuse
 from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 
 REFUSED = PreflightFinding("policy.model", "policy.model has no weights", "download it again")

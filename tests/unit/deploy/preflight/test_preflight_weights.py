@@ -10,9 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
-from mobula.deploy.preflight.findings import PreflightFinding, Severity
-from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.deploy.preflight.weights import check_weights, find_unusable
+from mobula.deploy.preflight.weights import LoadedModel, PreflightFinding, Severity, check_weights, find_unusable
 from mobula.deploy.wiring.preparation import checkpoint_folder
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.tiny import write_tiny

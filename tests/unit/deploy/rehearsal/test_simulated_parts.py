@@ -13,12 +13,8 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.load import load_config
 from mobula.deploy.rehearsal.measured import MeasuredRun, _fitted, measured_speeds
-from mobula.deploy.rehearsal.simulated.cores import Cores
-from mobula.deploy.rehearsal.simulated.decoder import Decoder, DecodeSpeed
-from mobula.deploy.rehearsal.simulated.faults import PlannedFault, read_faults
-from mobula.deploy.rehearsal.simulated.lengths import RecordedLengths
-from mobula.deploy.rehearsal.simulated.store import StoreLedger
-from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, StoreLedger
+from mobula.deploy.rehearsal.simulated.machine import Cores, PlannedFault, RecordedLengths, read_faults, run_virtually
 from mobula.deploy.rehearsal.simulated.workers import RankTimes, SimulatedRank, SimulatedRanks
 from mobula.deploy.rehearsal.speeds import Speeds
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mobula.deploy.cli.commands import app
-from mobula.deploy.tools.audit import AuditOptions, audit
+from mobula.deploy.report.audit import AuditOptions, audit
 
 
 def shown(folder: Path, *, is_json: bool = False, head: str = "") -> tuple[int, str]:

@@ -10,10 +10,17 @@ import pytest
 
 from mobula.cluster.runtime.placement import NodeResources
 from mobula.configs.load import load_config
+from mobula.deploy.doctor.cluster import (
+    Clock,
+    Examined,
+    NodeReport,
+    check_cluster_placement,
+    check_node,
+    check_paths,
+    report,
+)
+from mobula.deploy.doctor.this_machine import GIB, Verdict
 from mobula.deploy.host.cuda import CudaSoftware
-from mobula.deploy.tools.doctor.cluster import Clock, Examined, check_cluster_placement, check_node, check_paths
-from mobula.deploy.tools.doctor.node_report import NodeReport, report
-from mobula.deploy.tools.doctor.this_machine import GIB, Verdict
 
 CONFIG = load_config(["experiment=digits"])
 VERSIONS = {"ray": "2.60.0", "torch": "2.13.0", "vllm": "0.32.0"}

@@ -21,7 +21,7 @@ from mobula.actors.processors.image import ImageLimits, decode_image, read_image
 from mobula.actors.processors.video import VideoLimits, decode_video, load_video
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
-from mobula.deploy.tools.data.inspect import histogram
+from mobula.deploy.data.inspect import histogram
 
 LIMITS = ImageLimits(1_000_000, 1_000_000)
 

@@ -20,31 +20,36 @@ from rich.console import Console
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.guard_events import GuardEvent
-from mobula.cluster.metrics.report.findings import (
+from mobula.cluster.metrics.report.report import render_report
+from mobula.cluster.metrics.report.run_folder import (
     Evidence,
     RunFinding,
+    RunFolder,
     RunVerdict,
     causes_first,
     in_folder,
     read_findings,
+    read_run_folder,
     to_json,
     with_files,
     write_findings,
 )
-from mobula.cluster.metrics.report.report import render_report
-from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.metrics.report.samples import AnswerGroup, KeptAnswer, SampleFile
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 from mobula.cluster.workers.faults import Fault
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.tools.diagnose.checks import CHECKS
-from mobula.deploy.tools.diagnose.command import diagnose_records, subject_of
-from mobula.deploy.tools.diagnose.page import show
-from mobula.deploy.tools.diagnose.records.material import Material
-from mobula.deploy.tools.diagnose.records.registry import run_checks
-from mobula.deploy.tools.diagnose.records.survey import DataSurvey, PicturedRow, SplitSurvey
-from mobula.deploy.tools.diagnose.records.trends import Agreement, Trend
+from mobula.deploy.report.diagnose.checks import CHECKS
+from mobula.deploy.report.diagnose.command import diagnose_records, show, subject_of
+from mobula.deploy.report.diagnose.material import (
+    Agreement,
+    DataSurvey,
+    Material,
+    PicturedRow,
+    SplitSurvey,
+    Trend,
+    run_checks,
+)
 
 NUM_STEPS = 32
 RECORDED = Path(__file__).parents[3] / "support" / "recorded_runs"

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 from metrics_data import make_group
 
-from mobula.cluster.metrics.report.findings import RunVerdict
+from mobula.cluster.metrics.report.run_folder import RunVerdict
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.configs.load import load_config
-from mobula.deploy.tools.diagnose.trials.memorise import memorise
-from mobula.deploy.tools.diagnose.trials.pictures import ablate_pictures
-from mobula.deploy.tools.diagnose.trials.rates import judged, scan
-from mobula.deploy.tools.diagnose.trials.recorded import TrialGroup
+from mobula.deploy.report.diagnose.trials import TrialGroup, ablate_pictures, judged, memorise, scan
 
 
 def trial_group(index: int, rewards: Sequence[float] = (0.0, 1.0, 0.0)) -> TrialGroup:
@@ -101,7 +98,7 @@ def test_a_learning_rate_that_is_far_too_small_is_named_with_its_factor() -> Non
 
 
 def test_trials_without_recorded_groups_say_what_is_missing(tmp_path: Path) -> None:
-    from mobula.deploy.tools.diagnose.deep import run_trials
+    from mobula.deploy.report.diagnose.deep import run_trials
 
     config = load_config(["experiment=digits"])
     assert {finding.measured for finding in run_trials(None, config)} == {"trials need the recorded groups of a run"}

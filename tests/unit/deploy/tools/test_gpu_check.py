@@ -9,16 +9,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from docs.generate.checked_machines import BEGIN, END, TARGET, text
 
 from mobula.configs.load import load_config
-from mobula.deploy.tools.gpu_check import check as runner
-from mobula.deploy.tools.gpu_check import registry
-from mobula.deploy.tools.gpu_check.check import RESULTS_FILE, CheckOptions, check
-from mobula.deploy.tools.gpu_check.context import Context
-from mobula.deploy.tools.gpu_check.registry import STAGES, CheckStage
-from mobula.deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult, read_results
-from mobula.deploy.tools.gpu_check.roles import overrides
-from mobula.deploy.tools.gpu_check.stages import (
+from mobula.deploy.checks.gpu_check import check as runner
+from mobula.deploy.checks.gpu_check import results as registry
+from mobula.deploy.checks.gpu_check.check import RESULTS_FILE, CheckOptions, check
+from mobula.deploy.checks.gpu_check.context import Context
+from mobula.deploy.checks.gpu_check.results import (
+    STAGES,
+    CheckedMachine,
+    CheckResults,
+    CheckStage,
+    Outcome,
+    StageResult,
+    read_results,
+    status_rows,
+    table,
+)
+from mobula.deploy.checks.gpu_check.roles import overrides
+from mobula.deploy.checks.gpu_check.stages import (
     flow_sampler,
     packing,
     pretrained,
@@ -26,8 +36,6 @@ from mobula.deploy.tools.gpu_check.stages import (
     tensor_parallel,
     throughput,
 )
-from mobula.deploy.tools.gpu_check.status import BEGIN, END, TARGET, text
-from mobula.deploy.tools.gpu_check.table import status_rows, table
 
 MACHINE = CheckedMachine("cpu", "x86_64 with 2 cores", 0, "3.12.0", {"torch": "2.11.0"})
 PROGRAMS = {  # what the process of a stage does
@@ -189,7 +197,7 @@ def test_the_tables_name_machine_figures_and_causes() -> None:
 def test_the_readme_has_the_status_of_the_kept_results() -> None:
     page = TARGET.read_text(encoding="utf-8")
     assert page[page.index(BEGIN) : page.index(END) + len(END)] == text(), (
-        "run python -m mobula.deploy.tools.gpu_check.status"
+        "run python -m docs.generate.checked_machines"
     )
 
 

@@ -16,10 +16,10 @@ from waiting import wait_until
 
 from mobula.cluster.errors import DeadlineError, PreflightError
 from mobula.configs.errors import ConfigError
+from mobula.deploy.checks.lmms_eval import LmmsEval, child_environment, command_line, evaluate
+from mobula.deploy.checks.lmms_eval_results import HarnessError, numbers, primary_metric, read_results
 from mobula.deploy.cli import app
 from mobula.deploy.host.processes import ProcessId
-from mobula.deploy.tools.lmms_eval import LmmsEval, child_environment, command_line, evaluate
-from mobula.deploy.tools.lmms_eval_results import HarnessError, numbers, primary_metric, read_results
 
 # Stands where the harness's interpreter does: prints versions, and then does what the test wrote into `play.py`.
 FAKE = """#!{python}

@@ -16,9 +16,8 @@ from rich.console import Console
 from mobula.actors.environments.base import Message, encoded
 from mobula.cluster.errors import PreflightError
 from mobula.configs.errors import ConfigError
-from mobula.deploy.tools.environments import play as terminal_play
-from mobula.deploy.tools.environments.game import Game
-from mobula.deploy.tools.environments.play import play_config, start
+from mobula.deploy.serve import play as terminal_play
+from mobula.deploy.serve.play import Game, play_config, start
 
 CALCULATOR = ["environment.options={images: false, max_operand: 9, max_turns: 3, tool_bonus: 0.0}"]
 

@@ -21,9 +21,8 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.tools.policy.conversations import Conversations
-from mobula.deploy.tools.policy.local_policy import LocalPolicy
-from mobula.deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_app, settings_of
+from mobula.deploy.serve.conversations import Conversations, LocalPolicy
+from mobula.deploy.serve.policy import ChatBody, ChatMessage, make_app, settings_of
 from mobula.deploy.training_service.captured import captured_rows
 from mobula.deploy.training_service.images import ChatImages
 from mobula.deploy.training_service.limits import ServiceLimits

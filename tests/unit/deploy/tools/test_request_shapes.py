@@ -19,7 +19,7 @@ from mobula.actors.environments.adapters.agent_endpoint import AgentEndpoint
 from mobula.actors.environments.server import EnvironmentServer
 from mobula.actors.environments.server import make_app as environment_app
 from mobula.cluster.serving import Address, RequestGate
-from mobula.deploy.tools.policy.serve_policy import make_app as policy_app
+from mobula.deploy.serve.policy import make_app as policy_app
 from mobula.deploy.training_service.app import make_app as training_app
 from mobula.deploy.training_service.tenants import MEDIA_TYPES, Tenants, tenant_gate
 from mobula.rewards.contract import Score

@@ -13,8 +13,8 @@ import pytest
 from run_records import go_on
 
 from mobula.cluster.errors import DeadlineError, PlacementError, PreflightError, RunOverError, WorkerDiedError
-from mobula.deploy.host.run_record import RECORD_FILE
-from mobula.deploy.host.side_process import in_side_process
+from mobula.deploy.host.processes import in_side_process
+from mobula.deploy.host.run_folder import RECORD_FILE
 from mobula.deploy.run import run_client
 from mobula.deploy.run.run_client import RunAddress, find_run, read_status
 

@@ -26,7 +26,7 @@ from mobula.cluster.rollout.evaluation import ScoredPrompt
 from mobula.cluster.rollout.response_files import ResponseFiles
 from mobula.configs.load import dump_config, load_config
 from mobula.deploy.cli import app
-from mobula.deploy.tools import score as scoring
+from mobula.deploy.data import score as scoring
 from mobula.rewards.offline import run
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "pyarrow", "jinja2")

@@ -20,8 +20,8 @@ from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.serving import Address, read_token
 from mobula.configs.load import ConfigError, load_config
 from mobula.deploy.cli import app
-from mobula.deploy.tools import replay as command
-from mobula.deploy.tools.serve_rewards import ServeRewardsOptions, serve
+from mobula.deploy.data import replay as command
+from mobula.deploy.serve.rewards import ServeRewardsOptions, serve
 from mobula.deploy.wiring.persistence import trajectory_log
 
 CONFIG = load_config(["experiment=digits"])

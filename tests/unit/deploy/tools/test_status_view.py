@@ -14,8 +14,8 @@ from mobula.cluster.errors import PreflightError, RunOverError
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.runtime.vitals import EngineLoad, ObjectStoreUse, Vitals
 from mobula.cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
+from mobula.deploy.jobs.status_view import as_json, as_table, duration, follow, show_top
 from mobula.deploy.run.run_client import RunAddress
-from mobula.deploy.tools.status_view import as_json, as_table, duration, follow, show_top
 
 WORKERS = (
     WorkerStatus("rollout/0", WorkerState.SERVING, 41, 12, 0),

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from docs.generate import support_tables
+from docs.generate.support_tables import BEGIN, END, choices, rewritten
 
 from mobula.configs.load import load_config
-from mobula.deploy.tools import support_tables
-from mobula.deploy.tools.support_tables import BEGIN, END, choices, rewritten
 from mobula.learner.algorithms.advantages import ADVANTAGES
-from mobula.learner.algorithms.aggregation import AGGREGATIONS
 from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from mobula.learner.algorithms.flow_losses import FLOW_LOSSES
 from mobula.learner.algorithms.kl import KL_ESTIMATORS
 from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
-from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
-from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES
-from mobula.learner.algorithms.turn_advantages import TURN_ADVANTAGES
+from mobula.learner.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES
+from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TURN_ADVANTAGES
 from mobula.learner.optim import OPTIMIZERS
 
 
@@ -27,7 +25,7 @@ def test_readme_and_docs_have_the_generated_tables() -> None:
         (support_tables.TARGET, support_tables.text()),
     ):
         page = file.read_text(encoding="utf-8")
-        assert rewritten(page, block) == page, "run `python -m mobula.deploy.tools.support_tables`"
+        assert rewritten(page, block) == page, "run `python -m docs.generate.support_tables`"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from mobula.cluster.training_service.interfaces import AdapterSpec
-from mobula.deploy.training_service.store.records import Kind, ModelRecord, RequestRecord
-from mobula.deploy.training_service.training.model_queue import ModelQueue
+from mobula.deploy.training_service.store import Kind, ModelRecord, RequestRecord
+from mobula.deploy.training_service.training.execution import ModelQueue
 from mobula.deploy.training_service.training.scheduler import Scheduler
 
 SPEC = AdapterSpec(rank=4, alpha=32.0, seed=0)

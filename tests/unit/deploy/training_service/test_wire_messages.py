@@ -17,7 +17,7 @@ from training_server import LIMITS
 from mobula.cluster.errors import MediaError
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.training_service.interfaces import LossCall, LossResult
-from mobula.deploy.training_service.errors import RequestError
+from mobula.deploy.training_service.tenants import RequestError
 from mobula.deploy.training_service.wire.inputs import Chunk, ImageChunk, InputBuilder, PlacedImage, TextChunk
 from mobula.deploy.training_service.wire.training import count_tokens, read_call, write_result
 

@@ -13,8 +13,14 @@ import pytest
 import torch
 
 from mobula.configs.schema.algorithm import STEP_WIDE
-from mobula.learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
-from mobula.learner.algorithms.advantages.statistics import STD_FLOOR, whitened
+from mobula.learner.algorithms.advantages import (
+    ADVANTAGES,
+    STD_FLOOR,
+    AdvantageOptions,
+    EarlierRewards,
+    StepRewards,
+    whitened,
+)
 
 OPTIONS = AdvantageOptions(std="unbiased", pass_k=2, solved_reward=1.0)
 NOTHING_EARLIER = EarlierRewards(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64))

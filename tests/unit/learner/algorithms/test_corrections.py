@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mobula.configs.load import load_config
-from mobula.learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
 from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
+from mobula.learner.algorithms.policy_losses import AGGREGATIONS, Totals, token_mean
 
 PARAMETERS = {
     "none": {},

@@ -9,7 +9,7 @@ import pytest
 
 from mobula.configs.schema.algorithm import VALUED
 from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenValues
-from mobula.learner.algorithms.token_advantages.gae import gae as credit
+from mobula.learner.algorithms.token_advantages import gae as credit
 
 
 def response(

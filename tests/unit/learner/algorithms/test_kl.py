@@ -7,9 +7,14 @@ import math
 import pytest
 import torch
 
-from mobula.learner.algorithms.distillation import reverse_kl, teacher_advantage
-from mobula.learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient
-from mobula.learner.algorithms.kl.base import capped
+from mobula.learner.algorithms.kl import (
+    KL_ESTIMATORS,
+    AdaptiveCoefficient,
+    FixedCoefficient,
+    capped,
+    reverse_kl,
+    teacher_advantage,
+)
 
 P = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
 Q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from mobula.configs.load import load_config
-from mobula.learner.algorithms.aggregation import Totals, sequence_mean, token_mean
-from mobula.learner.algorithms.over_age import by_age, truncated_importance
-from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
+from mobula.learner.algorithms.corrections import by_age, truncated_importance
+from mobula.learner.algorithms.policy_losses import POLICY_LOSSES, Totals, sequence_mean, token_mean
 
 PARAMETERS: dict[str, dict[str, float]] = {
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},

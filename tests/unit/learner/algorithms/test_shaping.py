@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mobula.learner.algorithms.moments import RunningMoments
+from mobula.learner.algorithms.advantages import RunningMoments
 from mobula.learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share
 
 

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from mobula.configs.schema.algorithm import TURNWISE, VALUED
-from mobula.learner.algorithms.token_advantages import TokenValues
-from mobula.learner.algorithms.token_advantages.turn_gae import turn_gae
-from mobula.learner.algorithms.turn_advantages import TURN_ADVANTAGES, StepTurns
-from mobula.learner.algorithms.turn_advantages.return_to_go import return_to_go
-from mobula.learner.algorithms.turns import turns_of
+from mobula.learner.algorithms.token_advantages import (
+    TURN_ADVANTAGES,
+    StepTurns,
+    TokenValues,
+    return_to_go,
+    turn_gae,
+    turns_of,
+)
 
 # State, action -> reward and next state; None ends the episode. "on" leads on, "off" ends early in some states.
 MDP: dict[int, dict[str, tuple[float, int | None]]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import explained_variance_score
 
-from mobula.learner.algorithms.value_loss import explained_variance, value_loss
+from mobula.learner.algorithms.token_advantages import explained_variance, value_loss
 
 
 def reference(value: float, old: float, target: float, clip: float) -> float:

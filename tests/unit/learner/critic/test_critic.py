@@ -17,10 +17,9 @@ from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
 from mobula.configs.overrides import overridden
 from mobula.learner.batch import LearnerItem, fetch_items
 from mobula.learner.credit import Credit
-from mobula.learner.critic.critic import Critic
-from mobula.learner.critic.rows import ValueRow, collate_rows
+from mobula.learner.critic.critic import Critic, ValueRow, collate_rows
 from mobula.learner.learner import Learner
-from mobula.learner.optim.muon import MuonWithAdamW
+from mobula.learner.optim import MuonWithAdamW
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.supervised import SupervisedExample
 

@@ -15,13 +15,12 @@ from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
-from mobula.cluster.guard.kl_scale import KLScale
+from mobula.cluster.guard.actions import KLScale
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
-from mobula.learner.critic_ranks.critic_rank import CriticRank
+from mobula.learner.critic_ranks import CriticGroup, CriticRank, LearnerWithCritic
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup
 

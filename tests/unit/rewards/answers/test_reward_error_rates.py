@@ -16,7 +16,7 @@ import pytest
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import RewardRequest, Score, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.isolation.process import IsolatedPool
 from mobula.rewards.tools import Tools
 
 FIXTURES = Path(__file__).parent / "reward_fixtures"

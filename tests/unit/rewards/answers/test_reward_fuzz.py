@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from wrong_answers import WRONG
 
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, evaluate_batch
-from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.isolation.process import IsolatedPool
 
 CHEAP = [rule for rule in RULES if not rule.startswith(("math", "format_pattern"))]  # those without a process
 

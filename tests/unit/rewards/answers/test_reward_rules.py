@@ -20,8 +20,7 @@ from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import RewardRequest, Score, evaluate
 from mobula.rewards.functions import EXTRAS, build_function
 from mobula.rewards.functions.grounding import entity
-from mobula.rewards.functions.parsing.extraction import extractor
-from mobula.rewards.functions.parsing.strict_json import read_json
+from mobula.rewards.functions.parsing.extraction import extractor, read_json
 from mobula.rewards.tools import Tools
 
 

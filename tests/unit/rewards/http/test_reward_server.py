@@ -16,10 +16,10 @@ from waiting import wait_until
 
 from mobula.cluster.serving import Address
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from mobula.rewards.http.lightrft import LightrftBody
+from mobula.rewards.http.endpoints import LightrftBody
 from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
 from mobula.rewards.http.thread_pool import BusyError, ScorerThreads
-from mobula.rewards.markers import without_markers
+from mobula.rewards.images import without_markers
 
 SAMPLE = {"response": "abc", "num_tokens": 1}
 

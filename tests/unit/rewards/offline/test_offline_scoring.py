@@ -15,9 +15,8 @@ from benchmarks.harness.corruption import corrupt
 from benchmarks.raw.score_reference import score_records
 from benchmarks.score_records import SETTINGS
 from mobula.rewards.offline import run
-from mobula.rewards.offline.scorer import RecordScorer
-from mobula.rewards.offline.sources import Batch
-from mobula.rewards.offline.summary import ScoreSummary
+from mobula.rewards.offline.rows import Batch
+from mobula.rewards.offline.scorer import RecordScorer, ScoreSummary
 
 
 def test_the_published_report_of_six_rows(tmp_path: Path) -> None:

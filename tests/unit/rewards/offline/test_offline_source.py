@@ -17,10 +17,9 @@ from score_data import AERORL, answer, options, record, score_file, write_jsonl
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
-from mobula.rewards.offline import sources
-from mobula.rewards.offline.rows import Record, read_row
+from mobula.rewards.offline import rows as sources
+from mobula.rewards.offline.rows import Batch, Record, Source, open_source, read_row
 from mobula.rewards.offline.scorer import RecordScorer, ScoredBatch
-from mobula.rewards.offline.sources import Batch, Source, open_source
 
 
 def read(path: Path, *, needs_images: bool = False) -> list[Record]:

@@ -1,0 +1,359 @@
+"""Changes to vLLM inside engine processes, each with the defect that it works around."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import AsyncEngineArgs
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
+from vllm.v1.core.sched import output
+from vllm.v1.engine import output_processor
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from mobula.cluster.errors import EngineDiedError
+from mobula.cluster.failures import Failure
+
+# Patches of vLLM's adapters on CPU, in the engine's process: products by adapter, and prompt logits.
+#
+# vLLM 0.32 multiplies every row with its own copy of the factors, and rows without an adapter, of index -1, with those
+# of the last one: a prompt of the base model gets an adapter if another one is in its batch. Here each adapter's rows
+# are multiplied together, and rows of the base model are left out.
+#
+# To compute the logits of a prompt, vLLM assigns rows to the requests of the step, not to the tokens of the prompt.
+# With
+# an output layer that takes adapters the rows do not match. Here the rows of each prompt are assigned to its adapter.
+# GPU engines are unchanged: `VLLMSampler` refuses there what they would compute wrongly.
+
+_prompt_logprobs = GPUModelRunner._get_prompt_logprobs_dict
+
+
+def shrink(inputs: Tensor, factors: Tensor, outputs: Tensor, indices: Tensor, scaling: float = 1.0) -> None:
+    """Sets `outputs` [T, >= r] to the products of `inputs` [T, I] with each row's A, of `factors` [L, 1, r, I]."""
+    outputs.zero_()
+    for index, rows in _rows_by_adapter(indices):
+        product = inputs[rows].to(outputs.dtype) @ _matrix(factors, index).to(outputs.dtype).T
+        outputs[rows, : product.shape[1]] = scaling * product
+
+
+def expand(inputs: Tensor, factors: Tensor, outputs: Tensor, indices: Tensor, add_inputs: bool = True) -> None:
+    """Adds the products of `inputs` [T, r] with each row's B, of `factors` [L, 1, O, r], to `outputs` [T, O]."""
+    # The LM head of vLLM has rows of padding, the adapter's has not, or the other way round.
+    expand_slice(inputs, factors, outputs, indices, 0, min(outputs.shape[1], factors.shape[-2]), add_inputs)
+
+
+def expand_slice(
+    inputs: Tensor,
+    factors: Tensor,
+    outputs: Tensor,
+    indices: Tensor,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = True,
+) -> None:
+    """Like `expand`, for the columns [slice_offset, slice_offset + slice_size) of `outputs`."""
+    columns = outputs[:, slice_offset : slice_offset + slice_size]
+    if not add_inputs:
+        columns.zero_()
+    for index, rows in _rows_by_adapter(indices):
+        matrix = _matrix(factors, index)[:slice_size].to(outputs.dtype)
+        columns[rows] += inputs[rows, : matrix.shape[1]].to(outputs.dtype) @ matrix.T
+
+
+def _rows_by_adapter(indices: Tensor) -> Iterator[tuple[int, Any]]:
+    """Yields (slot, rows) of each adapter in a batch, without the rows of the base model."""
+    slots = indices.tolist()
+    distinct = set(slots)
+    for slot in distinct - {-1}:
+        yield slot, slice(0, len(slots)) if len(distinct) == 1 else torch.nonzero(indices == slot)[:, 0]
+
+
+def _matrix(factors: Tensor, index: int) -> Tensor:
+    """Returns the factor of one slot, [r, I] or [O, r]."""
+    return factors[index].squeeze(0)
+
+
+def prompt_logprobs(runner: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+    """Computes prompt log-probs request by request, each with its own adapter; arguments and result are vLLM's."""
+    asked = runner.num_prompt_logprobs
+    if runner.lora_config is None or not asked:
+        return _prompt_logprobs(runner, hidden_states, num_scheduled_tokens)
+    found: dict[str, Any] = {}
+    for request_id in list(asked):
+        request, num_tokens = runner.requests[request_id], num_scheduled_tokens.get(request_id, 0)
+        num_rows = min(num_tokens, len(request.prompt_token_ids) - request.num_computed_tokens - 1)
+        if num_rows > 0:
+            adapter = request.lora_request
+            rows = (0 if adapter is None else adapter.lora_int_id,) * num_rows
+            runner._set_active_loras(rows, rows, set() if adapter is None else {adapter})
+        runner.num_prompt_logprobs = {request_id: asked[request_id]}
+        found |= _prompt_logprobs(runner, hidden_states, num_scheduled_tokens)
+        if not runner.num_prompt_logprobs:  # the prompt is complete
+            del asked[request_id]
+    runner.num_prompt_logprobs = asked
+    return found
+
+
+def adapt_rows_of_each_adapter() -> None:
+    """Patches the CPU engines of this process."""
+    modules: tuple[Any, ...] = (lora_ops, punica_cpu)  # which import each function by its name
+    for module in modules:
+        module.bgmv_shrink = shrink
+        module.bgmv_expand = expand
+        module.bgmv_expand_slice = expand_slice
+    GPUModelRunner._get_prompt_logprobs_dict = prompt_logprobs  # type: ignore[method-assign, assignment]  # a patch of vLLM
+
+
+# Patch of vLLM's scheduler, in the process of the engine core: sends every image of a new request to the worker.
+#
+# Replaces `vllm.v1.core.sched.output.strip_covered_mm_data`. vLLM 0.32 does not send an image to the worker when the
+# prefix cache covers its tokens, as it does for every sibling but the first. If such a request is preempted later, by a
+# weight push or for lack of KV blocks, and the prefix cache no longer covers them, the worker has nothing to embed and
+# the engine dies. With one rank the worker shares the core's process, so an image that is sent costs nothing; with
+# `resources.rollout.tensor_parallel` above 1 it is copied to the worker processes once for each sibling.
+
+
+def keep_images() -> None:
+    """Patches this process: the scheduler also sends images of a new request that the prefix cache covers."""
+    output.strip_covered_mm_data = _all_of_them
+
+
+def _all_of_them(mm_features: list[Any], *_: Any, **__: Any) -> list[Any]:
+    return mm_features
+
+
+# Runs vLLM's engine core in a child process, which sends its last exception to the actor and keeps images.
+#
+# Replaces `EngineCoreProc.run_engine_core` while an engine starts, and `EngineCoreProc._send_engine_dead` in the core's
+# process. vLLM 0.32 logs the exception of a core in the core's process only; the client gets an `EngineDeadError`
+# without a cause. `run_core` sends the exception through a pipe before vLLM reports the death. The scheduler runs in
+# this
+# process, so the patch of `patches.images` is applied here.
+
+EXIT_S = 2.0  # wait for the exit code of a dead core
+
+
+RUN_ENGINE_CORE = EngineCoreProc.run_engine_core  # vLLM's original
+
+
+def engine_in_its_own_process(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
+    """Builds an `AsyncLLM` in a running event loop. `core_failure` returns the reason if its core dies."""
+    failures, sender = multiprocessing.Pipe(duplex=False)
+    try:
+        with sender, _run_by(partial(run_core, sender)):
+            engine = AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
+    except Exception as error:
+        if (failure := _sent(failures)) is None:
+            raise
+        if failure.summary.startswith(f"{ValueError.__name__}:"):
+            raise ValueError(failure.summary.partition(": ")[2]) from error
+        raise EngineDiedError("the engine failed to start", failure) from error
+    core = engine.engine_core
+    core.failures = failures
+    core.processes = list(core.resources.engine_manager.processes)
+    return engine
+
+
+def core_failure(engine: AsyncLLM) -> Failure:
+    """Returns why the core of `engine_in_its_own_process` died; call it once."""
+    core = engine.engine_core
+    if (failure := _sent(core.failures)) is not None:
+        return failure
+    for process in core.processes:
+        process.join(EXIT_S)
+        if process.exitcode:
+            return Failure.of_exit(process.exitcode, f"the engine's process {process.pid}")
+    return Failure.of_exit(None, "the engine's process")
+
+
+def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
+    """Runs `EngineCoreProc.run_engine_core` in the core's process; sends the exception that ends it to `sender`."""
+    keep_images()
+    send_dead = EngineCoreProc._send_engine_dead
+    is_sent = False
+
+    def send(error: BaseException | None) -> None:
+        nonlocal is_sent
+        if error is not None and not is_sent:
+            is_sent = True
+            sender.send(Failure.of(error))
+
+    def send_failure_first(core: EngineCoreProc) -> None:
+        send(sys.exception())  # before vLLM reports the death, so that the client can read it
+        send_dead(core)
+
+    EngineCoreProc._send_engine_dead = send_failure_first
+    try:
+        RUN_ENGINE_CORE(*args, **kwargs)
+    except Exception as error:
+        send(error)
+        raise
+
+
+def _sent(failures: Connection) -> Failure | None:
+    """Returns the failure sent by the core, or None."""
+    try:
+        return failures.recv() if failures.poll() else None
+    except EOFError:  # the process ended without a failure
+        return None
+
+
+@contextmanager
+def _run_by(run: Callable[..., None]) -> Iterator[None]:
+    """Replaces the method that vLLM's core process runs, for which vLLM has no parameter."""
+    EngineCoreProc.run_engine_core = staticmethod(run)
+    try:
+        yield
+    finally:
+        EngineCoreProc.run_engine_core = staticmethod(RUN_ENGINE_CORE)
+
+
+# Patch of vLLM's output side in the actor's process: keeps only the log-probs of sampled tokens.
+#
+# vLLM 0.32 keeps ids, log-probs, ranks and texts of all requested alternatives per token, in six lists, even without
+# alternatives. These are half of the output side's work per token, on the CPU core of the engine.
+
+
+def keep_sampled_logprobs_alone() -> None:
+    """Patches this process: requests with `logprobs=0` in flat form and without text get one float per token as
+    `CompletionOutput.logprobs`; other requests are unchanged.
+    """
+    output_processor.LogprobsProcessor = SampledLogprobs  # type: ignore[misc]  # a patch of vLLM
+
+
+class SampledLogprobs(LogprobsProcessor):
+    """Keeps the first log-prob of each row of a step, the log-prob of the sampled token."""
+
+    @classmethod
+    def from_new_request(cls, tokenizer: Any, request: Any) -> LogprobsProcessor:
+        params = request.sampling_params
+        asks_for_texts = tokenizer is not None
+        if asks_for_texts or params.logprobs != 0 or not params.flat_logprobs or params.prompt_logprobs is not None:
+            return LogprobsProcessor.from_new_request(tokenizer, request)
+        return cls(
+            tokenizer=None,
+            logprobs=[],
+            prompt_logprobs=None,
+            cumulative_logprob=None,
+            num_logprobs=0,
+            num_prompt_logprobs=None,
+        )
+
+    def update_from_output(self, output: Any) -> None:
+        """Appends the log-probs of one step, [T, 1]."""
+        if output.new_logprobs is not None:
+            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+
+
+# Runs inside vLLM's engine process: on CPU, the random numbers of a token depend only on the request's seed and the
+# token's position.
+#
+# vLLM 0.32's CPU sampler has a `torch.Generator` per request, which advances with every engine step. A step with only a
+# part of a prefill also samples a token, which is discarded, and vLLM then rewinds the generator by `set_offset`. CPU
+# generators have no offset, so the engine dies when a prefill is split by a long prompt, a small token budget, a small
+# KV
+# cache, or recomputation after a preemption or a weight push.
+#
+# Here the generator of a request is replaced by the stateless `TokenSeeds`, so that discarded, preempted and recomputed
+# steps do not change later draws. vLLM's GPU runners need no patch: the V2 runner hashes seed and position, and the V1
+# runner's CUDA generators have an offset.
+
+SEEDS = 2**31  # seeds are below this, like in vLLM
+
+
+FIRST_INCREMENT, SECOND_INCREMENT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+
+
+_forward = TopKTopPSampler.forward_cpu
+
+
+_add_request = InputBatch.add_request
+
+
+class TokenSeeds:
+    """The seeds of one request's tokens; replaces the `torch.Generator` in vLLM's batch."""
+
+    def __init__(self, request: Any) -> None:
+        """`request` is vLLM's `CachedRequestState`, whose list of sampled tokens grows."""
+        self.seed: int = request.sampling_params.seed
+        self._request = request
+
+    @property
+    def position(self) -> int:
+        """Returns the index of the next sampled token of the response."""
+        return len(self._request.output_token_ids)
+
+    def generator(self) -> torch.Generator:
+        """Returns a generator for the next token, for samplers of vLLM that need one."""
+        seed = token_seeds(np.array([self.seed]), np.array([self.position]))[0]
+        return torch.Generator().manual_seed(int(seed))
+
+    def get_offset(self) -> int:
+        """Returns 0: vLLM rewinds the generator if a sampled token is discarded, and this one has no state."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """See `get_offset`."""
+
+
+def token_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Hashes int64 [B] request seeds and [B] positions to int64 [B] below `SEEDS`.
+
+    Uses one step of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") for each.
+    """
+    with np.errstate(over="ignore"):
+        hashed = _mixed(seeds.astype(np.uint64) * FIRST_INCREMENT + FIRST_INCREMENT)
+        hashed = _mixed(hashed + (positions.astype(np.uint64) + np.uint64(1)) * SECOND_INCREMENT)
+    return (hashed >> np.uint64(33)).astype(np.int64)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Applies SplitMix64's finalizer; uint64, wraps around."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def seed_by_position() -> None:
+    """Patches the CPU engines of this process; engines on GPUs are unchanged."""
+    InputBatch.add_request = _added  # type: ignore[method-assign, assignment]  # a patch of vLLM
+    TopKTopPSampler.forward_cpu = _sampled  # type: ignore[method-assign, assignment]  # and of its generators
+
+
+def _added(batch: InputBatch, request: Any) -> int:
+    if request.generator is not None and batch.device.type == "cpu" and not isinstance(request.generator, TokenSeeds):
+        request.generator = TokenSeeds(request)
+    return _add_request(batch, request)
+
+
+def _sampled(
+    sampler: TopKTopPSampler, logits: Tensor, generators: dict[int, TokenSeeds], k: Tensor | None, p: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Samples [B, V] logits by Gumbel-max: returns tokens, int64 [B], and optionally float32 [B, V] log-probs.
+
+    `generators` has the rows of requests with a seed; other rows use torch's global generator.
+    """
+    if sampler.use_fp64_gumbel or sampler.logprobs_mode != "processed_logprobs":
+        return _forward(sampler, logits, {row: drawn.generator() for row, drawn in generators.items()}, k, p)
+    logits = apply_top_k_top_p(logits, k, p).to(torch.float32)
+    seeds = torch.randint(0, SEEDS, logits.shape[:1])
+    if generators:
+        drawn = list(generators.values())
+        values = token_seeds(np.array([one.seed for one in drawn]), np.array([one.position for one in drawn]))
+        seeds[list(generators)] = torch.from_numpy(values)
+    logprobs = logits.log_softmax(dim=-1)
+    return torch.ops._C.fused_gumbel_argmax(logits, seeds), logprobs

@@ -1,0 +1,1 @@
+"""Checks of machines and checkpoints."""

@@ -1,0 +1,3 @@
+"""Checks of a machine with GPUs, stage by stage."""
+
+from __future__ import annotations

@@ -1,0 +1,360 @@
+"""Roles and jobs of a stage: engine, learner and what compares them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.samplers.settings import engine_settings
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
+from mobula.cluster.weight_sync.interfaces import Receiver
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.tolerance import Tolerance
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
+from mobula.cluster.weight_sync.weight_sync import WeightSync
+from mobula.configs.load import load_config
+from mobula.configs.overrides import SMALL_EXAMPLE
+from mobula.configs.schema import RunConfig
+from mobula.deploy.checks.gpu_check.context import Context, Figures
+from mobula.deploy.host.processes import last_lines, run_logged
+from mobula.deploy.wiring.parity import cases
+from mobula.learner.learner import Learner
+from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.tiny import write_checked
+
+if TYPE_CHECKING:
+    from mobula.actors.processors.flow import FlowProcessor
+
+NUM_SAMPLES = 4
+
+
+MAX_TOKENS = 8
+
+
+ROLES_WORDS = (
+    f"experiment={SMALL_EXAMPLE}",
+    "policy.tiny=none",
+    "data.path=unused",
+    "sampler.max_model_len=512",
+    "sampler.max_images_per_prompt=3",
+    "data.max_prompt_tokens=256",
+    "weight_sync.bucket_bytes=1048576",
+    "weight_sync.timeout_s=60",
+    "learner.warmup_steps=0",
+)
+
+
+ENGINE = (
+    "sampler.vllm.kv_cache_bytes=268435456",
+    "sampler.vllm.max_num_seqs=16",
+    "sampler.vllm.gpu_memory_fraction=0.3",  # no plan books it, and the learner is on the same GPU
+)
+
+
+class LocalActor(RolloutActor):
+    """A rollout actor in this process, as weight sync sees it."""
+
+    name = "rollout/0"
+
+    async def weight_version(self) -> int:
+        return await self.ping()
+
+
+class LocalSender:
+    """Sender interface of a local learner; runs on a thread, so that receivers can answer meanwhile."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self.num_opened = 0
+        self.num_sent = 0
+        self.num_exported = 0
+
+    async def manifest(self) -> Manifest:
+        return self.learner.manifest()
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        self.num_opened += 1
+        return self.learner.open_transfer(epoch, num_receivers)
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None:
+        await asyncio.to_thread(self.learner.join_transfer, rendezvous)
+
+    async def leave_transfer(self, epoch: int) -> None:
+        self.learner.leave_transfer(epoch)
+
+    async def send_weights(
+        self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
+    ) -> PushedChanges | None:
+        self.num_sent += 1
+        return await asyncio.to_thread(self.learner.send_weights, bucket_bytes, epoch, step)
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
+        self.num_exported += 1
+        return await asyncio.to_thread(self.learner.export_weights, bucket_bytes)
+
+    async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
+        return await asyncio.to_thread(self.learner.sequence_logprobs, prompt, num_copies)
+
+
+class OneMember:
+    """The only receiver of pushes; its loss fails the push."""
+
+    def __init__(self, actor: LocalActor) -> None:
+        self._actor = actor
+
+    def receivers(self) -> Sequence[LocalActor]:
+        return (self._actor,)
+
+    def announced(self, version: int) -> None:
+        pass
+
+    def synced(self, receiver: Receiver, version: int) -> None:
+        pass
+
+    def published(self, version: int) -> None:
+        pass
+
+    def lose(self, receiver: Receiver, error: Exception) -> None:
+        raise error
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, its configuration, and prompts without and, if its family takes them, with images."""
+
+    config: RunConfig
+    folder: Path
+    manifest: Manifest
+    processor: ChatProcessor | FlowProcessor
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.config.weight_sync.bucket_bytes
+
+    def learner(self) -> Learner:
+        """A learner of one process that holds the checkpoint's weights."""
+        learner = Learner(self.config, 0, 1, self.processor.media_token_ids)
+        learner.connect("")
+        return learner
+
+    async def actor(self) -> LocalActor:
+        """A rollout actor with a loaded engine of `sampler.kind`."""
+        settings = engine_settings(self.config, self.folder, self.manifest, self.processor, 0)
+        actor = LocalActor(self.config.sampler.kind, settings, object_timeout_s=self.config.timeouts.object_s)
+        await actor.start()
+        return actor
+
+    def weight_sync(self, sender: LocalSender, actor: LocalActor) -> WeightSync:
+        """Pushes from `sender` to `actor`, each followed by the canary."""
+        settings, dtype = self.config.weight_sync, self.config.resources.dtype
+        return WeightSync(
+            sender,
+            OneMember(actor),
+            bucket_bytes=settings.bucket_bytes,
+            wave_size=0,
+            max_attempts=1,
+            canary_interval=1,
+            canary_tolerance=Tolerance(settings.canary_tolerance.of(dtype), settings.canary_share.of(dtype)),
+            ranks_of_receiver=self.config.resources.rollout.tensor_parallel,
+            probe=self.prompts[-1],
+        )
+
+    def sampling(self, seed: int) -> SamplingSettings:
+        return SamplingSettings(NUM_SAMPLES, self.config.sampler.temperature, MAX_TOKENS, seed)
+
+
+def overrides(*own: str) -> tuple[str, ...]:
+    """Returns the overrides of a stage: those of all stages, sizes of vLLM where it samples, and its own."""
+    return (*ROLES_WORDS, *(() if "sampler=huggingface" in own else ENGINE), *own)
+
+
+def open_model(context: Context, *own: str) -> Model:
+    """A tiny model, which takes images if the installed transformers can train it with them."""
+    return open_checkpoint(context, write_checked(context.folder / "tiny"), *own)
+
+
+def open_checkpoint(context: Context, folder: Path, *own: str) -> Model:
+    """The model of a folder in the Hugging Face layout."""
+    config = load_config(context.words(*overrides(*own), f"policy.model={folder}"))
+    store = MediaStore(lambda media: media, config.data.media_cache_bytes)
+    processor = ChatProcessor.of(config, store)
+    prompts = tuple(case.prompt for case in cases(processor, context.folder, 2).values())
+    manifest = stored_model(folder).in_dtype(config.resources.dtype)
+    return Model(config, folder, manifest, processor, prompts)
+
+
+async def sample(model: Model, actor: LocalActor, seed: int) -> list[TrajectoryGroup]:
+    """One group of every prompt."""
+    return list(await asyncio.gather(*(actor.sample_apart(prompt, model.sampling(seed)) for prompt in model.prompts)))
+
+
+def sampled_groups(model: Model, *, num: int = 1) -> list[list[ScoredGroup]]:
+    """`num` steps' groups of an engine that has the checkpoint's weights by a push of version 0."""
+
+    async def of_engine() -> list[list[ScoredGroup]]:
+        learner, actor = model.learner(), await model.actor()
+        try:
+            await model.weight_sync(LocalSender(learner), actor).publish(0)
+            return [scored(await sample(model, actor, seed)) for seed in range(num)]
+        finally:
+            learner.close()
+            await actor.close()
+
+    return asyncio.run(of_engine())
+
+
+def scored(groups: Sequence[TrajectoryGroup]) -> list[ScoredGroup]:
+    """The groups with rewards of 0 and 1 in turn, so that every group trains."""
+    rewards = tuple(Reward(float(n % 2)) for n in range(NUM_SAMPLES))
+    return [ScoredGroup(group.summary(), group, rewards[: len(group.trajectories)]) for group in groups]
+
+
+async def gap(model: Model, learner: Learner, actor: LocalActor) -> np.ndarray:
+    """Absolute differences of the log-probs of learner and engine at the tokens of all prompts."""
+    pairs = [(learner.sequence_logprobs(p), await actor.prompt_logprobs(p)) for p in model.prompts]
+    return np.concatenate([np.abs(ours - theirs) for ours, theirs in pairs])
+
+
+TRAINING_NUM_STEPS = 2
+
+
+# nat, mean over tokens: engine and learner of the same weights. In bfloat16 as weight_sync.canary_tolerance: a released
+# model of 135 M differs by 0.12 on the tokens of prompts.
+CLOSE = {"float32": 1e-3, "bfloat16": 0.3}
+
+
+MOVED = 1e-3  # nat: least change of a log-prob by a step
+
+
+class PlantingSender(LocalSender):
+    """A sender of whose pushes one bit of the first tensor arrives stale while `plants`."""
+
+    plants = False
+
+    async def send_weights(
+        self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
+    ) -> PushedChanges | None:
+        broadcast = TransferGroup.broadcast
+
+        def stale(group: TransferGroup, buffer: torch.Tensor, step: str) -> None:
+            if self.plants and group.rank == TransferGroup.SENDER and step.startswith("weight bucket 0 "):
+                buffer = buffer.clone()
+                buffer[0] ^= 1
+            broadcast(group, buffer, step)
+
+        with patch.object(TransferGroup, "broadcast", stale):
+            return await super().send_weights(bucket_bytes, epoch, step)
+
+
+async def train(context: Context, model: Model) -> Figures:
+    """Sample, train and push; engine and learner agree before and after, and each push changes what is sampled. One bit
+    of the last push arrives stale, which its digest shows, and the push is sent again.
+    """
+    context.restart_peak()
+    learner = model.learner()
+    actor = await model.actor()
+    try:
+        return await _train(context, model, learner, actor)
+    finally:
+        learner.close()
+        await actor.close()
+
+
+async def _train(context: Context, model: Model, learner: Learner, actor: LocalActor) -> Figures:
+    close = CLOSE[model.config.resources.dtype]
+    sender = PlantingSender(learner)
+    sync = model.weight_sync(sender, actor)
+    await sync.publish(0)
+    gaps, step_s, push_s = [], [], []
+    for version in range(1, TRAINING_NUM_STEPS + 1):
+        groups = await sample(model, actor, seed=version)
+        started, before = time.perf_counter(), learner.sequence_logprobs(model.prompts[0])
+        report = learner.update(scored(groups), version)
+        step_s.append(time.perf_counter() - started)
+        gaps.append(report.metrics["logprob_gap_mean"])
+        assert gaps[-1] <= close, f"sampled tokens: engine and learner differ by {gaps[-1]:.3g} nat, {close:g} is close"
+        assert report.metrics["skipped"] == 0, "the gradient is not finite"
+        moved = float(np.abs(learner.sequence_logprobs(model.prompts[0]) - before).max())
+        assert moved > MOVED, f"step {version} moved no log-prob by more than {moved:.3g} nat"
+        sender.plants = version == TRAINING_NUM_STEPS
+        started = time.perf_counter()
+        assert await sync.publish(version) == version, "the push made another version"
+        push_s.append(time.perf_counter() - started)
+        assert sender.num_exported == sender.plants, f"push {version} was sent again {sender.num_exported} times"
+        difference = float((await gap(model, learner, actor)).mean())
+        assert difference <= close, (
+            f"after push {version}: engine and learner differ by {difference:.3g} nat, {close:g} is close"
+        )
+    figures = {"gap_nat": max(gaps), "gap_after_push_nat": difference, "step_s": min(step_s), "push_s": min(push_s)}
+    media = sorted({handle.modality for prompt in model.prompts for handle in prompt.media})
+    return {
+        "dtype": model.config.resources.dtype,
+        "media": " ".join(media) or "none",
+        **figures,
+        **context.peak_figures(),
+    }
+
+
+ROOT = Path(__file__).parents[3]
+
+
+JOBS_NUM_STEPS = 3
+
+
+TIMEOUT_S = 840.0
+
+
+LOG_LINES = 20
+
+
+JOBS_WORDS = (
+    f"experiment={SMALL_EXAMPLE}",
+    f"num_steps={JOBS_NUM_STEPS}",
+    "warm_start.num_steps=2",
+    "warm_start.check_interval=2",
+    "warm_start.max_checks_rows=8",
+    "evaluation.num_prompts=16",
+    "algorithm.prompts_per_step=4",
+    "algorithm.max_concurrent_groups=8",
+    "sampler.vllm.kv_cache_bytes=1073741824",
+    "weight_sync.canary_interval=1",
+    "metrics.progress=false",
+)
+
+
+def run_job(context: Context, preset: str) -> Figures:
+    """Train on `preset`; every push must arrive and engine and learner must agree."""
+    folder = context.folder / preset
+    folder.mkdir(parents=True)
+    own = (f"resources={preset}", f"folder={folder}", "name=job", f"policy.model={folder / 'model'}")
+    command = ("-m", "mobula.deploy.cli", "train", *JOBS_WORDS, *own, f"data.path={folder / 'data'}")
+    log = folder / "output.txt"
+    code = run_logged([sys.executable, *command], os.environ, ROOT, log, TIMEOUT_S)
+    assert code == 0, f"`mobula train resources={preset}` ended with {code}: {' | '.join(last_lines(log, LOG_LINES))}"
+    summary = read_run_folder(folder / "job").summary
+    assert summary is not None, "the job wrote no summary"
+    assert (summary.status, summary.version) == ("done", JOBS_NUM_STEPS), (
+        f"the job is {summary.status} at version {summary.version}"
+    )
+    close = CLOSE["bfloat16" if context.is_cuda else "float32"]
+    assert summary.logprob_gap_mean is not None and summary.canary_max is not None
+    assert summary.logprob_gap_mean <= close, f"engine and learner differ by {summary.logprob_gap_mean:.3g} nat"
+    figures = {"gap_nat": summary.logprob_gap_mean, "canary_nat": summary.canary_max, "wall_s": summary.wall_s}
+    return {f"{preset}_{name}": value for name, value in figures.items()}

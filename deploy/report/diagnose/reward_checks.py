@@ -1,0 +1,405 @@
+"""Checks of rewards."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
+from mobula.cluster.metrics.report.samples import MAX_ANSWER_CHARACTERS, AnswerGroup, KeptAnswer
+from mobula.cluster.metrics.step_records import LENGTH, TINY, BeforeAfter
+from mobula.configs.schema import RunConfig
+from mobula.deploy.report.diagnose.material import MIN_POINTS, SURE, SYMPTOMS, Material, Trend, mean, not_measured
+from mobula.deploy.report.diagnose.response_checks import short_answer
+
+COMPONENTS, PAID_LENGTH, NOISE = "reward_components", "reward_and_length", "reward_noise"
+
+
+OPPOSED, CONFLICT = -0.5, -0.3
+
+
+MUCH, SOME = 0.8, 0.5
+
+
+MIN_PAIRS, MIN_RESPONSES, MIN_STEPS = 30, 100, 15
+
+
+SAME, RARELY = 0.5, 0.1  # of the disagreement of different responses
+
+
+NUM_SHOWN = 3
+
+
+RANDOM = (
+    "the reward is not a function of the response: check that rewards belong to their responses (order of a batch, "
+    "cache, state of the function), and that a judge or model samples greedily; `mobula score` twice must agree"
+)
+
+
+UNRELATED = (
+    "the reward varies within groups, follows nothing that was looked at, and does not rise: compare a few responses "
+    "of one group with their rewards (`mobula score --results`)"
+)
+
+
+SHAPED = "use algorithm=dr_grpo or dapo, the reward overlong, or algorithm.shaping.length_penalty"
+
+
+def check_components(material: Material) -> RunFinding:
+    """Checks that the reward rises with the component of accuracy, and that components do not oppose each other."""
+    found = {name: values for name, values in _columns(material) if name != LENGTH}
+    if not found:
+        return not_measured(COMPONENTS, "no component varied within a group")
+    accuracy = material.config.rewards.accuracy_component
+    numbers = {name: mean(values) for name, values in found.items()}
+    measured = "correlation within groups: " + ", ".join(f"{name} {value:+.2f}" for name, value in numbers.items())
+    own = numbers.get(accuracy)
+    if own is not None and own < OPPOSED:
+        action = f"the reward falls where {accuracy} rises: correct the sign of its weight (rewards.components)"
+        return RunFinding(COMPONENTS, RunVerdict.FAULT, measured, numbers, action)
+    pairs = [name for name, value in numbers.items() if "/" in name and value < CONFLICT]
+    if own is not None and own < SOME and len(numbers) > 1:
+        action = f"other components outweigh {accuracy}: change the weights in rewards.components"
+        return RunFinding(COMPONENTS, RunVerdict.WARNING, measured, numbers, action)
+    if pairs:
+        action = f"{pairs[0]} oppose each other: change their weights in rewards.components, or gate one by the other"
+        return RunFinding(COMPONENTS, RunVerdict.NOTICE, measured, numbers, action)
+    return RunFinding(COMPONENTS, RunVerdict.OK, measured, numbers)
+
+
+def check_length(material: Material) -> RunFinding:
+    """Checks that the reward does not follow the length of the response."""
+    values = dict(_columns(material)).get(LENGTH, [])
+    if not values:
+        return not_measured(PAID_LENGTH, "lengths or rewards did not vary within a group")
+    correlation, length = mean(values), material.trend("response_length")
+    numbers = {"correlation": correlation}
+    measured = f"correlation of reward and length within groups: {correlation:+.2f}"
+    if length is not None:
+        numbers |= {"length_first": length.first, "length_last": length.last}
+        measured += f"; mean length {length.first:.4g} to {length.last:.4g} tokens"
+    return RunFinding(
+        PAID_LENGTH, _verdict_of(correlation, length), measured, numbers, SHAPED if correlation > SOME else ""
+    )
+
+
+def _verdict_of(correlation: float, length: Trend | None) -> RunVerdict:
+    grows = length is not None and length.rises
+    if correlation >= MUCH or (correlation >= SOME and grows):
+        return RunVerdict.WARNING
+    shrinks = length is not None and length.falls and length.last < length.first / 2
+    if correlation >= SOME or (correlation <= -SOME and shrinks):
+        return RunVerdict.NOTICE
+    return RunVerdict.OK
+
+
+def _columns(material: Material) -> Iterator[tuple[str, list[float]]]:
+    names = dict.fromkeys(name for step in material.steps for name in step.correlations)
+    for name in names:
+        yield name, [step.correlations[name] for step in material.steps if name in step.correlations]
+
+
+def check_noise(material: Material) -> RunFinding:
+    """Compares the rewards of equal responses to one prompt, and the reward with properties of the response.
+
+    Equal siblings have equal rewards if the reward is a function of prompt and response. An environment's episodes are
+    left out: their rewards depend on more than the policy's text.
+    """
+    groups = [group for group in material.answers if any(answer.text for answer in group.answers)]
+    pairs = [(group.sample_id, a, b) for group in groups for a, b in combinations(_scored(group), 2)]
+    same = [pair for pair in pairs if _is_equal(*pair[1:])]
+    noisy = [pair for pair in same if pair[1].reward != pair[2].reward]
+    rows = [row for group in groups for row in _centred(group)]
+    if material.config.environment.is_on or (len(same) < MIN_PAIRS and len(rows) < MIN_RESPONSES):
+        return not_measured(NOISE, "the drawn answers are episodes, have no text, or are too few that repeat or differ")
+    num_other, z = len(pairs) - len(same), _largest_correlation(np.array(rows)) if rows else 0.0
+    of_same = len(noisy) / max(1, len(same))
+    of_other = (sum(a.reward != b.reward for _, a, b in pairs) - len(noisy)) / max(1, num_other)
+    numbers = {"equal_disagree": of_same, "different_disagree": of_other, "largest_z": z, "num_pairs": float(len(same))}
+    measured = (
+        f"rewards differ in {of_same:.1%} of {len(same)} pairs of equal responses to one prompt and in {of_other:.1%} "
+        f"of {num_other} pairs of different ones; the largest correlation of the reward with length, repetition, "
+        f"digits, truncation or the label is {z:.1f} standard errors"
+    )
+    if len(same) >= MIN_PAIRS and of_same > RARELY * max(of_other, RARELY):
+        verdict = RunVerdict.FAULT if of_same >= SAME * of_other else RunVerdict.WARNING
+        shown = [f"{name}: {a.text!r} has the rewards {a.reward} and {b.reward}" for name, a, b in noisy[:NUM_SHOWN]]
+        return RunFinding(NOISE, verdict, measured, numbers, RANDOM, tuple(map(Evidence, shown)), SYMPTOMS)
+    trend = material.trend(MetricName.REWARD_MEAN)
+    is_unrelated = len(rows) >= MIN_RESPONSES and z < SURE and len(material.steps) >= MIN_STEPS
+    if is_unrelated and trend is not None and not trend.rises:
+        return RunFinding(NOISE, RunVerdict.WARNING, measured, numbers, UNRELATED, (), SYMPTOMS)
+    return RunFinding(NOISE, RunVerdict.OK, measured, numbers)
+
+
+def _scored(group: AnswerGroup) -> list[KeptAnswer]:
+    return [answer for answer in group.answers if answer.reward is not None]
+
+
+def _is_equal(a: KeptAnswer, b: KeptAnswer) -> bool:
+    whole = len(a.text) < MAX_ANSWER_CHARACTERS  # longer texts are cut
+    return whole and (a.text, a.num_tokens, a.finish_reason) == (b.text, b.num_tokens, b.finish_reason)
+
+
+def _largest_correlation(rows: np.ndarray) -> float:
+    """Returns the largest correlation of the first column with another one, in standard errors. `rows` is [N, K]."""
+    products, norms = np.abs(rows[:, 0] @ rows[:, 1:]), np.sqrt(np.square(rows).sum(axis=0))
+    return float((products / np.maximum(norms[0] * norms[1:], TINY)).max() * math.sqrt(len(rows)))
+
+
+def _centred(group: AnswerGroup) -> np.ndarray:
+    """Returns reward and properties of each sibling, less their means over the group; none if the rewards are equal."""
+    rows = np.array([_properties(answer, group.references) for answer in _scored(group)])
+    return rows - rows.mean(axis=0) if len(rows) and np.ptp(rows[:, 0]) > 0 else rows[:0]
+
+
+def _properties(answer: KeptAnswer, references: Sequence[str]) -> list[float]:
+    text, labels = answer.text, [reference.strip().casefold() for reference in references]
+    is_label = any(short_answer(text, are_numbers) in labels for are_numbers in (False, True))
+    contains = any(label and label in text.casefold() for label in labels)
+    digits = sum(map(str.isdigit, text)) / max(1, len(text))
+    ended = answer.finish_reason not in ("length", "truncated")
+    return [answer.reward or 0.0, answer.num_tokens, len(text), answer.repetition, digits, is_label, contains, ended]
+
+
+EXPLOITATION_NAME = "reward_exploitation"
+
+
+LEAST_FALL = 0.1  # of its first value, for a component without a weight
+
+
+EXPLOITATION_ACTION = (
+    "read late samples; correct the reward, raise algorithm.kl.coef, go back to an earlier checkpoint, or stop earlier"
+)
+
+
+def check_exploitation(material: Material) -> RunFinding:
+    """Compares the trend of the reward with those of components without a weight and of held-out accuracy."""
+    reward = material.trend(MetricName.REWARD_MEAN)
+    if reward is None:
+        return not_measured(EXPLOITATION_NAME, "too few steps for a trend")
+    numbers, falling = {"reward_z": reward.z}, []
+    parts = [f"reward {reward.first:.3g} to {reward.last:.3g} ({reward.z:+.1f} standard errors)"]
+    for name in unweighted(material.config):
+        trend = Trend.of(material.component(name))
+        if trend is not None:
+            numbers[f"{name}_z"] = trend.z
+            parts.append(f"{name} (weight 0) {trend.first:.3g} to {trend.last:.3g} ({trend.z:+.1f})")
+            falling += [name] if trend.falls and trend.first - trend.last >= LEAST_FALL * abs(trend.first) else []
+    pair = BeforeAfter.of(material.run.evaluations if material.run else ())
+    before, after = pair.before, pair.after
+    parts += [f"held-out accuracies are not compared: {pair.reason}"] if pair.reason else []
+    if before is not None and after is not None:
+        numbers |= {"held_out_before": before.accuracy, "held_out_after": after.accuracy}
+        parts.append(f"held-out accuracy {before.accuracy:.3f} to {after.accuracy:.3f}")
+        falling += ["held-out accuracy"] if after.high < before.low else []
+    events = material.run.guard if material.run else ()
+    numbers["num_guard_events"] = float(len(events))
+    if events:
+        parts.append(f"the guard acted {len(events)} times, first after step {events[0].version} ({events[0].sign})")
+        evidence = tuple(Evidence(event.text) for event in events[:NUM_SHOWN])
+        return RunFinding(EXPLOITATION_NAME, RunVerdict.FAULT, "; ".join(parts), numbers, EXPLOITATION_ACTION, evidence)
+    measured = "; ".join(parts)
+    if reward.rises and falling:
+        return RunFinding(
+            EXPLOITATION_NAME,
+            RunVerdict.FAULT,
+            f"{measured}: {', '.join(falling)} falls while the reward rises",
+            numbers,
+            EXPLOITATION_ACTION,
+        )
+    return RunFinding(EXPLOITATION_NAME, RunVerdict.OK, measured, numbers)
+
+
+def unweighted(config: RunConfig) -> list[str]:
+    """Names of the components that count in no recipe."""
+    weights = [config.rewards.weights_in(recipe) for recipe in config.rewards.active_recipes.values()]
+    return [c.name for c in config.rewards.components if all(each.get(c.name, 0.0) == 0 for each in weights)]
+
+
+GROUPS_NAME = "uniform_groups"
+
+
+MOST, MANY = 0.9, 0.6
+
+
+TOO_EASY = (
+    "prompts are too easy: use harder rows, leave out what is solved (algorithm.drop_uniform_groups=true), or raise "
+    "sampler.temperature"
+)
+
+
+TOO_HARD = (
+    "prompts are too hard, or the reward does not recognise right answers: check findings on the parser and on labels "
+    "first, then use easier rows (data.curriculum), a warm start, or more algorithm.samples_per_prompt"
+)
+
+
+EQUAL = "the reward is constant within a group: check rewards.components and `mobula score`"
+
+
+def check_groups(material: Material) -> RunFinding:
+    """Share of groups with equal rewards, early and late, and which of them are right and wrong."""
+    early, late = (look(MetricName.UNIFORM_FRACTION) for look in (material.early, material.late))
+    if early is None or late is None:
+        return not_measured(GROUPS_NAME, "no step has the share of uniform groups")
+    right = material.late(MetricName.UNIFORM_RIGHT_FRACTION)
+    wrong = material.late(MetricName.UNIFORM_WRONG_FRACTION)
+    numbers = {"uniform_early": early, "uniform_late": late}
+    measured = f"{early:.1%} of the early and {late:.1%} of the late groups have equal rewards"
+    if right is not None and wrong is not None:
+        numbers |= {"right_late": right, "wrong_late": wrong}
+        measured += f" (late: {right:.1%} right, {wrong:.1%} wrong)"
+    verdict = _verdict_groups(material, early, late)
+    action = "" if verdict is RunVerdict.OK else _action_groups(material, right, wrong)
+    return RunFinding(GROUPS_NAME, verdict, measured, numbers, action, _by_difficulty(material))
+
+
+def _verdict_groups(material: Material, early: float, late: float) -> RunVerdict:
+    if early >= MOST and late >= MOST:
+        return RunVerdict.FAULT
+    if late < MANY:
+        return RunVerdict.OK
+    if material.is_learning:  # solved groups are uniform
+        return RunVerdict.NOTICE
+    return RunVerdict.WARNING
+
+
+def _action_groups(material: Material, right: float | None, wrong: float | None) -> str:
+    highest = material.series(MetricName.REWARD_MAX)
+    lowest = material.series(MetricName.REWARD_MIN)
+    if highest and max(highest) == min(lowest):
+        return EQUAL
+    if right is None or wrong is None:
+        return f"{TOO_HARD}; or {TOO_EASY}"
+    return TOO_EASY if right >= wrong else TOO_HARD
+
+
+def _by_difficulty(material: Material) -> tuple[Evidence, ...]:
+    """Distribution of the drawn groups over the share of right siblings."""
+    component = material.config.rewards.accuracy_component
+    shares = []
+    for group in material.answers:
+        marks = [answer.components[component] for answer in group.answers if component in answer.components]
+        if marks:
+            shares.append(sum(marks) / len(marks))
+    if not shares:
+        return ()
+    bins = Counter("none" if s <= 0 else "all" if s >= 1 else "under half" if s < 0.5 else "over half" for s in shares)
+    names = ("none", "under half", "over half", "all")
+    text = ", ".join(f"{name} {bins[name]}" for name in names)
+    return (Evidence(f"drawn groups by the share of right siblings: {text}"),)
+
+
+PARSER_NAME = "reward_parser"
+
+
+PARSER_ACTION = (
+    "ask for the form that the reward reads (data.prompt_suffix, data.system_prompt), or let the reward read the form "
+    "that the policy writes (rewards.components.N.options.extract)"
+)
+
+
+COMPARISONS = ("another value", "too far from every reference", "over budget", "the choice is taken back")
+
+
+"""Beginnings of reasons of answers that were found and are wrong."""
+
+
+FAULT_FROM, WARNING_FROM, NOTICE_FROM = 0.9, 0.3, 0.05
+
+
+def check_parser(material: Material) -> RunFinding:
+    """Share of the responses of the last quarter for which the component of accuracy found no answer."""
+    component = material.config.rewards.accuracy_component
+    num = material.num_late_samples
+    if num == 0:
+        return not_measured(PARSER_NAME, "no response was trained")
+    prefix = f"{component}: "
+    reasons = Counter(
+        {
+            reason.removeprefix(prefix): count
+            for reason, count in material.late_count(CounterName.REWARD_REASONS).items()
+            if reason.startswith(prefix) and not reason.removeprefix(prefix).startswith(COMPARISONS)
+        }
+    )
+    failed = sum(material.late_count(CounterName.REWARD_FAILURES).values())
+    share, failed_share = reasons.total() / num, failed / (num + failed)
+    numbers = {"unparsed_fraction": share, "failed_fraction": failed_share, "num_responses": float(num)}
+    shown = "".join(f"; {reason!r} {count}" for reason, count in reasons.most_common(NUM_SHOWN) if count)
+    measured = (
+        f"{component} found no answer in {share:.1%} of the newest {num} trained responses{shown}; "
+        f"{failed_share:.1%} could not be scored"
+    )
+    return RunFinding(
+        PARSER_NAME,
+        _verdict_parser(max(share, failed_share)),
+        measured,
+        numbers,
+        _action_parser(share, failed_share),
+        _shown(material),
+    )
+
+
+def _verdict_parser(share: float) -> RunVerdict:
+    if share >= FAULT_FROM:
+        return RunVerdict.FAULT
+    if share >= WARNING_FROM:
+        return RunVerdict.WARNING
+    return RunVerdict.NOTICE if share >= NOTICE_FROM else RunVerdict.OK
+
+
+def _action_parser(share: float, failed_share: float) -> str:
+    if max(share, failed_share) < NOTICE_FROM:
+        return ""
+    return (
+        PARSER_ACTION
+        if share >= failed_share
+        else "read the first failure in run.log; rewards.on_failure=stop ends the run at it"
+    )
+
+
+def _shown(material: Material) -> tuple[Evidence, ...]:
+    component = material.config.rewards.accuracy_component
+    unread = [answer for answer in reversed(material.kept_answers) if component in answer.reasons]
+    return tuple(Evidence(f"{answer.reasons[component]}: {answer.text!r}") for answer in unread[:NUM_SHOWN])
+
+
+TREND_NAME = "reward_trend"
+
+
+FALLS = (
+    "the policy unlearns what is rewarded: check the sign of advantages and loss (algorithm.advantage, algorithm.loss "
+    "and rewards of your own), that rewards belong to their responses, and learner.learning_rate"
+)
+
+
+def check_trend(material: Material) -> RunFinding:
+    """Compares the mean reward of the first and the last quarter of the steps."""
+    trend = material.trend(MetricName.REWARD_MEAN)
+    if trend is None:
+        num = len(material.steps)
+        return not_measured(TREND_NAME, f"{num} of {MIN_POINTS} steps that a trend needs are finished")
+    measured = (
+        f"the mean reward goes from {trend.first:.3g} (first quarter) to {trend.last:.3g} (last quarter of {trend.num} "
+        f"steps), {trend.z:+.1f} standard errors"
+    )
+    numbers = {"first": trend.first, "last": trend.last, "z": trend.z}
+    if trend.rises or material.is_solved:
+        return RunFinding(TREND_NAME, RunVerdict.OK, measured, numbers)
+    if trend.falls:
+        # What a falling reward leaves behind is no cause of it.
+        followed = tuple(name for name in SYMPTOMS if name != TREND_NAME)
+        return RunFinding(TREND_NAME, RunVerdict.WARNING, measured, numbers, FALLS, (), followed)
+    return RunFinding(
+        TREND_NAME,
+        RunVerdict.NOTICE,
+        measured,
+        numbers,
+        "see the other findings; the first ones are the most likely causes",
+    )

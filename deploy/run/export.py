@@ -1,0 +1,108 @@
+"""`mobula export`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
+from mobula.cluster.recovery.checkpoints import learner_state_of, newest_learner_state
+from mobula.configs.load import load_resolved
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, file_access
+from mobula.deploy.host.terminal import terminal
+from mobula.deploy.run.run_client import named_folder
+from mobula.learner.policy_weights import export_state
+
+EXPORT_FOLDER = "export"  # of the run folder
+
+
+@dataclass(frozen=True)
+class ExportedPolicy:
+    """An exported policy and the checkpoint that it comes from."""
+
+    path: Path
+    run_folder: Path
+    step: int
+    layout: str
+
+
+def export(run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None) -> int:
+    """`mobula export`: prints what `export_policy` wrote; returns the exit code."""
+    written = export_policy(run, step, merge=merge, ema=ema, dtype=dtype, output=output)
+    text = f"step {written.step} of {written.run_folder}: {written.path}, {written.layout}"
+    terminal(soft_wrap=True).print(text, markup=False, highlight=False)
+    return 0
+
+
+def export_policy(
+    run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None
+) -> ExportedPolicy:
+    """Writes the policy of a checkpoint, the newest one if `step` is None. The run may go on.
+
+    With `ema` its weights are their average (`learner.ema_decay`). They have the dtypes of `policy.model`, or `dtype`.
+    """
+    folder = named_folder(run, CONFIG_FILE)
+    config = load_resolved(folder / CONFIG_FILE)
+    _check(config, folder, merge=merge, ema=ema, dtype=dtype)
+    version, state = _state(folder / CHECKPOINTS_FOLDER, step)
+    is_adapter = config.policy.lora.is_on and not merge
+    target = (
+        output
+        or folder / EXPORT_FOLDER / f"step-{version:06d}{'-ema' if ema else ''}{'-adapter' if is_adapter else ''}"
+    )
+    if target.exists():
+        raise PreflightError(f"{target} exists: give another folder with --output, or remove it first")
+    with file_access(config):
+        _write(config, state, target, merge=merge, ema=ema, dtype=dtype or "")
+    layout = "a checkpoint in the Hugging Face layout"
+    if is_adapter:
+        kind = "LoRA for diffusers" if config.sampler.is_flow else "PEFT adapter"
+        layout = f"a {kind} of {config.policy.model}"
+    return ExportedPolicy(target, folder, version, layout)
+
+
+def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool, dtype: str | None) -> None:
+    if dtype and config.policy.lora.is_on and not merge:
+        raise PreflightError(
+            f"{folder} has adapters, which are written in float32: leave out --dtype={dtype}, or add --merge to write "
+            "the whole policy"
+        )
+    if merge and not config.policy.lora.is_on:
+        raise PreflightError(f"{folder} has no adapters to merge (policy.lora.rank=0): leave out --merge")
+    if ema and config.learner.ema_decay == 0:
+        raise PreflightError(
+            f"{folder} kept no average of its weights (learner.ema_decay=0): leave out --ema, or train with "
+            "learner.ema_decay=0.999"
+        )
+
+
+def _state(checkpoints: Path, step: int | None) -> tuple[int, Path]:
+    if step is not None:
+        return step, learner_state_of(checkpoints, step)
+    newest = newest_learner_state(checkpoints)
+    if newest is None:
+        raise PreflightError(
+            f"{checkpoints} holds no complete checkpoint: wait for the first one, after the warm start"
+        )
+    return newest
+
+
+def _write(config: RunConfig, state: Path, target: Path, *, merge: bool, ema: bool, dtype: str) -> None:
+    """Writes the directory atomically."""
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    try:
+        draft.mkdir(parents=True)
+        export_state(config, state, draft, merge=merge, average=ema, dtype=dtype)
+        os.rename(draft, target)
+    except OSError as error:
+        raise PreflightError(
+            f"{target} could not be written from {state} and policy.model={config.policy.model} ({error}): see that "
+            "both can be read from here (a run that goes on removes old checkpoints) and that the disk has room"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,1 +1,0 @@
-"""Checks of data and model files: duplicates, leaks, labels, pictures and chat template."""

@@ -1,1 +1,0 @@
-"""What checks read and return: material of a run, data survey, trends, and how checks are run."""

@@ -1,1 +1,0 @@
-"""Checks of responses: length, ends, variety, and agreement with the labels."""

@@ -1,1 +1,0 @@
-"""Trials of `mobula diagnose --deep`: short computations of the learner on recorded groups."""

@@ -1,1 +1,0 @@
-"""Commands on environments: serve one, play one."""

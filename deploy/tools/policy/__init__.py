@@ -1,1 +1,0 @@
-"""Commands that let a policy answer outside a run: sample episodes, serve it, compare it."""

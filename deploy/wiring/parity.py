@@ -1,0 +1,230 @@
+"""Parity of engine and learner, and the prompts that measure it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mobula.actors.datasets.clips import FrameList, encode_wav
+from mobula.actors.datasets.images import EncodedFile
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.errors import CanaryError
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.weight_sync.interfaces import Receiver
+from mobula.cluster.weight_sync.tolerance import Gap, MeasuredRounding, Rounding, Tolerance
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.learner.policies.families import family_at, model_type_at
+
+SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height); no two images expand alike
+
+
+CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, indices of its images
+    "text": ("What is this?", ()),
+    "one image": ("<image>Which digit is this?", (0,)),
+    "two images": ("<image>Which digit is this? And this? <image>", (1, 0)),
+    "several sizes": ("First <image>and <image> What is the sum? <image>!", (0, 1, 2)),
+    "same image twice": ("First <image>and <image> What is the sum?", (0, 0)),
+    "image at the end": ("Which digit is this?<image>", (1,)),
+}
+
+
+VIDEO, SEVERAL_VIDEOS = "video", "several videos"
+
+
+NUM_FRAMES = (6, 3)  # of each video
+
+
+FRAME_RATE = 2.0  # equals the sampling rate, so that every frame is used
+
+
+VIDEOS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its images, its videos
+    VIDEO: ("<video>Which digit is shown longest?", (), (0,)),
+    "image and video": ("<image><video>Which of these?", (1,), (0,)),
+    SEVERAL_VIDEOS: ("<video>And then:\n<video>And again:\n<video>", (), (1, 0, 1)),
+}
+
+
+"""The cases of families with videos; those with images are for prompts that may have some."""
+
+
+MOST_VIDEOS = max(len(shown) for _, _, shown in VIDEOS.values())  # of a prompt
+
+
+SOUND_RATE = 16_000  # samples a second
+
+
+SOUND_LENGTHS = (13_000, 6_001)  # samples
+
+
+SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its images, its sounds
+    "sound": ("<audio>Which pattern is this?", (), (0,)),
+    "two sounds": ("First <audio>and <audio> What is this?", (), (1, 0)),
+    "image and sound": ("<image>and <audio>What is this?", (0,), (0,)),
+}
+
+
+"""The cases of families with sounds; the last one is for those with images too."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt with its images, video frames and sounds."""
+
+    prompt: Prompt
+    images: tuple[Image.Image, ...]
+    videos: tuple[tuple[Image.Image, ...], ...] = ()
+    sounds: tuple[np.ndarray, ...] = ()  # float32 [N] at SOUND_RATE
+
+
+def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
+    """Returns the cases that the processor's family supports, with at most `most` images each, written to `folder`."""
+    paths = [_image(folder / f"image{n}.png", n, size) for n, size in enumerate(SIZES)]
+    built = {}
+    for number, (name, (question, shown)) in enumerate(CASES.items()):
+        if len(shown) > (most if processor.takes_images else 0):
+            continue
+        row = Row(f"case{number}", question, "7", "7", tuple(paths[i] for i in shown))
+        images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
+        built[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images)
+    if processor.takes_videos:
+        built |= _video_cases(processor, folder, paths, most)
+    if processor.takes_audios:
+        built |= _sound_cases(processor, paths)
+    return built
+
+
+def _sound_cases(processor: ChatProcessor, paths: Sequence[Path]) -> dict[str, Case]:
+    samples = [_tones(length, seed) for seed, length in enumerate(SOUND_LENGTHS)]
+    files = [EncodedFile(encode_wav(wave, SOUND_RATE), f"sound {n}") for n, wave in enumerate(samples)]
+    built = {}
+    for name, (question, shown, played) in SOUNDS.items():
+        if shown and not processor.takes_images:
+            continue
+        audios = tuple(files[i] for i in played)
+        row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in shown), audios=audios)
+        images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
+        sounds = tuple(samples[i] for i in played)
+        built[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images, sounds=sounds)
+    return built
+
+
+def _tones(length: int, seed: int) -> np.ndarray:
+    """Returns three tones with noise, float32 [length]."""
+    random, times = np.random.default_rng(seed), np.arange(length) / SOUND_RATE
+    pitches = random.uniform(200, 3000, 3)
+    return (np.sin(2 * np.pi * pitches[:, None] * times).mean(0) + random.normal(0, 0.05, length)).astype(np.float32)
+
+
+def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], most: int) -> dict[str, Case]:
+    videos, shown = [], []
+    for number, num_frames in enumerate(NUM_FRAMES):
+        start = len(SIZES) + sum(NUM_FRAMES[:number])
+        frames = tuple(_image(folder / f"frame{start + n}.png", start + n, SIZES[0]) for n in range(num_frames))
+        videos.append(FrameList(frames, FRAME_RATE, f"video {number}"))
+        shown.append(tuple(Image.open(frame).convert("RGB") for frame in frames))
+    built = {}
+    for name, (question, images, played) in VIDEOS.items():
+        if len(images) > (most if processor.takes_images else 0) or len(played) > processor.max_videos:
+            continue
+        own = tuple(videos[i] for i in played)
+        row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in images), videos=own)
+        opened = tuple(Image.open(paths[i]).convert("RGB") for i in images)
+        prompt = processor.prepare(row, f"0/{row.sample_id}")
+        built[name] = Case(prompt, opened, tuple(shown[i] for i in played))
+    return built
+
+
+def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
+    """Writes an image of smooth noise."""
+    width, height = size
+    pixels = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)
+    return path
+
+
+_logger = logging.getLogger(__name__)
+
+
+IMAGES_FOLDER = "parity"  # in the run folder
+
+
+MAX_IMAGES = 2
+
+
+class ParityGate:
+    """Called with the version of every completed push; compares the log-probs of a few prompts after the first push.
+
+    Runs before the canary of that push, which has one prompt and reports a difference as a failed transfer.
+    """
+
+    def __init__(
+        self,
+        model_type: str,
+        learner: RestartableLearner,
+        receivers: Callable[[], Sequence[Receiver]],
+        prompts: Mapping[str, Prompt],
+        tolerance: Tolerance,
+    ) -> None:
+        """`prompts` maps a case name to its prompt; empty disables the comparison."""
+        self._model_type = model_type
+        self._learner = learner
+        self._receivers = receivers
+        self._prompts = prompts
+        self._tolerance = tolerance
+        self._is_passed = not prompts
+
+    async def __call__(self, version: int) -> None:
+        if self._is_passed:
+            return
+        gaps = {name: await self._gaps(prompt) for name, prompt in self._prompts.items()}
+        measured = ", ".join(f"{name}: {Gap.of(differences)}" for name, differences in gaps.items())
+        if not all(self._tolerance.accepts(differences) for differences in gaps.values()):
+            raise CanaryError(
+                f"policy.model is of the model type {self._model_type}, and engine and learner "
+                f"compute other log-probs ({measured}; {self._tolerance}): it "
+                "cannot be trained; choose a supported type, or add a family (docs/extending.md)"
+            )
+        _logger.info("%s trains because engine and learner agree (%s) with these weights", self._model_type, measured)
+        self._is_passed = True
+
+    async def _gaps(self, prompt: Prompt) -> np.ndarray:
+        """Returns the absolute differences of the engine with the largest gap to the learner."""
+        expected = await self._learner.sequence_logprobs(prompt)
+        differences = [np.abs(await receiver.prompt_logprobs(prompt) - expected) for receiver in self._receivers()]
+        return max(differences, key=np.max, default=np.array([np.nan]))
+
+
+def tolerance_of(config: RunConfig) -> Tolerance:
+    """Returns the allowed difference of engine and learner in the precision of a run."""
+    sync, dtype = config.weight_sync, config.resources.dtype
+    rounding = Rounding() if dtype == "float32" else MeasuredRounding()
+    return Tolerance(sync.canary_tolerance.of(dtype), sync.canary_share.of(dtype), rounding)
+
+
+def parity_gate(
+    prepared: Prepared, learner: RestartableLearner, receivers: Callable[[], Sequence[Receiver]], tolerance: Tolerance
+) -> ParityGate:
+    """Returns the gate of a run; it compares nothing for model types measured in docs/models.md."""
+    config = prepared.config
+    if config.sampler.is_flow:  # the canary of the first push compares flow models
+        return ParityGate("flow", learner, receivers, {}, tolerance)
+    model_type = model_type_at(config.policy.model)
+    prompts = {}
+    if family_at(config.policy.model).needs_gate:
+        _logger.warning(
+            "log-probs of engine and learner of a %s are compared before the first step (docs/models.md)", model_type
+        )
+        folder = config.run_folder / IMAGES_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        assert isinstance(prepared.processor, ChatProcessor), "a family that draws has no gate"
+        compared = cases(prepared.processor, folder, min(MAX_IMAGES, config.sampler.max_images_per_prompt))
+        prompts = {name: case.prompt for name, case in compared.items()}
+    return ParityGate(model_type, learner, receivers, prompts, tolerance)

@@ -1,1 +1,0 @@
-"""Supervised training of flow models on images of a dataset."""

@@ -1,1 +1,0 @@
-"""Offline jobs: training of the learner's ranks on rows of a dataset."""

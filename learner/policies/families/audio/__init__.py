@@ -1,1 +1,0 @@
-"""Families whose prompts hold sounds."""

@@ -1,1 +1,0 @@
-"""Models that draw an image token by token."""

@@ -1,1 +1,0 @@
-"""Tiny models of random weights that hear."""

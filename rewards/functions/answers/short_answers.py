@@ -1,0 +1,229 @@
+"""Rewards of short answers: exact match, keywords, edit distance, numbers within a tolerance."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal
+
+from rapidfuzz.distance import Levenshtein
+
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.extraction import RequestExtractor
+from mobula.rewards.functions.parsing.references import (
+    check_number,
+    check_true_or_false,
+    given_metadata,
+    given_references,
+)
+from mobula.rewards.functions.parsing.unicode_latex import plain_forms
+from mobula.rewards.tools import Tools
+
+# A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
+# Chinese and Japanese write no spaces: 7 is in 答案是7个, but 京 is not in 东京.
+_IN_WORD = r"[^\W\u3040-\u30ff\u3400-\u9fff]"
+
+
+_NUMBER_BEGINS = re.compile(rf"(?<!{_IN_WORD})" r"(?<![-+.\N{MINUS SIGN}\N{EN DASH}])(?<![0-9][,:/^*])")
+
+
+_NUMBER_ENDS = re.compile(r"(?![-+.,:/^*\N{EN DASH}][0-9])(?!\s?%)" rf"(?!{_IN_WORD})")
+
+
+# A word at the edge must be complete: Germany is not in wrong-Germany, red not in red-haired.
+_WORD_BEGINS = re.compile(r"(?<!\w)(?<!\w-)")
+
+
+_WORD_ENDS = re.compile(r"(?!-\w)(?!\w)")
+
+
+_MAX_SCANNED = 32  # occurrences that are checked one by one before a pattern is compiled
+
+
+class ExactMatch:
+    """Compares text with the references, which are aliases of the right answer; runs of white space are one space.
+
+    `ignore_case` folds upper and lower case. With `whole_response` the extracted text must equal the answer. Without it
+    the text may contain the answer anywhere at boundaries of words ("cat" is not in "concatenate" or "cat-like") and
+    numbers ("7" is not in "-7", "3.7" or "7/8"), and other text is ignored: "not red" contains "red". `extract`
+    selects the part with the answer (`mobula.rewards.functions.parsing.extraction`); None is `whole`.
+    """
+
+    def __init__(self, tools: Tools, *, ignore_case: bool, whole_response: bool, extract: str | None = None) -> None:
+        check_true_or_false(ignore_case=ignore_case, whole_response=whole_response)
+        self._extract = RequestExtractor("whole" if extract is None else extract)
+        self._ignore_case = ignore_case
+        self._whole_response = whole_response
+
+    def __call__(self, request: RewardRequest) -> Score:
+        references = given_references(request.references)
+        answer, flaw = self._extract(request)
+        if flaw:
+            return Score(0.0, flaw)
+        answer, aliases = fold(answer, self._ignore_case), _aliases(references, self._ignore_case)
+        if self._whole_response:
+            return Score(float(answer in aliases))
+        return Score(float(any(_stands_in(answer, alias) for alias in aliases)))
+
+
+def fold(text: str, ignore_case: bool) -> str:
+    """Strips the text, folds white space to single spaces, rewrites full-width forms; `ignore_case` also folds case."""
+    text = " ".join(plain_forms(text).split())
+    return text.casefold() if ignore_case else text
+
+
+@lru_cache(maxsize=4096)  # a group's responses share their references
+def _aliases(references: tuple[str, ...], ignore_case: bool) -> tuple[str, ...]:
+    return tuple(fold(reference, ignore_case) for reference in references)
+
+
+def _stands_in(answer: str, alias: str) -> bool:
+    """Whether an answer contains an alias at boundaries of words and numbers.
+
+    Occurrences are checked one by one, because compiling a pattern for every row is slower; an answer with many
+    occurrences gets the pattern.
+    """
+    begins = _NUMBER_BEGINS if alias[0].isdigit() else _WORD_BEGINS
+    ends = _NUMBER_ENDS if alias[-1].isdigit() else _WORD_ENDS
+    start = answer.find(alias)
+    for _ in range(_MAX_SCANNED):
+        if start < 0:
+            return False
+        if begins.match(answer, start) and ends.match(answer, start + len(alias)):
+            return True
+        start = answer.find(alias, start + 1)
+    pattern = f"{begins.pattern}{re.escape(alias)}{ends.pattern}"
+    return start >= 0 and re.compile(pattern).search(answer, start) is not None
+
+
+_WORD = re.compile(r"\w+")
+
+
+class Keywords:
+    """hits / number of keywords. A keyword of `metadata.keywords` counts once, as whole words, ignoring case.
+
+    The share of a response with more than `max_words` words is multiplied by max_words / words, so that listing all
+    words does not pay; 0 is no limit. `compat=vlm_gym` also finds keywords inside words, and has no limit.
+    """
+
+    def __init__(self, tools: Tools, *, max_words: int, compat: Literal["none", "vlm_gym"]) -> None:
+        if isinstance(max_words, bool) or not isinstance(max_words, int) or max_words < 0:
+            raise ValueError(f"max_words={max_words!r} is unfit: give a whole number, 0 for no limit")
+        if compat not in ("none", "vlm_gym"):
+            raise ValueError(f"compat={compat!r} is unknown: use none or vlm_gym")
+        self._max_words = max_words
+        self._is_compatible = compat == "vlm_gym"
+
+    def __call__(self, request: RewardRequest) -> Score:
+        keywords, text = given_metadata(request.metadata, "keywords"), request.response.text
+        if not isinstance(keywords, list | tuple) or not keywords or not all(map(_is_word, keywords)):
+            raise RewardError(f"metadata.keywords is {keywords!r}: give a list of words")
+        if self._is_compatible:
+            hits = sum(keyword.lower() in text.lower() for keyword in keywords)
+            return Score(hits / len(keywords), "", _parts(hits, keywords, 0))
+        hits = sum(_pattern(keyword).search(text) is not None for keyword in keywords)
+        num_words = len(_WORD.findall(text))
+        is_long = self._max_words and num_words > self._max_words
+        brevity = self._max_words / num_words if is_long else 1.0
+        reason = f"{num_words} words, {self._max_words} are enough" if is_long else ""
+        return Score(brevity * hits / len(keywords), reason, _parts(hits, keywords, num_words))
+
+
+def _parts(hits: int, keywords: Sequence[str], num_words: int) -> dict[str, float]:
+    return {"hits": float(hits), "num_keywords": float(len(keywords)), "words": float(num_words)}
+
+
+def _is_word(keyword: object) -> bool:
+    return isinstance(keyword, str) and bool(keyword.strip())
+
+
+@lru_cache(maxsize=4096)  # a group's responses share their keywords
+def _pattern(keyword: str) -> re.Pattern[str]:
+    words = r"\s+".join(map(re.escape, keyword.split()))
+    return re.compile(rf"(?<!\w){words}(?!\w)", re.IGNORECASE)
+
+
+class Anls:
+    """Average normalised Levenshtein similarity (Biten et al. 2019, "Scene Text Visual Question Answering").
+
+    For each reference d = edit distance / length of the longer text, both in lower case with single spaces. The value
+    is 1 - min d, or 0 if below `threshold` (published: 0.5). `extract` selects the part of the response with the
+    answer (`mobula.rewards.functions.parsing.extraction`).
+
+    `lengths="raw"` uses lengths before white space is folded, like the public scorers, which rewards blanks in a wrong
+    answer; `"folded"` uses lengths of the compared texts. Deliberate differences from the publication: surrounding
+    white space is stripped, an empty answer scores 0, and a prompt without references is a `RewardError`.
+    """
+
+    def __init__(self, tools: Tools, *, threshold: float, lengths: Literal["raw", "folded"], extract: str) -> None:
+        check_number("threshold", threshold, low=0, high=1)
+        if lengths not in ("raw", "folded"):
+            raise ValueError(f"lengths={lengths!r} is unknown: use raw or folded")
+        self._threshold = threshold
+        self._counts_raw = lengths == "raw"
+        self._extract = RequestExtractor(extract)
+
+    def __call__(self, request: RewardRequest) -> Score:
+        references = given_references(request.references)
+        answer, flaw = self._extract(request)
+        if flaw:
+            return Score(0.0, flaw)
+        value = max(self._similarity(answer, reference) for reference in references)
+        return Score(value) if value >= self._threshold else Score(0.0, "too far from every reference")
+
+    def _similarity(self, answer: str, reference: str) -> float:
+        answer, reference = plain_forms(answer), plain_forms(reference)
+        ours, theirs = _fold(answer), _fold(reference)
+        length = max(len(answer), len(reference)) if self._counts_raw else max(len(ours), len(theirs))
+        most = int(length * (1 - self._threshold)) + 1  # above it the value is 0, so long texts are not compared fully
+        return 1 - Levenshtein.distance(ours, theirs, score_cutoff=most) / length
+
+
+def _fold(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+_NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?)(\s?%|)")
+
+
+class RelaxedAccuracy:
+    """The metric of PlotQA (Methani et al. 2020) and ChartQA (Masry et al. 2022).
+
+    If answer a and reference r are both numbers and r is not 0, the value is 1 for |a - r| / |r| <= `tolerance`
+    (published: 0.05); "x%" is x / 100. Otherwise the value is 1 if the texts are equal, ignoring case. `extract`
+    selects the part of the response with the answer (`mobula.rewards.functions.parsing.extraction`).
+
+    A number is a decimal in ASCII or full-width digits, with or without exponent. Deliberate differences from the
+    public scorers: "nan", "inf", "1_000" and digits of other scripts are texts, surrounding white space is stripped,
+    an empty answer scores 0, and a prompt without references is a `RewardError`. As published, "1,000" is a text.
+    """
+
+    def __init__(self, tools: Tools, *, tolerance: float, extract: str) -> None:
+        check_number("tolerance", tolerance, low=0, high=1)
+        self._tolerance = tolerance
+        self._extract = RequestExtractor(extract)
+
+    def __call__(self, request: RewardRequest) -> Score:
+        references = given_references(request.references)
+        answer, flaw = self._extract(request)
+        if flaw:
+            return Score(0.0, flaw)
+        return Score(float(any(self._equals(answer, reference.strip()) for reference in references)))
+
+    def _equals(self, answer: str, reference: str) -> bool:
+        ours, theirs = _read(answer), _read(reference)
+        if ours is not None and theirs:
+            return abs(ours - theirs) / abs(theirs) <= self._tolerance
+        return answer.lower() == reference.lower()
+
+
+def _read(text: str) -> float | None:
+    if len(text) > 400:  # longer than any finite float
+        return None
+    match = _NUMBER.fullmatch(plain_forms(text))
+    if match is None:
+        return None
+    number = float(match[1]) / 100 if match[2] else float(match[1])
+    return number if abs(number) < float("inf") else None

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mobula.actors.processors.teacher import named_teachers
 from mobula.cluster.replay.run_identity import PATHS
-from mobula.cluster.user_code import user_files
+from mobula.cluster.user_code import is_user_code, user_files
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.families import family_at, model_type_at
 from mobula.learner.policies.families.base import Family
 
 _logger = logging.getLogger(__name__)
 
-WRITTEN = ("folder", "data.path", "data.cache_path")  # paths that may not exist yet
+WRITTEN = ("folder", "data.cache_path")  # paths that may not exist yet
+NO_FOLDER = ("environment", "huggingface")  # kinds of data whose `data.path` is no path, or may be a name of the hub
+SOURCE = re.compile(r"data\.mixture\.sources\.[^.]+\.path")
 
 
 def with_decisions(config: RunConfig) -> RunConfig:
@@ -35,7 +38,9 @@ def with_decisions(config: RunConfig) -> RunConfig:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Returns the config with paths from the working directory of the command: of a resume it may be another. Hub names
     stay, and so do options of user code."""
-    written = (*WRITTEN, *(["policy.model"] if config.policy.tiny != "none" else []))
+    written = [*WRITTEN, *(["policy.model"] if config.policy.tiny != "none" else [])]
+    if config.data.kind not in NO_FOLDER and not is_user_code(config.data.kind):
+        written.append("data.path")
 
     def absolute(value: Any, key: str) -> Any:
         if isinstance(value, Mapping):
@@ -43,7 +48,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         if isinstance(value, list):
             return [absolute(item, key) for item in value]
         if isinstance(value, str) and value:
-            if key in written or (key.startswith(PATHS) and Path(value).exists()):
+            has_path = key.startswith(PATHS) and not (key == "data.path" and config.data.kind == "environment")
+            is_path = has_path or SOURCE.fullmatch(key)
+            if key in written or (is_path and Path(value).exists()):
                 return str(Path(value).absolute())
             if any(Path(file).is_file() for file in user_files(value)):
                 return str(Path(value).absolute())

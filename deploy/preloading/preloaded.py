@@ -1,8 +1,11 @@
-"""Workers forked from one process with their imports."""
+"""Preloaded: the driver's side of the process that forks the workers of a run.
+
+Imports are most of a start. On few cores, workers that import by themselves compete for them; one process that imports
+for all of them does so while the driver imports and starts Ray.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import socket
@@ -19,52 +22,14 @@ from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.host.run_folder import marking
 
-# Runs in place of Python for a worker of Ray: the server at a socket forks the worker. Without a server it runs here.
-#
-#     python -I -S worker.py SOCKET SCRIPT [ARGUMENT]...
-#
-# It imports nothing of this project and is gone once the worker runs, which has the same standard streams.
-
-
-def main() -> None:
-    path, *arguments = sys.argv[1:]
-    request = json.dumps({"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}).encode()
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.connect(path)
-            socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
-            server.sendall(request)
-            is_running = server.recv(1) != b""  # once the worker has copies of the streams
-    except OSError:
-        is_running = False
-    if not is_running:
-        os.execv(sys.executable, [sys.executable, *arguments])
-
-
-if __name__ == "__main__":
-    main()
-
-
-# Preloaded: the driver's side of the process that forks the workers of a run.
-#
-# Imports are most of a start. On few cores, workers that import by themselves compete for them; one process that
-# imports
-# for all of them does so while the driver imports and starts Ray.
-
 ROLES = (
     "mobula.learner.learner",
     "mobula.actors.reference.scorer",
     "mobula.actors.rollout.actor",
     "mobula.rewards.pool.worker",
 )
-
-
 ENGINE = "mobula.actors.samplers.vllm.sampler"
-
-
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **SLEEPING_THREADS}  # a worker sets its own number
-
-
 MIB = 1 << 20
 
 

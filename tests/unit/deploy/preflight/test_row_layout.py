@@ -159,3 +159,6 @@ def test_paths_are_those_of_the_folder_of_the_command_and_names_stay(
     assert found.rewards.components[0].function == f"{tmp_path}/mine.py:reward"
     assert found.algorithm.supervised.path == str(tmp_path / "rows")
     assert with_absolute_paths(load_config(["experiment=digits"])).policy.model.startswith(f"{tmp_path}/")
+    for words in (["experiment=calculator"], ["experiment=own", "policy.model=m", "data=huggingface", "data.path=a/b"]):
+        config = load_config(words)
+        assert with_absolute_paths(config).data.path == config.data.path, "it is no folder"

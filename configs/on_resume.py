@@ -85,6 +85,8 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
     OnResume.FREE: (
         "name",
         "folder",
+        "folder_access",
+        "audit",
         "resume",
         "reproduce",
         "max_rollout_retries",

@@ -1,19 +1,18 @@
 """Rules between sections of a run's configuration: one module for each module of the schema.
 
-A rule returns what is wrong, with the value got and the next action, or None. All rules are asked, so that a user
-reads every contradiction at once.
+A rule returns what is wrong, with the value got and the next action, or None. Most rules are a condition and a message
+(`RuleRow`); the others are functions. All rules are checked, so that a user reads every contradiction at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mobula.configs.errors import ConfigError
 from mobula.configs.rules import algorithm, data, learner, offline, resources, run
 from mobula.configs.rules.data import reward_contradictions
+from mobula.configs.rules.row import Rule
 from mobula.configs.schema.run import RunConfig
 
-RULES: tuple[Callable[[RunConfig], str | None], ...] = (
+RULES: tuple[Rule, ...] = (
     *run.RUN_RULES,
     *resources.RULES,
     *algorithm.RULES,

@@ -6,18 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from graphlib import CycleError
 
+from mobula.configs.rules.row import Rule, RuleRow
 from mobula.configs.schema.data import WITHOUT_FILES_OF_ROWS, DataKind
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.run import RunConfig
-
-
-def _pixel_range_is_open(config: RunConfig) -> str | None:
-    if config.data.min_pixels <= config.data.max_pixels:
-        return None
-    return (
-        f"data.min_pixels={config.data.min_pixels} is more than data.max_pixels={config.data.max_pixels}: "
-        "lower data.min_pixels or raise data.max_pixels"
-    )
 
 
 def _mixture_has_sources(config: RunConfig) -> str | None:
@@ -46,23 +38,15 @@ def _options_of_rows_have_a_reader(config: RunConfig) -> str | None:
     return None
 
 
-DATA_RULES = (
-    _pixel_range_is_open,
+DATA_RULES: tuple[Rule, ...] = (
+    RuleRow(
+        lambda c: c.data.min_pixels > c.data.max_pixels,
+        "data.min_pixels={data.min_pixels} is more than data.max_pixels={data.max_pixels}: lower data.min_pixels or "
+        "raise data.max_pixels",
+    ),
     _mixture_has_sources,
     _options_of_rows_have_a_reader,
 )
-
-
-def _environment_has_its_data(config: RunConfig) -> str | None:
-    environment, kind = config.environment, config.data.kind
-    if environment.is_on == (kind is DataKind.ENVIRONMENT) and not (environment.is_on and config.offline.is_on):
-        return None
-    if environment.is_on:
-        return (
-            f"environment.name={environment.name} makes the prompts of RL, but data.kind={kind} and offline.job="
-            f"{config.offline.job}: set data=environment and offline.job=none, or environment=none"
-        )
-    return "data.kind=environment needs an environment: set environment=OPTION, or another data.kind"
 
 
 def _episodes_fit(config: RunConfig) -> str | None:
@@ -105,21 +89,27 @@ def _stages_are_a_curriculum(config: RunConfig) -> str | None:
     )
 
 
-def _remote_environment_has_a_server(config: RunConfig) -> str | None:
-    environment = config.environment
-    if not environment.is_on or environment.host != "remote" or environment.url.startswith(("http://", "https://")):
-        return None
-    return (
-        f"environment.host=remote asks a server, and environment.url={environment.url!r} is none: set it to the URL "
-        "that `mobula serve-environment` prints"
-    )
-
-
-ENVIRONMENT_RULES = (
-    _environment_has_its_data,
+ENVIRONMENT_RULES: tuple[Rule, ...] = (
+    RuleRow(
+        lambda c: c.environment.is_on and (c.data.kind is not DataKind.ENVIRONMENT or c.offline.is_on),
+        "environment.name={environment.name} makes the prompts of RL, but data.kind={data.kind} and offline.job="
+        "{offline.job}: set data=environment and offline.job=none, or environment=none",
+    ),
+    RuleRow(
+        lambda c: c.data.kind is DataKind.ENVIRONMENT and not c.environment.is_on,
+        "data.kind=environment needs an environment: set environment=OPTION, or another data.kind",
+    ),
     _episodes_fit,
     _stages_are_a_curriculum,
-    _remote_environment_has_a_server,
+    RuleRow(
+        lambda c: (
+            c.environment.is_on
+            and c.environment.host == "remote"
+            and not c.environment.url.startswith(("http://", "https://"))
+        ),
+        "environment.host=remote asks a server, and environment.url={environment.url!r} is none: set it to the URL "
+        "that `mobula serve-environment` prints",
+    ),
 )
 
 

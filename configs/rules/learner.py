@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
+from mobula.configs.rules.row import Rule, RuleRow
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.configs.schema.run import RunConfig
-
-
-def _turns_move_the_learner(config: RunConfig) -> str | None:
-    if not config.resources.colocated or config.learner.backend != "deepspeed":
-        return None
-    return (
-        "resources.colocated=true moves the learner to host memory and back, which learner.backend=deepspeed does not "
-        "do: use learner=fsdp2, or a preset with devices for both"
-    )
 
 
 def _single_learner_is_one(config: RunConfig) -> str | None:
@@ -23,23 +15,6 @@ def _single_learner_is_one(config: RunConfig) -> str | None:
     return (
         f"learner.backend=single trains in one process but {key}={config.resources.roles[several[0]].num_workers}: "
         f"use learner=fsdp2, or set {key}=1"
-    )
-
-
-def _replicas_divide_the_ranks(config: RunConfig) -> str | None:
-    learner = config.resources.learner
-    if learner.replicas == 1:
-        return None
-    if config.learner.backend != "fsdp2":
-        return (
-            f"resources.learner.replicas={learner.replicas} but learner.backend={config.learner.backend} has one group "
-            "of ranks: set learner=fsdp2 or resources.learner.replicas=1"
-        )
-    if learner.num_workers % learner.replicas == 0:
-        return None
-    return (
-        f"resources.learner.replicas={learner.replicas} does not divide resources.learner.num_workers="
-        f"{learner.num_workers}: choose a number of ranks that is a multiple of it"
     )
 
 
@@ -66,15 +41,6 @@ def _rows_can_be_split(config: RunConfig) -> str | None:
                 f"resources.{role}.num_workers as a multiple of {num_sharing * replicas}"
             )
     return None
-
-
-def _activations_have_a_host_apart(config: RunConfig) -> str | None:
-    if config.learner.activation_checkpointing != "blocks_offloaded" or config.resources.device == "cuda":
-        return None
-    return (
-        f"learner.activation_checkpointing=blocks_offloaded moves activations to host memory but resources.device="
-        f"{config.resources.device}, where they are already: set learner.activation_checkpointing=blocks"
-    )
 
 
 def _offload_has_a_host_apart(config: RunConfig) -> str | None:
@@ -116,24 +82,6 @@ def _backend_can_offload(config: RunConfig) -> str | None:
     return None
 
 
-def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
-    if config.learner.packing is not True or config.policy.attention != "eager":
-        return None
-    return (
-        "learner.packing=true keeps rows apart in every attention but policy.attention=eager: set "
-        "policy.attention=sdpa or learner.packing=false"
-    )
-
-
-def _warm_start_has_a_target(config: RunConfig) -> str | None:
-    if config.warm_start.num_steps == 0 or config.warm_start.target_accuracy > 0:
-        return None
-    return (
-        f"warm_start.target_accuracy=0 is reached before the first of warm_start.num_steps="
-        f"{config.warm_start.num_steps}: use warm_start=none, or set a target above 0"
-    )
-
-
 def _optimizer_fits_the_backend(config: RunConfig) -> str | None:
     chosen = {"learner.optimizer": config.learner.optimizer}
     if config.algorithm.critic.is_on:
@@ -169,16 +117,41 @@ def _weights_can_be_bfloat16(config: RunConfig) -> str | None:
     return None
 
 
-LEARNER_RULES = (
-    _turns_move_the_learner,
+LEARNER_RULES: tuple[Rule, ...] = (
+    RuleRow(
+        lambda c: c.resources.colocated and c.learner.backend == "deepspeed",
+        "resources.colocated=true moves the learner to host memory and back, which learner.backend=deepspeed does "
+        "not do: use learner=fsdp2, or a preset with devices for both",
+    ),
     _single_learner_is_one,
-    _replicas_divide_the_ranks,
+    RuleRow(
+        lambda c: c.resources.learner.replicas != 1 and c.learner.backend != "fsdp2",
+        "resources.learner.replicas={resources.learner.replicas} but learner.backend={learner.backend} has one group "
+        "of ranks: set learner=fsdp2 or resources.learner.replicas=1",
+    ),
+    RuleRow(
+        lambda c: c.learner.backend == "fsdp2" and c.resources.learner.num_workers % c.resources.learner.replicas != 0,
+        "resources.learner.replicas={resources.learner.replicas} does not divide resources.learner.num_workers="
+        "{resources.learner.num_workers}: choose a number of ranks that is a multiple of it",
+    ),
     _rows_can_be_split,
-    _activations_have_a_host_apart,
+    RuleRow(
+        lambda c: c.learner.activation_checkpointing == "blocks_offloaded" and c.resources.device != "cuda",
+        "learner.activation_checkpointing=blocks_offloaded moves activations to host memory but resources.device="
+        "{resources.device}, where they are already: set learner.activation_checkpointing=blocks",
+    ),
     _offload_has_a_host_apart,
     _backend_can_offload,
-    _attention_keeps_rows_apart,
-    _warm_start_has_a_target,
+    RuleRow(
+        lambda c: c.learner.packing is True and c.policy.attention == "eager",
+        "learner.packing=true keeps rows apart in every attention but policy.attention=eager: set "
+        "policy.attention=sdpa or learner.packing=false",
+    ),
+    RuleRow(
+        lambda c: c.warm_start.num_steps != 0 and c.warm_start.target_accuracy <= 0,
+        "warm_start.target_accuracy=0 is reached before the first of warm_start.num_steps={warm_start.num_steps}: "
+        "use warm_start=none, or set a target above 0",
+    ),
     _optimizer_fits_the_backend,
     _weights_can_be_bfloat16,
 )
@@ -192,17 +165,6 @@ def _lengths_fit(config: RunConfig) -> str | None:
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + sampler.max_tokens={config.sampler.max_tokens} "
         f"= {longest} is more than sampler.max_model_len={config.sampler.max_model_len}: "
         f"set sampler.max_model_len={longest} or lower one of the two"
-    )
-
-
-def _batch_holds_sequences(config: RunConfig) -> str | None:
-    vllm = config.sampler.vllm
-    if vllm.max_num_batched_tokens >= vllm.max_num_seqs:
-        return None
-    return (
-        f"sampler.vllm.max_num_batched_tokens={vllm.max_num_batched_tokens} is less than sampler.vllm.max_num_seqs="
-        f"{vllm.max_num_seqs}: each sequence takes a token a step, so set sampler.vllm.max_num_batched_tokens to "
-        f"{vllm.max_num_seqs} or more"
     )
 
 
@@ -230,15 +192,6 @@ def _engine_sizes_follow_from_a_gpu(config: RunConfig) -> str | None:
     return None
 
 
-def _stop_strings_have_a_text(config: RunConfig) -> str | None:
-    if "" not in config.sampler.stop_strings:
-        return None
-    return (
-        "sampler.stop_strings holds an empty text, which every response contains: leave it out, or name a text such as "
-        "</answer>"
-    )
-
-
 def _media_have_an_engine(config: RunConfig) -> str | None:
     sampler = config.sampler
     for noun, number in (("videos", sampler.max_videos_per_prompt), ("audios", sampler.max_audios_per_prompt)):
@@ -248,35 +201,6 @@ def _media_have_an_engine(config: RunConfig) -> str | None:
                 f"{number} asks for them: use sampler=vllm, or set it to 0"
             )
     return None
-
-
-def _served_adapters_have_an_engine(config: RunConfig) -> str | None:
-    sampler = config.sampler
-    if not sampler.adapters.are_on or sampler.kind in (SamplerKind.VLLM, SamplerKind.HUGGINGFACE):
-        return None
-    return (
-        f"sampler.kind={sampler.kind} serves no adapters, and sampler.adapters.max_served="
-        f"{sampler.adapters.max_served} asks for them: use sampler=vllm or sampler=huggingface, or set it to 0"
-    )
-
-
-def _adapters_have_a_place(config: RunConfig) -> str | None:
-    if not config.policy.lora.is_on or config.policy.lora.target_modules:
-        return None
-    return (
-        f"policy.lora.rank={config.policy.lora.rank} but policy.lora.target_modules is empty, so nothing would be "
-        "trained: name layers or a part, e.g. policy.lora.target_modules=[language]"
-    )
-
-
-def _attention_fits_device(config: RunConfig) -> str | None:
-    resources, attention = config.resources, config.policy.attention
-    if not attention.startswith("flash") or (resources.device, resources.dtype) == ("cuda", "bfloat16"):
-        return None
-    return (
-        f"policy.attention={attention} needs resources.device=cuda and resources.dtype=bfloat16, got "
-        f"{resources.device} and {resources.dtype}: set policy.attention=sdpa"
-    )
 
 
 def _reference_has_a_scorer(config: RunConfig) -> str | None:
@@ -300,24 +224,6 @@ def _reference_has_a_scorer(config: RunConfig) -> str | None:
     )
 
 
-def _reference_can_be_quantised(config: RunConfig) -> str | None:
-    kind, resources = config.reference.scorers.quantisation, config.resources
-    if kind == "none":
-        return None
-    if not config.needs_reference:
-        return (
-            f"reference.scorers.quantisation={kind} but nothing reads a reference: set algorithm.kl.coef above 0, or "
-            "reference.scorers.quantisation=none"
-        )
-    if kind == "int4" and (resources.device, resources.dtype) != ("cuda", "bfloat16"):
-        return (
-            "reference.scorers.quantisation=int4 runs with resources.device=cuda and resources.dtype=bfloat16 alone, "
-            f"got {resources.device} and {resources.dtype}: set reference.scorers.quantisation=int8, or use a GPU "
-            "preset"
-        )
-    return None
-
-
 def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
     """With `reference.place=learner_ranks`, the policy with adapters off must equal the initial policy."""
     if config.reference.place == "scorers":
@@ -338,17 +244,53 @@ def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
     return f"reference.place=learner_ranks needs {'; and '.join(missing)}: set these, or reference.place=scorers"
 
 
-ROLLOUT_RULES = (
+ROLLOUT_RULES: tuple[Rule, ...] = (
     _lengths_fit,
-    _batch_holds_sequences,
+    RuleRow(
+        lambda c: c.sampler.vllm.max_num_batched_tokens < c.sampler.vllm.max_num_seqs,
+        "sampler.vllm.max_num_batched_tokens={sampler.vllm.max_num_batched_tokens} is less than "
+        "sampler.vllm.max_num_seqs={sampler.vllm.max_num_seqs}: each sequence takes a token a step, so set "
+        "sampler.vllm.max_num_batched_tokens to {sampler.vllm.max_num_seqs} or more",
+    ),
     _engine_reports_what_it_keeps,
     _engine_sizes_follow_from_a_gpu,
-    _stop_strings_have_a_text,
+    RuleRow(
+        lambda c: "" in c.sampler.stop_strings,
+        "sampler.stop_strings holds an empty text, which every response contains: leave it out, or name a text such "
+        "as </answer>",
+    ),
     _media_have_an_engine,
-    _served_adapters_have_an_engine,
-    _adapters_have_a_place,
-    _attention_fits_device,
+    RuleRow(
+        lambda c: c.sampler.adapters.are_on and c.sampler.kind not in (SamplerKind.VLLM, SamplerKind.HUGGINGFACE),
+        "sampler.kind={sampler.kind} serves no adapters, and sampler.adapters.max_served="
+        "{sampler.adapters.max_served} asks for them: use sampler=vllm or sampler=huggingface, or set it to 0",
+    ),
+    RuleRow(
+        lambda c: c.policy.lora.is_on and not c.policy.lora.target_modules,
+        "policy.lora.rank={policy.lora.rank} but policy.lora.target_modules is empty, so nothing would be trained: "
+        "name layers or a part, e.g. policy.lora.target_modules=[language]",
+    ),
+    RuleRow(
+        lambda c: (
+            c.policy.attention.startswith("flash") and (c.resources.device, c.resources.dtype) != ("cuda", "bfloat16")
+        ),
+        "policy.attention={policy.attention} needs resources.device=cuda and resources.dtype=bfloat16, got "
+        "{resources.device} and {resources.dtype}: set policy.attention=sdpa",
+    ),
     _reference_has_a_scorer,
-    _reference_can_be_quantised,
+    RuleRow(
+        lambda c: c.reference.scorers.quantisation != "none" and not c.needs_reference,
+        "reference.scorers.quantisation={reference.scorers.quantisation} but nothing reads a reference: set "
+        "algorithm.kl.coef above 0, or reference.scorers.quantisation=none",
+    ),
+    RuleRow(
+        lambda c: (
+            c.reference.scorers.quantisation == "int4"
+            and c.needs_reference
+            and (c.resources.device, c.resources.dtype) != ("cuda", "bfloat16")
+        ),
+        "reference.scorers.quantisation=int4 runs with resources.device=cuda and resources.dtype=bfloat16 alone, got "
+        "{resources.device} and {resources.dtype}: set reference.scorers.quantisation=int8, or use a GPU preset",
+    ),
     _the_learner_is_its_own_reference,
 )

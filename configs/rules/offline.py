@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mobula.configs.rules.row import Rule, RuleRow
 from mobula.configs.schema.algorithm import PREDICTIVE
 from mobula.configs.schema.data import DataKind
 from mobula.configs.schema.run import RunConfig
@@ -20,15 +21,6 @@ def _rows_fit_the_job(config: RunConfig) -> str | None:
     return (
         f"data.kind={kind} holds conversations, which offline jobs train on: use `mobula sft`, `mobula reward-model` "
         "or `mobula dpo`, or another data.kind"
-    )
-
-
-def _conversations_have_no_suffix(config: RunConfig) -> str | None:
-    if not config.offline.is_on or config.question_suffix == "":
-        return None
-    return (
-        f"data.prompt_suffix={config.data.prompt_suffix!r} is put behind questions, and rows of offline.job="
-        f"{config.offline.job} are whole conversations: set data.prompt_suffix=''"
     )
 
 
@@ -57,68 +49,46 @@ def _rows_replace_rollouts(config: RunConfig) -> str | None:
     return f"offline.job={config.offline.job} trains on rows, one optimizer step a step, got {named}: set {fixed}"
 
 
-def _the_head_is_trained(config: RunConfig) -> str | None:
-    if config.offline.job != "reward_model" or not config.policy.lora.is_on:
-        return None
-    return (
-        f"policy.lora.rank={config.policy.lora.rank} trains adapters alone, and offline.job=reward_model has a new "
-        "score head to train: set policy.lora.rank=0, and policy.freeze to leave parts of the backbone as they are"
-    )
-
-
-def _every_rank_gets_a_row(config: RunConfig) -> str | None:
-    num_ranks, num_rows = config.resources.learner.num_workers, config.offline.batch_size
-    if not config.offline.is_on or num_rows >= num_ranks // config.learner.sequence_parallel:
-        return None
-    return (
-        f"offline.batch_size={num_rows} leaves some of resources.learner.num_workers={num_ranks} ranks without a row: "
-        "raise offline.batch_size or use fewer learner workers"
-    )
-
-
-def _smoothing_is_read(config: RunConfig) -> str | None:
-    dpo = config.offline.dpo
-    if config.offline.job != "dpo" or dpo.loss == "sigmoid" or dpo.label_smoothing == 0:
-        return None
-    return (
-        f"offline.dpo.label_smoothing={dpo.label_smoothing:g} is a part of the logistic loss, and offline.dpo.loss="
-        f"{dpo.loss} has none: set offline.dpo.label_smoothing=0, or offline.dpo.loss=sigmoid"
-    )
-
-
-def _a_margin_is_read(config: RunConfig) -> str | None:
-    chosen = config.offline.reward_model
-    if config.offline.job != "reward_model" or chosen.loss == "bradley_terry" or chosen.margin == 0:
-        return None
-    return (
-        f"offline.reward_model.margin={chosen.margin:g} is between scores of a pair, and offline.reward_model.loss="
-        f"{chosen.loss} has no pairs: set offline.reward_model.margin=0, or offline.reward_model.loss=bradley_terry"
-    )
-
-
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
 
 
-OFFLINE_RULES = (
+OFFLINE_RULES: tuple[Rule, ...] = (
     _rows_fit_the_job,
-    _conversations_have_no_suffix,
+    RuleRow(
+        lambda c: c.offline.is_on and c.question_suffix != "",
+        "data.prompt_suffix={data.prompt_suffix!r} is put behind questions, and rows of offline.job={offline.job} "
+        "are whole conversations: set data.prompt_suffix=''",
+    ),
     _rows_replace_rollouts,
-    _the_head_is_trained,
-    _every_rank_gets_a_row,
-    _smoothing_is_read,
-    _a_margin_is_read,
+    RuleRow(
+        lambda c: c.offline.job == "reward_model" and c.policy.lora.is_on,
+        "policy.lora.rank={policy.lora.rank} trains adapters alone, and offline.job=reward_model has a new score "
+        "head to train: set policy.lora.rank=0, and policy.freeze to leave parts of the backbone as they are",
+    ),
+    RuleRow(
+        lambda c: (
+            c.offline.is_on and c.offline.batch_size < c.resources.learner.num_workers // c.learner.sequence_parallel
+        ),
+        "offline.batch_size={offline.batch_size} leaves some of resources.learner.num_workers="
+        "{resources.learner.num_workers} ranks without a row: raise offline.batch_size or use fewer learner workers",
+    ),
+    RuleRow(
+        lambda c: c.offline.job == "dpo" and c.offline.dpo.loss != "sigmoid" and c.offline.dpo.label_smoothing != 0,
+        "offline.dpo.label_smoothing={offline.dpo.label_smoothing:g} is a part of the logistic loss, and "
+        "offline.dpo.loss={offline.dpo.loss} has none: set offline.dpo.label_smoothing=0, or offline.dpo.loss=sigmoid",
+    ),
+    RuleRow(
+        lambda c: (
+            c.offline.job == "reward_model"
+            and c.offline.reward_model.loss != "bradley_terry"
+            and c.offline.reward_model.margin != 0
+        ),
+        "offline.reward_model.margin={offline.reward_model.margin:g} is between scores of a pair, and "
+        "offline.reward_model.loss={offline.reward_model.loss} has no pairs: set offline.reward_model.margin=0, or "
+        "offline.reward_model.loss=bradley_terry",
+    ),
 )
-
-
-def _kl_has_a_reference(config: RunConfig) -> str | None:
-    kl, lora = config.algorithm.kl, config.policy.lora
-    if not config.sampler.is_flow or kl.coef == 0 or (lora.is_on and kl.place == "loss"):
-        return None
-    return (
-        f"algorithm.kl.coef={kl.coef:g} compares a flow model with itself without adapters, in the loss: set "
-        "policy.lora.rank above 0 and algorithm.kl.place=loss, or algorithm.kl.coef=0"
-    )
 
 
 def _adapters_are_named(config: RunConfig) -> str | None:
@@ -190,39 +160,6 @@ def _losses_have_what_they_need(config: RunConfig) -> str | None:
     return None
 
 
-def _text_is_dropped_for_guidance(config: RunConfig) -> str | None:
-    dropout, flow = config.warm_start.text_dropout, config.sampler.flow
-    if dropout == 0 or (config.sampler.is_flow and flow.guidance > 1):
-        return None
-    return (
-        f"warm_start.text_dropout={dropout:g} teaches a flow model its negative prompt, and sampler.kind="
-        f"{config.sampler.kind} with sampler.flow.guidance={flow.guidance:g} samples without one: set "
-        "warm_start.text_dropout=0, or sampler=flow with a guidance above 1"
-    )
-
-
-def _slow_weights_can_be_exchanged(config: RunConfig) -> str | None:
-    slow = config.algorithm.slow_copy
-    if slow is None or config.learner.backend != "deepspeed":
-        return None
-    return (
-        f"algorithm.losses.nft.max_decay={slow.max_decay:g} exchanges weights with their slow "
-        "copy, which learner.backend=deepspeed does not allow: use learner=fsdp2, or set max_decay to 0"
-    )
-
-
-def _initial_weights_can_be_exchanged(config: RunConfig) -> str | None:
-    learner = config.learner
-    compares = config.offline.is_on and config.sampler.is_flow
-    if not compares or learner.backend != "deepspeed" or learner.zero_stage != 3:
-        return None
-    return (
-        f"offline.job={config.offline.job} of a flow model exchanges weights with a copy of the initial ones, which "
-        "learner.backend=deepspeed with learner.zero_stage=3 does not allow: set learner.zero_stage=2, or use "
-        "learner=fsdp2"
-    )
-
-
 def _nothing_reads_tokens(config: RunConfig) -> str | None:
     """Parts of a run that read token ids or a distribution over tokens."""
     if not config.sampler.is_flow:
@@ -284,15 +221,39 @@ def _nothing_reads_text(config: RunConfig) -> str | None:
     return f"sampler.kind=image_tokens has no use for {', '.join(refused)}" if refused else None
 
 
-FLOW_RULES = (
-    _kl_has_a_reference,
+FLOW_RULES: tuple[Rule, ...] = (
+    RuleRow(
+        lambda c: (
+            c.sampler.is_flow
+            and c.algorithm.kl.coef != 0
+            and (not c.policy.lora.is_on or c.algorithm.kl.place != "loss")
+        ),
+        "algorithm.kl.coef={algorithm.kl.coef:g} compares a flow model with itself without adapters, in the loss: "
+        "set policy.lora.rank above 0 and algorithm.kl.place=loss, or algorithm.kl.coef=0",
+    ),
     _adapters_are_named,
     _window_lies_in_the_schedule,
     _window_has_the_last_step,
     _losses_have_what_they_need,
-    _text_is_dropped_for_guidance,
-    _slow_weights_can_be_exchanged,
-    _initial_weights_can_be_exchanged,
+    RuleRow(
+        lambda c: c.warm_start.text_dropout != 0 and (not c.sampler.is_flow or c.sampler.flow.guidance <= 1),
+        "warm_start.text_dropout={warm_start.text_dropout:g} teaches a flow model its negative prompt, and "
+        "sampler.kind={sampler.kind} with sampler.flow.guidance={sampler.flow.guidance:g} samples without one: set "
+        "warm_start.text_dropout=0, or sampler=flow with a guidance above 1",
+    ),
+    RuleRow(
+        lambda c: c.algorithm.slow_copy is not None and c.learner.backend == "deepspeed",
+        "algorithm.losses.nft.max_decay={algorithm.slow_copy.max_decay:g} exchanges weights with their slow copy, "
+        "which learner.backend=deepspeed does not allow: use learner=fsdp2, or set max_decay to 0",
+    ),
+    RuleRow(
+        lambda c: (
+            c.offline.is_on and c.sampler.is_flow and c.learner.backend == "deepspeed" and c.learner.zero_stage == 3
+        ),
+        "offline.job={offline.job} of a flow model exchanges weights with a copy of the initial ones, which "
+        "learner.backend=deepspeed with learner.zero_stage=3 does not allow: set learner.zero_stage=2, or use "
+        "learner=fsdp2",
+    ),
     _nothing_reads_tokens,
     _nothing_reads_text,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mobula.configs.rules.row import Rule, RuleRow
 from mobula.configs.schema.resources import REWARD_SERVICE
 from mobula.configs.schema.rewards import SHARED_SERVICE
 from mobula.configs.schema.run import RunConfig
@@ -31,16 +32,6 @@ def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
             "resources.rollout.tensor_parallel=1 and a share as resources.rollout.num_gpus"
         )
     return None
-
-
-def _turns_are_synchronous(config: RunConfig) -> str | None:
-    if not config.resources.colocated or config.algorithm.max_staleness == 0:
-        return None
-    return (
-        f"resources.colocated=true lets engines and learner take turns, but algorithm.max_staleness="
-        f"{config.algorithm.max_staleness} has them run at the same time: set algorithm.max_staleness=0, or a preset "
-        "with devices for both"
-    )
 
 
 def _services_have_workers(config: RunConfig) -> str | None:
@@ -76,29 +67,6 @@ def _roles_have_workers(config: RunConfig) -> str | None:
     return f"{keys} is 0, and no run works without these roles: set it to 1 or more"
 
 
-def _slept_weights_come_back(config: RunConfig) -> str | None:
-    resources = config.resources
-    if not resources.colocated or resources.sleep_level == 1 or config.weight_sync.payload != "adapters":
-        return None
-    return (
-        f"resources.sleep_level={resources.sleep_level} discards the weights of a sleeping engine, and a push with "
-        "weight_sync.payload=adapters brings only the layers with adapters: set resources.sleep_level=1 or "
-        "weight_sync.payload=weights"
-    )
-
-
-def _nodes_are_counted(config: RunConfig) -> str | None:
-    resources = config.resources
-    roles = (resources.learner, resources.rollout)
-    if all(workers.num_workers % resources.num_nodes == 0 for workers in roles):
-        return None
-    return (
-        f"resources.num_nodes={resources.num_nodes} but resources.learner.num_workers={resources.learner.num_workers} "
-        f"and resources.rollout.num_workers={resources.rollout.num_workers}: choose resources=multi_node, which counts "
-        "its workers by nodes, or leave resources.num_nodes out"
-    )
-
-
 def _gpus_are_whole_or_shares(config: RunConfig) -> str | None:
     for role, workers in config.resources.roles.items():
         num_gpus = workers.num_gpus
@@ -128,14 +96,6 @@ def _device_has_its_gpus(config: RunConfig) -> str | None:
     return None
 
 
-def _transport_fits_device(config: RunConfig) -> str | None:
-    if config.resources.transport == "nccl" and config.resources.device == "cpu":
-        return (
-            "resources.transport=nccl moves weights between GPUs but resources.device=cpu: set resources.transport=gloo"
-        )
-    return None
-
-
 def _nccl_members_have_their_own_gpu(config: RunConfig) -> str | None:
     if config.resources.transport != "nccl" or config.resources.device != "cuda":
         return None
@@ -149,15 +109,33 @@ def _nccl_members_have_their_own_gpu(config: RunConfig) -> str | None:
     return None
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     _an_engine_has_a_gpu_for_each_of_its_ranks,
-    _turns_are_synchronous,
+    RuleRow(
+        lambda c: c.resources.colocated and c.algorithm.max_staleness != 0,
+        "resources.colocated=true lets engines and learner take turns, but algorithm.max_staleness="
+        "{algorithm.max_staleness} has them run at the same time: set algorithm.max_staleness=0, or a preset with "
+        "devices for both",
+    ),
     _services_have_workers,
     _roles_have_workers,
-    _slept_weights_come_back,
-    _nodes_are_counted,
+    RuleRow(
+        lambda c: c.resources.colocated and c.resources.sleep_level != 1 and c.weight_sync.payload == "adapters",
+        "resources.sleep_level={resources.sleep_level} discards the weights of a sleeping engine, and a push with "
+        "weight_sync.payload=adapters brings only the layers with adapters: set resources.sleep_level=1 or "
+        "weight_sync.payload=weights",
+    ),
+    RuleRow(
+        lambda c: any(role.num_workers % c.resources.num_nodes for role in (c.resources.learner, c.resources.rollout)),
+        "resources.num_nodes={resources.num_nodes} but resources.learner.num_workers={resources.learner.num_workers} "
+        "and resources.rollout.num_workers={resources.rollout.num_workers}: choose resources=multi_node, which counts "
+        "its workers by nodes, or leave resources.num_nodes out",
+    ),
     _gpus_are_whole_or_shares,
     _device_has_its_gpus,
-    _transport_fits_device,
+    RuleRow(
+        lambda c: c.resources.transport == "nccl" and c.resources.device == "cpu",
+        "resources.transport=nccl moves weights between GPUs but resources.device=cpu: set resources.transport=gloo",
+    ),
     _nccl_members_have_their_own_gpu,
 )

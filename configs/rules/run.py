@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from mobula.configs.rules.row import Rule, RuleRow
 from mobula.configs.schema.run import LATEST, RunConfig
 
 
@@ -37,46 +38,27 @@ def _rolls_back_to_a_checkpoint(config: RunConfig) -> str | None:
     )
 
 
-def _length_is_a_ratio(config: RunConfig) -> str | None:
-    limit = config.guard.limits.length
-    if limit == 0 or limit > 1:
-        return None
-    return f"guard.limits.length={limit:g} is a ratio of lengths: set it above 1, e.g. 2, or to 0 for no limit"
-
-
-def _held_out_judge_is_evaluated(config: RunConfig) -> str | None:
-    is_held_out = config.rewards.judge_weights and config.rewards.judged_interval == 0
-    if not is_held_out or config.evaluation.interval_steps > 0 or "judge" not in guard_signs(config):
-        return None
-    return (
-        "rewards.judged_interval=0 judges held-out prompts alone, but evaluation.interval_steps=0 evaluates before and "
-        "after RL only: set evaluation.interval_steps, or rewards.judged_interval=1"
-    )
-
-
-def _format_has_a_component(config: RunConfig) -> str | None:
-    has_format = any(component.function == "format" for component in config.rewards.components)
-    if config.guard.limits.format == 0 or has_format:
-        return None
-    return (
-        f"guard.limits.format={config.guard.limits.format:g}, but no component has the function format: add one to "
-        "rewards.components (weight 0 measures it), or set guard.limits.format=0"
-    )
-
-
-GUARD_RULES = (
+GUARD_RULES: tuple[Rule, ...] = (
     _raises_a_coefficient,
     _rolls_back_to_a_checkpoint,
-    _length_is_a_ratio,
-    _held_out_judge_is_evaluated,
-    _format_has_a_component,
+    RuleRow(
+        lambda c: c.guard.limits.length != 0 and c.guard.limits.length <= 1,
+        "guard.limits.length={guard.limits.length:g} is a ratio of lengths: set it above 1, e.g. 2, or to 0 for no "
+        "limit",
+    ),
+    RuleRow(
+        lambda c: c.rewards.judged_interval == 0 and c.evaluation.interval_steps <= 0 and "judge" in guard_signs(c),
+        "rewards.judged_interval=0 judges held-out prompts alone, but evaluation.interval_steps=0 evaluates before and "
+        "after RL only: set evaluation.interval_steps, or rewards.judged_interval=1",
+    ),
+    RuleRow(
+        lambda c: (
+            c.guard.limits.format != 0 and all(component.function != "format" for component in c.rewards.components)
+        ),
+        "guard.limits.format={guard.limits.format:g}, but no component has the function format: add one to "
+        "rewards.components (weight 0 measures it), or set guard.limits.format=0",
+    ),
 )
-
-
-def _the_link_has_another_name(config: RunConfig) -> str | None:
-    if config.name != LATEST:
-        return None
-    return f"name={LATEST} is the link to the newest run in {config.folder}: give another name"
 
 
 def _an_address_is_of_one_tracker(config: RunConfig) -> str | None:
@@ -101,32 +83,12 @@ def _no_address_holds_credentials(config: RunConfig) -> str | None:
     return None
 
 
-def _spans_have_a_place(config: RunConfig) -> str | None:
-    tracing = config.tracing
-    if (tracing.exporter == "otlp") == bool(tracing.address):
-        return None
-    return (
-        f"tracing.exporter={tracing.exporter} and tracing.address={tracing.address!r}: exporter=otlp sends to an "
-        "address, and the others have none; set both, or neither"
-    )
-
-
 def _traced_steps_are_made(config: RunConfig) -> str | None:
     named = {"chrome_steps": config.tracing.chrome_steps, "profile_steps": config.tracing.profile_steps}
     for key, steps in named.items():
         if any(not 1 <= step <= config.num_steps for step in steps):
             return f"tracing.{key}={list(steps)} has steps that are not between 1 and num_steps={config.num_steps}"
     return None
-
-
-def _backoff_grows(config: RunConfig) -> str | None:
-    first, longest = config.supervision.backoff_s, config.supervision.max_backoff_s
-    if first <= longest:
-        return None
-    return (
-        f"supervision.backoff_s={first:g} is the pause before a first restart, supervision.max_backoff_s={longest:g} "
-        "the longest one: lower the one or raise the other"
-    )
 
 
 def _a_push_ends_before_its_engines_count_as_hung(config: RunConfig) -> str | None:
@@ -144,25 +106,6 @@ def _a_push_ends_before_its_engines_count_as_hung(config: RunConfig) -> str | No
         f"{' and '.join(f'{key}={limit:g}' for key, limit in short.items())} would replace healthy engines before: "
         f"raise {' and '.join(short)} above {longest:g}, or lower weight_sync.timeout_s below "
         f"{min(short.values()) / longest * push:g}"
-    )
-
-
-def _adapters_can_travel(config: RunConfig) -> str | None:
-    if config.weight_sync.payload != "adapters" or config.policy.lora.is_on:
-        return None
-    return (
-        f"weight_sync.payload=adapters but policy.lora.rank={config.policy.lora.rank}, so there are none: "
-        "set policy.lora.rank to 8 or more, or weight_sync.payload=weights"
-    )
-
-
-def _dropout_and_the_gap(config: RunConfig) -> str | None:
-    if not config.policy.dropout or config.offline.is_on or config.supervision.on_logprob_gap == "warn":
-        return None
-    return (
-        "policy.dropout=true makes the learner's log-probs other ones than were sampled, and "
-        "supervision.on_logprob_gap=stop ends a run for that: set policy.dropout=false, or "
-        "supervision.on_logprob_gap=warn"
     )
 
 
@@ -193,16 +136,36 @@ def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
     return None
 
 
-RUN_RULES = (
-    _the_link_has_another_name,
+RUN_RULES: tuple[Rule, ...] = (
+    RuleRow(
+        lambda c: c.name == LATEST,
+        "name={name} is the link to the newest run in {folder}: give another name",
+    ),
     _an_address_is_of_one_tracker,
     _no_address_holds_credentials,
-    _spans_have_a_place,
+    RuleRow(
+        lambda c: (c.tracing.exporter == "otlp") != bool(c.tracing.address),
+        "tracing.exporter={tracing.exporter} and tracing.address={tracing.address!r}: exporter=otlp sends to an "
+        "address, and the others have none; set both, or neither",
+    ),
     _traced_steps_are_made,
-    _backoff_grows,
+    RuleRow(
+        lambda c: c.supervision.backoff_s > c.supervision.max_backoff_s,
+        "supervision.backoff_s={supervision.backoff_s:g} is the pause before a first restart, "
+        "supervision.max_backoff_s={supervision.max_backoff_s:g} the longest one: lower the one or raise the other",
+    ),
     _a_push_ends_before_its_engines_count_as_hung,
-    _adapters_can_travel,
-    _dropout_and_the_gap,
+    RuleRow(
+        lambda c: c.weight_sync.payload == "adapters" and not c.policy.lora.is_on,
+        "weight_sync.payload=adapters but policy.lora.rank={policy.lora.rank}, so there are none: set "
+        "policy.lora.rank to 8 or more, or weight_sync.payload=weights",
+    ),
+    RuleRow(
+        lambda c: c.policy.dropout and not c.offline.is_on and c.supervision.on_logprob_gap != "warn",
+        "policy.dropout=true makes the learner's log-probs other ones than were sampled, and "
+        "supervision.on_logprob_gap=stop ends a run for that: set policy.dropout=false, or "
+        "supervision.on_logprob_gap=warn",
+    ),
     _suites_have_names,
     _greedy_suites_have_one_sample,
 )

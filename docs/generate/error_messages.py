@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("configs", "cluster", "actors", "learner", "rewards", "deploy", "examples")
 TARGET = ROOT / "docs" / "errors.md"
 GAP = "…"
-CONFIGURATION = "configs/rules/"  # whose functions return the messages of a ConfigError
+CONFIGURATION = "configs/rules/"  # functions and rows hold the messages of a ConfigError
+FIELD = re.compile(r"\{[^{}]*\}")  # of a row's message
 LEAST_LETTERS = 12  # of a message's own words: fewer say nothing that could be searched for
 HEAD = f"""\
 # Error messages
@@ -65,6 +67,8 @@ def messages_of(source: str, path: str) -> Iterator[ErrorMessage]:
                 kind, text = name, template(first)
             case ast.Return(value=ast.JoinedStr() as first) if path.startswith(CONFIGURATION):
                 kind, text = ConfigError.__name__, template(first)
+            case ast.Call(func=ast.Name(id="RuleRow"), args=[_, ast.Constant(value=str() as row)]) if FIELD.search(row):
+                kind, text = ConfigError.__name__, _in_line(FIELD.sub(GAP, row))
             case _:
                 continue
         if kind in known and sum(map(str.isalpha, text)) >= LEAST_LETTERS:

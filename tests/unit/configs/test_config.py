@@ -18,6 +18,8 @@ from mobula.configs import overrides as keys
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import dump_config, load_config, load_resolved
 from mobula.configs.overrides import FOLDER, groups, leaves, overridden, own_values
+from mobula.configs.rules import RULES
+from mobula.configs.rules.row import RuleRow
 from mobula.configs.schema import DataKind, SamplerKind
 from mobula.configs.schema.rewards import SHARED_SERVICE
 from mobula.configs.schema.run import MAX_SECONDS
@@ -761,3 +763,11 @@ def test_over_a_runs_own_configuration_only_single_keys_can_be_set(tmp_path: Pat
     assert load_resolved(path, ["algorithm.kl.coef=0.5", "seed=9"]) == load_config(
         ["experiment=digits", "algorithm.kl.coef=0.5", "seed=9"]
     )
+
+
+def test_rows_of_rules_name_keys_of_the_configuration() -> None:
+    config = load_config(["experiment=digits", "algorithm.losses.nft.max_decay=0.5"])
+    algorithm = config.algorithm.model_copy(update={"loss": "nft"})  # a row names its slow copy
+    config = config.model_copy(update={"algorithm": algorithm})
+    for row in RULES:
+        assert not isinstance(row, RuleRow) or row.message.format_map(dict(config))

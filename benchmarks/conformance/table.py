@@ -116,8 +116,9 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         "them of another model is refused."
     )
     yield from ("", "## Files of a checkpoint", "", *FILES)
-    yield from ("", "## Refused at start", "", "| `model_type` | reason |", "|---|---|")
-    yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
+    yield from ("", "## Refused at start", "", "By `model_type`:", "")
+    yield from (f"- `{kind}`: {reason}" for kind, reason in REFUSED.items())
+    yield ""
 
 
 def _ties(reports: Sequence[Report]) -> Iterator[str]:

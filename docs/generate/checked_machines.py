@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from docs.generate.markdown import with_block, write_page
+
 from mobula.deploy.checks.gpu_check.results import ROOT, CheckResults, read_results, status_rows
 
 TARGET = ROOT / "docs" / "supported.md"
@@ -34,8 +36,6 @@ def text() -> str:
 
 
 def main(files: Sequence[str]) -> None:
-    from docs.generate.configuration import with_block, write_page
-
     for file in files:
         keep(read_results(Path(file)))
     write_page(TARGET, with_block(TARGET.read_text(encoding="utf-8"), BEGIN, END, text()))

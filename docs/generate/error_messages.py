@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from docs.generate.configuration import write_page
+from docs.generate.markdown import write_page
 
 from mobula.cluster import errors
 from mobula.configs.errors import ConfigError
@@ -89,16 +89,17 @@ def template(node: ast.expr) -> str:
 
 
 def text() -> str:
-    """Returns the page: one table; each kind of error has a row for each directory that raises it."""
-    rows: Mapping[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    """Returns the page: a heading for each kind of error, and below it a list for each directory that raises it."""
+    found: Mapping[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for message in messages():
         directory = message.path.rpartition("/")[0]
-        rows[message.kind][directory].append(f"`{message.text}`".replace("|", "\\|"))
+        found[message.kind][directory].append(f"- `{message.text}`")
     lines = []
-    for kind, directories in sorted(rows.items()):
-        lines += [f"| **`{kind}`** | |"]
-        lines += [f"| {directory} | {'<br>'.join(texts)} |" for directory, texts in sorted(directories.items())]
-    return "\n".join([HEAD, "| raised in | messages |", "|---|---|", *lines, ""])
+    for kind, directories in sorted(found.items()):
+        lines += [f"\n## `{kind}`"]
+        for directory, texts in sorted(directories.items()):
+            lines += [f"\nRaised in `{directory}`:\n", *texts]
+    return "\n".join([HEAD.rstrip(), *lines, ""])
 
 
 def _in_line(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from docs.generate.configuration import with_block, write_page
+from docs.generate.markdown import with_block, write_page
 
 from mobula.cluster.metrics.definitions import COUNTERS, LIVE, METRICS, SPLIT, Metric
 

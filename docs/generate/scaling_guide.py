@@ -1,5 +1,5 @@
 """Write the tables of docs/scaling.md, which preset holds which model, with the planner: `python -m
-deploy.planning.scaling_guide`."""
+docs.generate.scaling_guide`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import yaml
-from docs.generate.configuration import with_block, write_page
+from docs.generate.markdown import with_block, write_page
 
 from mobula.cluster.errors import PlacementError
 from mobula.configs.load import load_config

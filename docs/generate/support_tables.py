@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from docs.generate.configuration import with_block, write_page
+from docs.generate import markdown
+from docs.generate.markdown import with_block, write_page
 
 from mobula.actors.datasets.formats.records import FORMATS
 from mobula.actors.datasets.readers import READERS
@@ -73,7 +74,7 @@ def rewritten(page: str, block: str) -> str:
 def _table(title: str, rows: Iterable[Row]) -> Iterator[str]:
     yield f"\n| {title} | supported | chosen by |\n|---|---|---|"
     for subject, entries, key in rows:
-        yield f"| {subject} | {', '.join(f'`{entry}`' for entry in entries)} | {key} |"
+        yield from markdown.rows([subject], markdown.chunks(f"`{entry}`" for entry in entries), [key])
 
 
 def _summary() -> Iterator[Row]:
@@ -102,8 +103,7 @@ def _models() -> Iterator[Row]:
     for family in FAMILIES:
         if family.on_cpu:
             yield f"on CPU: {family.on_cpu}", family.model_types, by_model
-    for kind, reason in REFUSED.items():
-        yield f"refused: {reason}", (kind,), "-"
+    yield "refused, with the reason in [models](models.md#refused-at-start)", REFUSED, "-"
     yield "data", groups()["data"], "`data=`, `data.path`"
     yield "dataset readers", READERS, "`data.kind`"
     yield "row formats", FORMATS, "`data.row_format`"

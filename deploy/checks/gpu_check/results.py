@@ -12,6 +12,7 @@ from enum import StrEnum
 from importlib import metadata
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +195,18 @@ def table(results: CheckResults) -> str:
 
 
 def status_rows(all_results: list[CheckResults]) -> str:
-    """The Markdown table of docs/supported.md: each stage, and where, when and at which commit it passed."""
+    """The Markdown table of docs/supported.md: where, when and at which commit each stage passed, a machine a row."""
     lines = ["| stage | passed on | failed on |", "|---|---|---|"]
     for stage in STAGES:
         found = [
             (results.machine, results.stages[stage.name]) for results in all_results if stage.name in results.stages
         ]
-        cells = [
-            "; ".join(_cell(machine, result) for machine, result in found if result.outcome is outcome)
+        passed, failed = (
+            [_cell(machine, result) for machine, result in found if result.outcome is outcome]
             for outcome in (Outcome.PASSED, Outcome.FAILED)
-        ]
-        missing = stage.missing or "nowhere yet"
-        lines.append(f"| {stage.title} | {cells[0] or missing} | {cells[1] or '-'} |")
+        )
+        columns = ([stage.title], passed or [stage.missing or "nowhere yet"], failed or ["-"])
+        lines += [f"| {' | '.join(cells)} |" for cells in zip_longest(*columns, fillvalue="")]
     return "\n".join(lines)
 
 

@@ -57,7 +57,7 @@ def test_a_family_that_conforms_has_a_row_and_no_note() -> None:
     assert "- `qwen3_vl_moe`: engine and learner choose experts each for themselves" in text
     accepted = next(line for line in text.splitlines() if line.startswith("Accepted"))
     assert "`llama`" in accepted and "`internvl`" not in accepted
-    assert "| `qwen3_5_moe` | its experts lie transposed" in text
+    assert "- `qwen3_5_moe`: its experts lie transposed" in text
 
 
 def test_architectures_with_one_kind_of_embeddings_are_named() -> None:

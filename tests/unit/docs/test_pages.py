@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from docs.generate import error_messages
+from docs.generate.markdown import chunks, shortened
 
 from mobula.cluster import errors
 from mobula.configs.errors import ConfigError
@@ -146,3 +147,30 @@ def f(name):
 """
     [message] = error_messages.messages_of(source, "deploy/x.py")
     assert message.text == "there is no run \u2026: give the run's 'NAME' or its folder"
+
+
+MAX_CELL = 160  # characters, with the spaces between the bars
+
+
+def long_cells(page: str) -> list[str]:
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    return [cell for row in rows for cell in row.split("|") if len(cell) > MAX_CELL]
+
+
+def test_cells_of_tables_are_short() -> None:
+    pages = [*DOCS, REPOSITORY / "README.md"]
+    found = {page.name: cells for page in pages if (cells := long_cells(page.read_text(encoding="utf-8")))}
+    assert found == {}
+
+
+def test_a_long_cell_is_seen() -> None:
+    assert long_cells(f"| a | {'b' * 200} |\n{'c' * 200}") == [f" {'b' * 200} "]
+
+
+def test_a_generated_cell_has_whole_sentences() -> None:
+    first, second = "The first, e.g. `this` one.", f"The {'second ' * 20}one."
+    assert shortened(first) == (first, "")
+    assert shortened(f"{first} {second}") == (f"{first} (more below)", second)
+    whole = f"One clause; {'another ' * 20}clause."
+    assert shortened(whole) == ("One clause (more below)", whole)
+    assert chunks(["a" * 100, "b" * 50, "c" * 100]) == [f"{'a' * 100}, {'b' * 50}", "c" * 100]

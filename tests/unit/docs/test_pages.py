@@ -63,7 +63,7 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
 
 ROOT = Path(__file__).parents[3]
 SECTION = "## From a row of the data file to its gradient"
-MAX_FILES = 30
+MAX_FILES = 28
 
 
 def test_the_path_of_a_row_is_what_the_walkthrough_says() -> None:

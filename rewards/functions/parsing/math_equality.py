@@ -70,12 +70,8 @@ def _same_relation(answer: Value, reference: Value) -> bool:
         return ours.keys() == theirs.keys() and all(_same(ours[name], theirs[name]) for name in ours)
     if answer.kind == reference.kind == "relation" and answer.name == reference.name:
         (left, *_, right), (other_left, *_, other_right) = answer.parts, reference.parts
-        if (
-            (not left.is_number or left == other_left)
-            and _same(left, other_left)
-            and _is_consistent(answer)
-            and _same(right, other_right)
-        ):
+        is_left = left == other_left or (not left.is_number and _same(left, other_left))
+        if is_left and _is_consistent(answer) and _same(right, other_right):
             return True
         if answer.name == "\\ne" and _same(left, other_right) and _same(right, other_left):
             return True
@@ -141,12 +137,11 @@ def _same_equation(answer: Value, reference: Value) -> bool:
     symbols = [value.parts[0].symbols | value.parts[-1].symbols for value in (answer, reference)]
     if symbols[0] != symbols[1] or not symbols[0] or len(answer.parts) + len(reference.parts) > 4:
         return False
-    ours, theirs = (
-        [a - b for a, b in _zipped(value.parts[0].points, value.parts[1].points)] for value in (answer, reference)
-    )
-    if any(other == 0 for other in theirs):
+    sides = [_zipped(*(part.points for part in value.parts)) for value in (answer, reference)]
+    differences = [[left - right for left, right in pairs] for pairs in sides]
+    if 0 in differences[1]:
         return False
-    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    ratios = [one / other for one, other in zip(*differences, strict=True)]
     is_direction = answer.name == "=" or mp.re(ratios[0]) > 0
     return is_direction and ratios[0] != 0 and all(_close(ratio, ratios[0]) for ratio in ratios)
 
@@ -165,9 +160,7 @@ def _same_items(answer: Value, reference: Value) -> bool:
     is_long = max(len(answer.parts), len(reference.parts)) > _MAX_ITEMS
     if is_long or (kinds == {"list"} and {answer.name, reference.name} == {"and", "or"}):
         return False
-    ours, theirs = (
-        _different(value.parts) if value.kind == "set" else list(value.parts) for value in (answer, reference)
-    )
+    ours, theirs = [_different(value.parts) if value.kind == "set" else [*value.parts] for value in (answer, reference)]
     if len(ours) != len(theirs):
         return False
     for one in ours:
@@ -216,59 +209,46 @@ def _same_region(answer: Value, reference: Value) -> bool:
 
 def _region(value: Value) -> Region | None:
     """Returns a set of real numbers, if a value is one with numbers as ends."""
-    parts, name = value.parts, value.name
-    numbers = [mp.re(mp.convert(part.points[0])) for part in parts if part.is_number and mp.im(part.points[0]) == 0]
-    if (
-        value.kind == "bracket"
-        and name[:1] in ("(", "[")
-        and len(parts) == len(numbers) == 2
-        and numbers[0] < numbers[1]
-    ):
-        low, high = numbers
-        return "", frozenset(numbers), _between(low, high, name[0] == "[", name[1] == "]")
-    if value.kind == "set" and len(numbers) == len(parts):
-        return "", frozenset(numbers), lambda x: any(_close(x, number) for number in numbers)
+    kind, name, parts = value.kind, value.name, value.parts
+    if kind in ("operation", "list"):
+        return _joined(value)
     if name == "\\mathbb { R }":
         return "", frozenset(), lambda x: True
-    if value.kind == "operation" or value.kind == "list":
-        return _joined(value)
-    if value.kind != "relation" or len(parts) != 2:
+    numbers = [mp.re(mp.convert(part.points[0])) for part in parts if part.is_number and mp.im(part.points[0]) == 0]
+    if kind == "set" and len(numbers) == len(parts):
+        return "", frozenset(numbers), lambda x: any(_close(x, number) for number in numbers)
+    if kind == "bracket" and name[0] in "([" and len(numbers) == len(parts) == 2 and numbers[0] < numbers[1]:
+        return "", frozenset(numbers), _between(*numbers, name[0] == "[", name[1] == "]")
+    if kind != "relation" or len(parts) != 2:
         return None
     left, right = parts
-    if name == "\\in":
-        inside = _region(right)
-        return (left.name, *inside[1:]) if inside else None
-    excluded = right.parts if right.kind == "list" else (right,)
-    if name == "\\ne" and all(part.is_number for part in excluded) and _is_symbol(left):
-        ends = frozenset(mp.re(mp.convert(part.points[0])) for part in excluded)
-        return left.name, ends, lambda x: not any(_close(x, end) for end in ends)
-    if name in ("<", "\\le") and len(numbers) == 1 and _is_symbol(right if left.is_number else left):
-        low, high = (numbers[0], mp.inf) if left.is_number else (-mp.inf, numbers[0])
-        return (
-            (right if left.is_number else left).name,
-            frozenset(numbers),
-            _between(low, high, name != "<", name != "<"),
+    if name in ("\\in", "\\ne"):
+        items = right.parts if right.kind == "list" else (right,)
+        inside = (
+            _region(right if name == "\\in" else Value("set", items)) if name == "\\in" or _is_symbol(left) else None
         )
-    return None
+        return inside and (left.name, inside[1], lambda x: inside[2](x) == (name == "\\in"))
+    unknown = right if left.is_number else left
+    if name not in ("<", "\\le") or len(numbers) != 1 or not _is_symbol(unknown):
+        return None
+    ends = (numbers[0], mp.inf) if left.is_number else (-mp.inf, numbers[0])
+    return unknown.name, frozenset(numbers), _between(*ends, name != "<", name != "<")
 
 
 def _joined(value: Value) -> Region | None:
     regions = [region for region in map(_region, value.parts) if region]
     unknowns = {region[0] for region in regions} - {""}
     joint = value.name if value.kind == "operation" else "\\cap" if value.name == "and" else "\\cup"
-    is_set = value.kind == "operation" or len(unknowns) == 1
-    if (
-        len(regions) < len(value.parts)
-        or len(unknowns) > 1
-        or joint not in ("\\cup", "\\cap", "\\setminus")
-        or not is_set
-    ):
+    if len(regions) < len(value.parts) or len(unknowns) > 1 or (value.kind == "list" and not unknowns):
         return None
-    tests = [region[2] for region in regions]
+    first, *others = [region[2] for region in regions]
+    rules: dict[str, Callable[[Any], bool]] = {
+        "\\cup": lambda x: first(x) or any(test(x) for test in others),
+        "\\cap": lambda x: first(x) and all(test(x) for test in others),
+        "\\setminus": lambda x: first(x) and not any(test(x) for test in others),
+    }
     ends = frozenset().union(*(region[1] for region in regions))
-    if joint == "\\setminus":
-        return next(iter(unknowns), ""), ends, lambda x: tests[0](x) and not any(test(x) for test in tests[1:])
-    return next(iter(unknowns), ""), ends, lambda x: (any if joint == "\\cup" else all)(test(x) for test in tests)
+    return (next(iter(unknowns), ""), ends, rules[joint]) if joint in rules else None
 
 
 def _between(low: Any, high: Any, has_low: bool, has_high: bool) -> Callable[[Any], bool]:
@@ -297,9 +277,8 @@ def _same_text(answer: Value, reference: Value) -> bool:
     value, text = (answer, reference) if reference.kind == "text" else (reference, answer)
     if value.kind != "expression" or not re.fullmatch("[A-Za-z]{2,3}", text.name):
         return False
-    return len(value.symbols) > 1 and _same_points(
-        value.points, _expression([Token(letter) for letter in text.name]).points
-    )
+    letters = _expression([Token(letter) for letter in text.name])
+    return len(value.symbols) > 1 and _same_points(value.points, letters.points)
 
 
 def _same_expressions(answer: Value, reference: Value) -> bool:
@@ -356,9 +335,7 @@ _RULES: dict[str, Callable[[Value, Value], bool]] = {
     "bracket": lambda answer, reference: _same_items(answer, reference) or _same_region(answer, reference),
     "operation": _same_operation,
     "quantity": _same_quantity,
-    "matrix": lambda answer, reference: (
-        answer.name == reference.name and all(map(_same, answer.parts, reference.parts))
-    ),
+    "matrix": lambda one, other: one.name == other.name and all(map(_same, one.parts, other.parts)),
     "text": _same_text,
     "expression": _same_expressions,
 }

@@ -12,11 +12,12 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial, reduce
 from typing import Any
 
 from mpmath import MPContext
 
-from mobula.rewards.functions.parsing.math_tokens import Token, UnreadableError, closing, spelled, split
+from mobula.rewards.functions.parsing.math_tokens import Token, UnreadableError, closing, refuse, spelled, split
 from mobula.rewards.functions.parsing.unicode_latex import GREEK_NAMES
 
 mp = MPContext()
@@ -36,16 +37,7 @@ _DECORATIONS = frozenset(
 )
 _READ_BOTH_WAYS = frozenset({"angle", "overline", "overleftrightarrow", "widehat"})  # ABC and CBA are one angle
 _SYMBOLS = GREEK_NAMES | {"emptyset", "ell", "hbar", "sum", "int", "top"}
-_BASES = {
-    "two": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "eight": "8",
-    "ten": "10",
-    "twelve": "12",
-    "sixteen": "16",
-}
+_BASES = dict(zip("two three four five eight ten twelve sixteen".split(), "2 3 4 5 8 10 12 16".split(), strict=True))
 _BARS = {"|": "|", "\\|": "\\|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _MAX_BITS = 40_000  # of an exact number, and of the logarithm of any other
 _MAX_STEPS = 8_000  # of the evaluation of an expression
@@ -74,7 +66,7 @@ class Expression:
         if len(chosen := split(self._tokens, ("\\choose",))) == 2:
             return _binomial(*map(self._read, chosen))
         result = self._sum()
-        return result if self._at == len(self._tokens) else _refuse("no expression")
+        return result if self._at == len(self._tokens) else refuse("no expression")
 
     def _read(self, found: Sequence[Token], **bound: Any) -> Any:
         return Expression(found, self._point, {**self._bound, **bound}, self).whole()
@@ -85,7 +77,7 @@ class Expression:
     def _take(self) -> str:
         self._at += 1
         self._steps.append(None)
-        return self._peek(-1) if len(self._steps) < _MAX_STEPS and self._peek(-1) else _refuse("an end")
+        return self._peek(-1) if len(self._steps) < _MAX_STEPS and self._peek(-1) else refuse("an end")
 
     def _taken(self, *texts: str) -> bool:
         self._at += (is_next := self._peek() in texts)
@@ -98,7 +90,7 @@ class Expression:
         return self._tokens[start + 1 : self._at - 1] if self._at - start > 1 else self._tokens[start : self._at]
 
     def _sign(self) -> int:
-        return 1 - 2 * (self._peek() == "-" and self._taken("-")) if not self._taken("+") else 1
+        return 1 if self._taken("+") else 1 - 2 * self._taken("-")
 
     def _sum(self) -> Any:
         total = self._product()
@@ -131,31 +123,22 @@ class Expression:
         return token in ("(", "[", "{", "|") or token.isalpha() or bool(is_command)
 
     def _power(self) -> Any:
-        start = self._at
         base = self._atom()
         while self._peek():
             if self._taken("^"):
-                texts = [token.text for token in self._tokens[self._at : self._at + 2]]
-                is_star = "*" in (texts[:1] if texts[:1] != ["{"] else texts)
-                if "T" in (texts[:1] if texts[:1] != ["{"] else texts):
+                first = self._peek(int(self._peek() == "{"))
+                if first == "T":
                     raise UnreadableError("a transpose")
-                base = (
-                    self._symbol(f"{mp.nstr(base)} {self._inner()[0].text}")
-                    if is_star
-                    else _power(base, self._script())
-                )
+                is_star = first == "*" and self._inner()
+                base = self._symbol(f"{mp.nstr(base)} *") if is_star else _power(base, self._script())
             elif self._taken("!"):
-                is_double = self._taken("!")
-                if isinstance(base, Fraction) and self._tokens[start].text.isdigit():
-                    base = (
-                        Fraction(math.prod(range(int(base), 0, -1 - is_double)))
-                        if base < 3000
-                        else _refuse("a factorial")
-                    )
+                step = 1 + self._taken("!")
+                if isinstance(base, Fraction) and base.denominator == 1:
+                    base = Fraction(math.prod(range(_natural(base), 0, -step)))
                 else:
-                    base = mp.fac2(_mp(base)) if is_double else mp.factorial(_mp(base))
+                    base = mp.fac2(base) if step == 2 else mp.factorial(base)
             elif self._taken("\\degree"):
-                base = _mp(base) * mp.pi / 180 if self._is_angle else base
+                base = mp.convert(base) * mp.pi / 180 if self._is_angle else base
             else:
                 break
         return base
@@ -178,9 +161,7 @@ class Expression:
             return self._number(token)
         if token in _BARS:
             start, texts = self._at, [one.text for one in self._tokens]
-            self._at = (
-                texts.index(_BARS[token], start) if _BARS[token] in texts[start:] else _refuse("an open bar")
-            ) + 1
+            self._at = texts.index(_BARS[token], start) + 1
             content = self._read(self._tokens[start : self._at - 1])
             return self._opaque("norm", content) if token == "\\|" else _BAR_VALUES[token](content)
         if token in ("(", "[", "{"):
@@ -189,24 +170,13 @@ class Expression:
             return self._read(inner) if len(split(inner, (",", ";"))) == 1 else self._symbol(spelled(inner))
         if token == "\\begin{vmatrix}":
             self._at -= 1
-            return _determinant([[self._read(cell) for cell in row] for row in rows(self._inner())])
+            return mp.det([[self._read(cell) for cell in row] for row in rows(self._inner())])
         return self._command(token[1:]) if token[0] == "\\" else self._word(token)
 
     def _number(self, token: str) -> Any:
         if self._peek() == "_":
             return self._symbol(token)
-        number = Fraction(token) if len(token) < 1000 else _refuse("a long number")
-        start = self._at
-        parts: tuple[Any, ...] = ()
-        if token.isdigit() and self._taken("\\frac"):
-            parts = self._argument(), self._argument()
-        elif token.isdigit() and self._peek().isdigit() and self._peek(1) == "/" and self._peek(2).isdigit():
-            parts = Fraction(self._take()), Fraction((self._take(), self._take())[1])
-        if parts and all(isinstance(part, Fraction) and part.denominator == 1 and part > 0 for part in parts):
-            if all(token.text[0] in "\\/{}0123456789" for token in self._tokens[start : self._at]):
-                return number + parts[0] / parts[1]  # a mixed number
-        self._at = start
-        return number
+        return Fraction(token) if len(token) < 1000 else refuse("a long number")
 
     def _word(self, word: str) -> Any:
         if word in MULTIPLIERS:
@@ -246,7 +216,7 @@ class Expression:
     def _opaque(self, name: str, *arguments: Any) -> Any:
         """Returns the value of a symbol at this point, or of an unknown function of values."""
         self.names.add(name)
-        return sample("|".join((name, *(mp.nstr(_mp(argument), 25) for argument in arguments))), self._point)
+        return sample("|".join((name, *(mp.nstr(mp.convert(argument), 25) for argument in arguments))), self._point)
 
     def _command(self, name: str) -> Any:
         if name in ("pi", "infty"):
@@ -272,7 +242,7 @@ class Expression:
             letters = "".join(token.text for token in self._inner())
             letters = min(letters, letters[::-1]) if name in _READ_BOTH_WAYS else letters
             return self._symbol(f"{name} {''.join(sorted(letters)) if name == 'triangle' else letters}")
-        return self._symbol(name) if name in _SYMBOLS else _refuse(f"the command {name}")
+        return self._symbol(name) if name in _SYMBOLS else refuse(f"the command {name}")
 
     def _call(self, name: str) -> Any:
         scripts: dict[str, Any] = {}
@@ -281,24 +251,28 @@ class Expression:
             scripts[mark] = self._script()
         was_angle, self._is_angle = self._is_angle, self._is_angle or name in _ANGLE
         if self._peek() in ("(", "[") or (self._peek() == "{" and name in ("max", "min", "gcd", "lcm")):
-            arguments = [self._read(piece) for piece in split(self._inner(), (",",))]
+            arguments = [*map(self._read, split(self._inner(), (",",)))]
         else:
             arguments = [self._product(is_argument=True)]
         self._is_angle = was_angle
         if name not in _FUNCTIONS:
             return self._opaque(name, *arguments)
         if name in ("gcd", "lcm"):
-            return Fraction(_FUNCTIONS[name](*(_integer(argument) for argument in arguments)))
+            return (
+                Fraction(_FUNCTIONS[name](*map(int, arguments)))
+                if all(a.denominator == 1 for a in arguments)
+                else refuse("no integer")
+            )
         if any(abs(argument) > _MAX_BITS for argument in arguments) and name not in ("ln", "log", "lg", "max", "min"):
             raise UnreadableError("a large argument")
         exponent = scripts.get("^", Fraction(1))
         if name in _ANGLE and exponent == -1:
-            return getattr(mp, f"a{name}")(*map(_mp, arguments))
+            return getattr(mp, f"a{name}")(*map(mp.convert, arguments))
         if name in ("log", "lg"):
             arguments.append(scripts.get("_", Fraction(10)))
         elif "_" in scripts:
             raise UnreadableError("a function with an index")
-        values = arguments if name in ("max", "min") else map(_mp, arguments)
+        values = arguments if name in ("max", "min") else map(mp.convert, arguments)
         return _power(_FUNCTIONS[name](*values), exponent)
 
     def _bounded(self, name: str) -> Any:
@@ -311,7 +285,7 @@ class Expression:
         if name == "int":
             texts = [token.text for token in self._tokens]
             ends = [i for i in range(start, len(texts)) if re.fullmatch("[a-z]*d[a-z]", texts[i])]
-            end = ends[0] if ends else _refuse("an integral without differential")
+            end = ends[0] if ends else refuse("an integral without differential")
             variable, self._at = texts[end][-1], end + 1
             body = [*self._tokens[start:end], *(Token(letter) for letter in texts[end][:-2])] or [Token("1")]
             low = scripts.get("_", [])
@@ -324,24 +298,23 @@ class Expression:
         values = [self._read(found) for found in (low, scripts.get("^", [])) if found]
         value = self._read(body, **{variable: sample(variable, self._point)})
         if name == "int" and len(values) == 2 and not self._bound and not self.names:
-            return mp.quad(lambda x: _mp(self._read(body, **{variable: x})), [*map(_mp, values)], maxdegree=5)
+            return mp.quad(
+                lambda x: mp.convert(self._read(body, **{variable: x})), [*map(mp.convert, values)], maxdegree=5
+            )
         if name in ("sum", "prod") and all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
             if not 0 <= values[1] - values[0] < 1000:
                 raise UnreadableError("bounds")
-            terms = [
-                self._read(body, **{variable: Fraction(index)}) for index in range(int(values[0]), int(values[1]) + 1)
-            ]
-            total = Fraction(name == "prod")
-            for term in terms:
-                total = _combined(operator.add if name == "sum" else operator.mul, total, term)
-            return total
-        if name == "lim" and mp.isfinite(_mp(values[0])):
+            indices = map(Fraction, range(int(values[0]), int(values[1]) + 1))
+            terms = (self._read(body, **{variable: index}) for index in indices)
+            combine = partial(_combined, operator.add if name == "sum" else operator.mul)
+            return reduce(combine, terms, Fraction(name == "prod"))
+        if name == "lim" and mp.isfinite(mp.convert(values[0])):
             return self._read(body, **{variable: values[0]})  # fails where the expression has no value
         return self._opaque(name, value, *values)
 
     def _bounds(self, found: list[Token]) -> tuple[str, list[Token]]:
         below = split(found, ("=", "\\to"))
-        return (below[0][0].text, below[1]) if len(below) == 2 and len(below[0]) == 1 else _refuse("bounds")
+        return (below[0][0].text, below[1]) if len(below) == 2 and len(below[0]) == 1 else refuse("bounds")
 
 
 def sample(name: str, point: int) -> Fraction:
@@ -356,58 +329,35 @@ def rows(found: Sequence[Token]) -> list[list[list[Token]]]:
     return [split(row, ("&",)) for row in split(found, ("\\\\",)) if row]
 
 
-def _mp(value: Any) -> Any:
-    return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
-
-
 def _combined(operation: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    if not (isinstance(one, Fraction) and isinstance(other, Fraction)):
-        one, other = _mp(one), _mp(other)
-    if operation is operator.truediv and other == 0:
-        raise UnreadableError("a division by 0")
-    return _limited(operation(one, other))
-
-
-def _limited(value: Any) -> Any:
-    is_large = (
-        isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS
-    )
-    return _refuse("a number") if is_large or value != value else value
+    is_exact = isinstance(one, Fraction) and isinstance(other, Fraction)
+    value = operation(one, other) if is_exact else operation(mp.convert(one), mp.convert(other))
+    is_large = is_exact and max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS
+    return refuse("a number") if is_large or value != value else value
 
 
 def _power(base: Any, exponent: Any) -> Any:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         bits = abs(exponent) * max(base.numerator.bit_length(), base.denominator.bit_length())
-        return base**exponent.numerator if bits < _MAX_BITS and (base or exponent > 0) else _refuse("a power")
+        return base**exponent.numerator if bits < _MAX_BITS and (base or exponent > 0) else refuse("a power")
     if base == 0:
-        return Fraction(0) if mp.re(_mp(exponent)) > 0 else _refuse("a power")
-    base, exponent = _mp(base), _mp(exponent)
+        return Fraction(0) if mp.re(mp.convert(exponent)) > 0 else refuse("a power")
+    base, exponent = mp.convert(base), mp.convert(exponent)
     if abs(mp.log(base) * exponent) > _MAX_BITS:
         raise UnreadableError("a power")
     return mp.power(base, exponent)
 
 
 def _binomial(above: Any, below: Any) -> Any:
-    if all(isinstance(value, Fraction) and value.denominator == 1 and 0 <= value < 3000 for value in (above, below)):
-        return Fraction(math.comb(int(above), int(below)))
-    return mp.binomial(_mp(above), _mp(below))
+    try:
+        return Fraction(math.comb(_natural(above), _natural(below)))
+    except UnreadableError:
+        return mp.binomial(above, below)
 
 
-def _determinant(cells: list[list[Any]]) -> Any:
-    if not 0 < len(cells) < 6 or any(len(row) != len(cells) for row in cells):
-        raise UnreadableError("a determinant")
-    if len(cells) == 1:
-        return cells[0][0]
-    minors = [_determinant([row[:column] + row[column + 1 :] for row in cells[1:]]) for column in range(len(cells))]
-    return sum((-1) ** column * _mp(cells[0][column]) * _mp(minor) for column, minor in enumerate(minors))
-
-
-def _integer(value: Any) -> int:
-    return int(value) if isinstance(value, Fraction) and value.denominator == 1 else _refuse("no whole number")
-
-
-def _refuse(why: str) -> Any:
-    raise UnreadableError(why)
+def _natural(value: Any) -> int:
+    is_natural = isinstance(value, Fraction) and value.denominator == 1 and 0 <= value < 3000
+    return int(value) if is_natural else refuse("no natural number of this size")
 
 
 _BAR_VALUES: dict[str, Callable[[Any], Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mobula.rewards.functions.parsing.unicode_latex import to_latex
 
@@ -16,6 +16,11 @@ class UnreadableError(ValueError):
     """The text is no value of the grammar."""
 
 
+def refuse(why: str) -> Any:
+    """Raises `UnreadableError` in an expression."""
+    raise UnreadableError(why)
+
+
 class Token(NamedTuple):
     r"""A piece of an answer. `has_gap`: after a space; `is_text`: within `\text{}` or a similar command."""
 
@@ -24,13 +29,11 @@ class Token(NamedTuple):
     is_text: bool = False
 
 
+_TEXT_OPENING = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox|emph|operatorname)(?![A-Za-z])(?:\s*\{)?"
 _TOKEN = re.compile(
-    r"\\(?:begin|end)\{[a-zA-Z]+\}|\\(?:[A-Za-z]+|.)|[^\W\d_]+|"
+    rf"{_TEXT_OPENING}|\\(?:begin|end)\{{[a-zA-Z]+\}}|\\(?:[A-Za-z]+|.)|[^\W\d_]+|"
     r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9A-Za-z.]))?|\S",
     re.DOTALL,
-)
-_TEXT = frozenset(
-    r"\text \textbf \textit \textrm \textsf \texttt \textnormal \mathrm \mathbf \mbox \emph \operatorname".split()
 )
 _STYLE = frozenset(
     r"\boldsymbol \bm \underline \mathit \mathsf \mathtt \fbox \boxed \displaystyle \textstyle \scriptstyle \large"
@@ -62,6 +65,11 @@ _REWRITINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] 
         (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
         (r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))", r"\\degree "),
         (r"\^\s*\{?\s*((?:\\prime(?![A-Za-z])\s*)+)\}?", lambda match: "'" * match[1].count("prime")),
+        (
+            r"(?<![\w.])([0-9]+)\s*\\[dtc]?frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))",
+            lambda match: _mixed(match),
+        ),
+        (r"(?<![\w.])([0-9]+)(?:\s|\\[,;:! ])+([0-9]+)()\s*/\s*([0-9]+)()", lambda match: _mixed(match)),
         (r"([0-9]+)\s*\\degree\s*([0-9]+)\s*'(?:\s*([0-9]+)\s*(?:''|\"))?", lambda match: _degrees(match)),
         (rf"\\pmod\s*\{{?\s*(\w+)\s*\}}?|\(\s*{_MOD}(\w+)\s*\)", lambda match: f"\\pmod {match[1] or match[2]} "),
         (rf"([0-9]*)\.([0-9]*)(?:{_PERIOD})", lambda match: _repeating(match)),
@@ -88,17 +96,27 @@ _DEPTHS = {
 }
 
 
+def _fraction(value: Fraction) -> str:
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    numerator, denominator = int(match[2] or match[3]), int(match[4] or match[5])
+    return _fraction(int(match[1]) + Fraction(numerator, denominator)) if numerator and denominator else match[0]
+
+
 def _degrees(match: re.Match[str]) -> str:
     value = Fraction(match[1]) + Fraction(match[2]) / 60 + Fraction(match[3] or 0) / 3600
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}\\degree "
+    return _fraction(value) + "\\degree "
 
 
 def _repeating(match: re.Match[str]) -> str:
     """Returns a repeating decimal as a fraction: 0.1(6) is 1/10 + 6/90."""
     whole, fixed, *periods = match.groups()
     period = "".join(filter(None, periods))
-    value = Fraction(f"{whole or 0}.{fixed or 0}") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return _fraction(
+        Fraction(f"{whole or 0}.{fixed or 0}") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+    )
 
 
 def plain(text: str) -> str:
@@ -122,7 +140,7 @@ def tokens(text: str) -> list[Token]:
     """Returns the tokens of a `plain` answer."""
     for pattern, new in _REWRITINGS:
         text = pattern.sub(new, text)
-    found = _scanned(text, is_text=False)
+    found = _scanned(text)
     while found and found[-1].text in (".", ",", "\\\\"):
         found.pop()
     while found and found[0].text in ("\\\\", "="):
@@ -131,34 +149,26 @@ def tokens(text: str) -> list[Token]:
     return found
 
 
-def _scanned(text: str, *, is_text: bool) -> list[Token]:
+def _scanned(text: str) -> list[Token]:
     found: list[Token] = []
-    position, has_gap = 0, is_text
-    is_table = "\\begin{" in text
-    while match := _TOKEN.search(text, position):
+    braces: list[bool] = []  # open ones, and whether each is of a text
+    end, has_gap, is_table = 0, False, "\\begin{" in text
+    for match in _TOKEN.finditer(text):
         spelled = _SAME.get(match[0], match[0])
-        has_gap = has_gap or match.start() > position or spelled in _SPACING
-        position = match.end()
-        if spelled in _TEXT and (brace := re.match(r"\s*\{", text[position:])):
-            start = position + brace.end()
-            position = start + _group_end(text[start:])
-            found += _scanned(text[start:position], is_text=True)
-            position, has_gap = position + 1, True
-        elif spelled not in _TEXT | _SPACING and (spelled not in _STYLE or (is_table and spelled == "&")):
-            if found and found[-1].text == "d" and re.fullmatch("[a-z]", spelled) and (has_gap or found[-1].is_text):
-                spelled = found.pop().text + spelled  # a differential
-            found.append(Token(spelled, has_gap, is_text))
-            has_gap = False
-    return found
-
-
-def _group_end(text: str) -> int:
-    depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        if brace[0] == "}" and not depth:
-            return brace.start()
-        depth += (brace[0] == "{") - (brace[0] == "}")
-    raise UnreadableError("an open brace")
+        is_opening = re.fullmatch(_TEXT_OPENING, spelled)
+        is_gap = spelled in _SPACING or spelled == "}" and bool(braces) and braces.pop()
+        has_gap = has_gap or match.start() > end or is_gap or spelled[-1] == "{" != spelled
+        end = match.end()
+        if spelled[-1] == "{" and spelled != "\\{":
+            braces.append(spelled != "{")
+        if is_gap or is_opening or (spelled in _STYLE and not (is_table and spelled == "&")):
+            continue
+        is_text = any(braces)
+        if found and found[-1].text == "d" and re.fullmatch("[a-z]", spelled) and (has_gap or found[-1].is_text):
+            spelled = found.pop().text + spelled  # a differential
+        found.append(Token(spelled, has_gap, is_text))
+        has_gap = False
+    return found if not any(braces) else refuse("an open brace")
 
 
 def depth_of(token: Token) -> int:

@@ -17,6 +17,7 @@ from mobula.rewards.functions.parsing.math_tokens import (
     closing,
     depth_of,
     plain,
+    refuse,
     spelled,
     split,
     tokens,
@@ -45,8 +46,11 @@ _OPTION = re.compile(
     r"(?:\(([A-J])\)|([A-J])[.):](?=[\s}]|$)|([A-J])(?=\}?$))\s*\}?(?:\s|\\[,;: ]|~|\\q?quad)*(.*)",
     re.DOTALL,
 )
+_MATRIX = re.compile(r"\\begin\{(?:[pbB]|small|)matrix\}|\\begin\{array\}")
+_JOINTS = frozenset(r"/ * \cdot \times ^ \sqrt \frac - + _".split())  # no unit begins after these
 _MAX_UNIT_TOKENS = 40
-_DECIMALS = 6  # in which a decimal and a value without decimals must agree: 0.333333 is 1/3, 0.33 is not
+# A decimal that may be rounded has six digits after the point, leading zeros not counted: 0.333333 is 1/3, 0.33 is not.
+_ROUNDED = re.compile(r"(?:- )?(?:0*[1-9][0-9]*\.|0*\.0*(?=[1-9]))[0-9]{6,}")
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,12 @@ def readings(text: str) -> list[Value]:
     """Returns the values that a text may have, the usual one first: 100,200 is one number or two."""
     text = plain(text)
     option = _OPTION.fullmatch(text)
-    if option and option[4].strip("}") and not option[3]:
-        letter, rest = option[1] or option[2], option[4]
-        rest = rest.removesuffix("}") if rest.count("}") > rest.count("{") else rest
-        return [Value("option", (value,), letter) for value in readings(rest)]
     if option and len(text) > 1:
-        return [Value("option", (), option[1] or option[2] or option[3])]
+        letter, rest = option[1] or option[2] or option[3], option[4]
+        rest = rest.removesuffix("}") if rest.count("}") > rest.count("{") else rest
+        return (
+            [Value("option", (value,), letter) for value in readings(rest)] if rest else [Value("option", (), letter)]
+        )
     try:
         return [_value(tokens(reading)) for reading in dict.fromkeys((without_thousands(text), text))]
     except UnreadableError:
@@ -103,7 +107,7 @@ def _value(found: Sequence[Token]) -> Value:
         pieces = split(found, separators)
         if len(pieces) > 1:
             items = [_value(piece) for piece in pieces if piece]
-            return _listed("," if mode == ";" else mode, items) if pieces[0] else _refuse("nothing before a separator")
+            return _listed("," if mode == ";" else mode, items) if pieces[0] else refuse("nothing before a separator")
     return _item(found)
 
 
@@ -144,7 +148,7 @@ def _item(found: Sequence[Token]) -> Value:
     positions = [sum(map(len, terms[:index])) + index - 1 for index in range(1, len(terms))]
     names = [texts[position] for position in positions]
     if not terms[0]:
-        return _item(found[1:]) if names[0] in ("=", "\\approx") else _refuse("nothing before a relation")
+        return _item(found[1:]) if names[0] in ("=", "\\approx") else refuse("nothing before a relation")
     while len(names) > 1 and names[-1] == "\\approx":  # a rounded value after the exact one
         names, terms = names[:-1], terms[:-1]
     sides = [_side(term) for term in terms]
@@ -164,11 +168,7 @@ def _relation(name: str, one: Value, other: Value) -> Value:
     if name in _TURNED or (name == "=" and one.is_number and not other.is_number):
         name, one, other = _TURNED.get(name, name), other, one
     if name == "\\in" and other.kind == "set":
-        return (
-            Value("relation", (one, _listed(",", other.parts)), "=")
-            if other.parts
-            else Value("relation", (one, other), "=")
-        )
+        name, other = "=", _listed(",", other.parts) if other.parts else other
     return Value("relation", (one, other), name)
 
 
@@ -183,14 +183,13 @@ def _union(found: Sequence[Token]) -> Value:
 def _has_order(found: Sequence[Token]) -> bool:
     """Whether tokens are a capital letter, a vector, a set or an interval, so that a product depends on the order."""
     first = found[0].text
-    is_bracket = (
-        first in ("(", "[", "\\{") and len(split(found[1:-1], (",",))) > 1 and closing(found, 0) == len(found) - 1
-    )
-    return is_bracket or (len(found) == 1 and first.isupper()) or first in ("\\vec", "\\mathbb", "\\overrightarrow")
+    if first in ("(", "[", "\\{") and closing(found, 0) == len(found) - 1:
+        return len(split(found[1:-1], (",",))) > 1
+    return (len(found) == 1 and first.isupper()) or first in ("\\vec", "\\mathbb", "\\overrightarrow")
 
 
 def _quantity(found: Sequence[Token]) -> Value:
-    texts = [token.text for token in found] or _refuse("nothing")
+    texts = [token.text for token in found] or refuse("nothing")
     if texts == ["\\emptyset"]:
         return EMPTY
     if texts[0] == "\\{" and (value := _bracket(found)):
@@ -202,12 +201,10 @@ def _quantity(found: Sequence[Token]) -> Value:
     if all(text.isalpha() for text in texts) and len("".join(texts)) > 1:
         is_empty = re.fullmatch("no solutions?|(the )?empty set", spelled(found))
         return EMPTY if is_empty else Value("text", name=spelled(found))
-    if texts[0] in ("+", "-") and texts[1:] and texts[1] in CURRENCIES:
-        return _quantity([found[1], found[0], *found[2:]])
-    if texts[0] in CURRENCIES and texts[1:]:
-        return Value(
-            "quantity", (_quantity(found[2 if texts[1] == "." else 1 :]),), unit=read_unit(texts[:1]) or frozenset()
-        )
+    sign = int(texts[0] in ("+", "-"))
+    if len(texts) > sign + 1 and texts[sign] in CURRENCIES:
+        amount = [*found[:sign], *found[sign + 1 + (texts[sign + 1] == ".") :]]
+        return Value("quantity", (_quantity(amount),), unit=read_unit([texts[sign]]) or frozenset())
     if value := _bracket(found) or _matrix(found):
         return value
     depth = 0
@@ -217,7 +214,7 @@ def _quantity(found: Sequence[Token]) -> Value:
             return value
     try:
         return _expression(found)
-    except (UnreadableError, ArithmeticError, TypeError, ValueError, RecursionError):
+    except (ArithmeticError, TypeError, ValueError, RecursionError):
         return Value("text", name=re.sub(r"\{ (\S+) \}", r"\1", spelled(found)))
 
 
@@ -225,18 +222,7 @@ def _measured(found: Sequence[Token], index: int) -> Value | None:
     """Returns a quantity if a unit begins at `index`."""
     before, first, rest = found[index - 1].text, found[index], found[index:]
     texts = [token.text for token in rest]
-    if first.text in ("(", "[", "|") or before in (
-        "/",
-        "*",
-        "\\cdot",
-        "\\times",
-        "^",
-        "\\sqrt",
-        "\\frac",
-        "-",
-        "+",
-        "_",
-    ):
+    if first.text in ("(", "[", "|") or before in _JOINTS:
         return None
     is_angle = "\\degree" in texts and any(token.text.removeprefix("\\") in FUNCTIONS for token in found)
     unit = None if is_angle else read_unit(texts[texts[0] in ("\\cdot", "*") :])
@@ -266,17 +252,13 @@ def _bracket(found: Sequence[Token]) -> Value | None:
             unknown, condition = _value(inner[: bars[0]]), _value(inner[bars[0] + 1 :])
             unknown = unknown.parts[0] if unknown.kind == "relation" else unknown
             is_symbol = re.fullmatch(r"\S+", unknown.name) and unknown.symbols
-            return (
-                Value("operation", (condition,), "\\cup")
-                if is_symbol
-                else Value("operation", (unknown, condition), "|")
-            )
+            parts, joint = ((condition,), "\\cup") if is_symbol else ((unknown, condition), "|")
+            return Value("operation", parts, joint)
         inside = _value(inner) if inner else EMPTY
-        if inside.kind == "relation" or (
-            inside.kind == "list" and all(part.kind == "relation" for part in inside.parts)
-        ):
+        parts = inside.parts if inside.kind == "list" else (inside,)
+        if all(part.kind == "relation" for part in parts):
             return inside
-        parts = inside.parts if inside.kind == "list" and inside.name == "," else (inside,)
+        parts = parts if inside.name == "," else (inside,)
         return Value("set", tuple(dict.fromkeys(parts))) if inner else EMPTY
     pieces = split(inner, (",", ";"))
     if len(pieces) > 1:
@@ -287,25 +269,15 @@ def _bracket(found: Sequence[Token]) -> Value | None:
 
 def _matrix(found: Sequence[Token]) -> Value | None:
     """Reads a matrix, with a factor before it or without."""
-    index = next(
-        (
-            i
-            for i, token in enumerate(found)
-            if re.fullmatch(r"\\begin\{([pbB]|small|)matrix\}|\\begin\{array\}", token.text)
-        ),
-        None,
-    )
+    index = next((index for index, token in enumerate(found) if _MATRIX.fullmatch(token.text)), None)
     if index is None or closing(found, index) != len(found) - 1:
         return None
+    scale = found[:index]
     lines = [
-        [_quantity([*found[:index], Token("("), *cell, Token(")")]) for cell in row]
-        for row in rows(found[index + 1 : -1])
+        [_quantity([*scale, Token("("), *cell, Token(")")]) for cell in row] for row in rows(found[index + 1 : -1])
     ]
-    return Value(
-        "matrix",
-        tuple(replace(cell, is_computed=False) for line in lines for cell in line),
-        " ".join(str(len(line)) for line in lines),
-    )
+    cells = tuple(replace(cell, is_computed=False) for line in lines for cell in line)
+    return Value("matrix", cells, " ".join(str(len(line)) for line in lines))
 
 
 def _expression(found: Sequence[Token]) -> Value:
@@ -317,21 +289,11 @@ def _expression(found: Sequence[Token]) -> Value:
     values = [reader.whole()]
     values += [Expression(found, point, None, reader).whole() for point in range(1, NUM_POINTS)] if reader.names else []
     name = spelled(found)
-    decimals = re.fullmatch(r"(?:- )?([0-9]*)\.([0-9]+)", name)
-    num_digits = len(decimals[2] if decimals[1].strip("0") else decimals[2].lstrip("0")) if decimals else 0
-    is_rounded = decimals is not None and num_digits >= _DECIMALS
-    is_computed = reader.is_computed and not reader.names and hasattr(values[0], "denominator")
     return Value(
         "expression",
-        (),
-        name,
-        tuple(values),
-        frozenset(reader.names),
-        frozenset(),
-        len(decimals[2]) if decimals and is_rounded else 0,
-        is_computed,
+        name=name,
+        points=tuple(values),
+        symbols=frozenset(reader.names),
+        decimals=len(name.partition(".")[2]) if _ROUNDED.fullmatch(name) else 0,
+        is_computed=reader.is_computed and not reader.names and hasattr(values[0], "denominator"),
     )
-
-
-def _refuse(why: str) -> Any:
-    raise UnreadableError(why)

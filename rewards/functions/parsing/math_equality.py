@@ -89,7 +89,7 @@ def _same_relation(answer: Value, reference: Value) -> bool:
 def _is_consistent(chain: Value) -> bool:
     """Whether the sides of a chain are equal, without its first one if this is a name."""
     sides = chain.parts if chain.parts[0].is_number else chain.parts[1:]
-    return len(sides) == 1 or all(side.points and _same_points(side.points, sides[-1].points) for side in sides)
+    return len(sides) == 1 or all(_same_points(side.points, sides[-1].points) for side in sides)
 
 
 def _named(value: Value) -> dict[Value, Value] | None:
@@ -137,8 +137,8 @@ def _same_equation(answer: Value, reference: Value) -> bool:
     symbols = [value.parts[0].symbols | value.parts[-1].symbols for value in (answer, reference)]
     if symbols[0] != symbols[1] or not symbols[0] or len(answer.parts) + len(reference.parts) > 4:
         return False
-    sides = [_zipped(*(part.points for part in value.parts)) for value in (answer, reference)]
-    differences = [[left - right for left, right in pairs] for pairs in sides]
+    sides = [zip(*(part.points for part in value.parts), strict=True) for value in (answer, reference)]
+    differences = [[mp.convert(left) - mp.convert(right) for left, right in pairs] for pairs in sides]
     if 0 in differences[1]:
         return False
     ratios = [one / other for one, other in zip(*differences, strict=True)]
@@ -267,7 +267,11 @@ def _same_quantity(answer: Value, reference: Value) -> bool:
     number = measured.parts[0]
     if _same(number, other) or measured.unit != _PERCENT or not number.is_number:
         return _same(number, other)
-    share = Value("expression", points=(number.points[0] / 100,), decimals=number.decimals and number.decimals + 2)
+    share = Value(
+        "expression",
+        points=tuple(point / 100 for point in number.points),
+        decimals=number.decimals and number.decimals + 2,
+    )
     return _same(share, other)
 
 
@@ -299,20 +303,11 @@ def _is_decimal(value: Any) -> bool:
     return isinstance(value, Fraction) and 10 ** value.denominator.bit_length() % value.denominator == 0
 
 
-def _zipped(ours: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs values at the same points; an expression without symbols has one value."""
-    one, other = (list(map(mp.convert, side)) for side in (ours, theirs))
-    length = max(len(one), len(other))
-    return list(zip(one * (length // len(one)), other * (length // len(other)), strict=True))
-
-
 def _same_points(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Compares values at the same points, the real ones if there are enough."""
-    if len(ours) == len(theirs) == 1:
-        return _close(ours[0], theirs[0])
-    pairs = _zipped(ours, theirs)
+    """Compares values at the same points, the real ones if there are enough. Other values than expressions have none."""
+    pairs = list(zip(ours, theirs, strict=False))
     real = [pair for pair in pairs if all(mp.im(value) == 0 for value in pair)]
-    return all(_close(*pair) for pair in (real if len(real) > 2 else pairs))
+    return bool(pairs) and all(_close(*pair) for pair in (real if len(real) > 2 else pairs))
 
 
 def _close(one: Any, other: Any) -> bool:

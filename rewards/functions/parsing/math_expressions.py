@@ -105,17 +105,17 @@ class Expression:
         result = self._sign() * self._power()
         is_divided = False
         while token := self._peek():
+            operation: Callable[[Any, Any], Any] = operator.mul
             if not is_argument and self._taken("\\times", "\\cdot", "*"):
                 self.is_computed = self.is_computed or (self._peek(), self._peek(1)) != ("10", "^")
-                result = _combined(operator.mul, result, self._power())
             elif not is_argument and not is_divided and self._taken("/", "\\div", ":"):
-                self.is_computed, is_divided = self.is_computed or token == "\\div", True
-                result = _combined(operator.truediv, result, self._power())
+                operation, is_divided = operator.truediv, True
+                self.is_computed = self.is_computed or token == "\\div"
             elif self._starts_factor(token) and not (is_argument and token[1:] in FUNCTIONS):
                 self.is_computed = self.is_computed or token not in MULTIPLIERS
-                result = _combined(operator.mul, result, self._power())
             else:
                 break
+            result = _combined(operation, result, self._power())
         return result
 
     def _starts_factor(self, token: str) -> bool:
@@ -147,6 +147,12 @@ class Expression:
         """Reads an exponent or a limit: a group, or a number or name with an optional sign."""
         return self._read(self._inner()) if self._peek() == "{" else self._sign() * self._atom()
 
+    def _scripts(self, read: Callable[[], Any]) -> dict[str, Any]:
+        scripts: dict[str, Any] = {}
+        while (mark := self._peek()) and self._taken("_", "^"):
+            scripts[mark] = read()
+        return scripts
+
     def _argument(self) -> Any:
         r"""Reads an argument of \frac or \sqrt: a group, one digit, or one symbol."""
         token = self._peek()
@@ -158,7 +164,8 @@ class Expression:
     def _atom(self) -> Any:
         token = self._take()
         if token[0] in "0123456789.":
-            return self._number(token)
+            number = self._symbol if self._peek() == "_" else Fraction
+            return number(token) if len(token) < 1000 else refuse("a long number")
         if token in _BARS:
             start, texts = self._at, [one.text for one in self._tokens]
             self._at = texts.index(_BARS[token], start) + 1
@@ -172,11 +179,6 @@ class Expression:
             self._at -= 1
             return mp.det([[self._read(cell) for cell in row] for row in rows(self._inner())])
         return self._command(token[1:]) if token[0] == "\\" else self._word(token)
-
-    def _number(self, token: str) -> Any:
-        if self._peek() == "_":
-            return self._symbol(token)
-        return Fraction(token) if len(token) < 1000 else refuse("a long number")
 
     def _word(self, word: str) -> Any:
         if word in MULTIPLIERS:
@@ -227,11 +229,8 @@ class Expression:
             index = self._read(self._inner()) if self._peek() == "[" else Fraction(2)
             argument = self._argument()
             is_odd = isinstance(argument, Fraction) and argument < 0 and index in (3, 5, 7)
-            return (
-                -_power(-argument, 1 / index)
-                if is_odd
-                else _power(argument, _combined(operator.truediv, Fraction(1), index))
-            )
+            exponent = _combined(operator.truediv, Fraction(1), index)
+            return -_power(-argument, exponent) if is_odd else _power(argument, exponent)
         if name == "binom":
             return _binomial(self._argument(), self._argument())
         if name in ("sum", "prod", "int", "lim") and self._peek():
@@ -245,10 +244,7 @@ class Expression:
         return self._symbol(name) if name in _SYMBOLS else refuse(f"the command {name}")
 
     def _call(self, name: str) -> Any:
-        scripts: dict[str, Any] = {}
-        while self._peek() in ("_", "^"):
-            mark = self._take()
-            scripts[mark] = self._script()
+        scripts = self._scripts(self._script)
         was_angle, self._is_angle = self._is_angle, self._is_angle or name in _ANGLE
         if self._peek() in ("(", "[") or (self._peek() == "{" and name in ("max", "min", "gcd", "lcm")):
             arguments = [*map(self._read, split(self._inner(), (",",)))]
@@ -258,11 +254,7 @@ class Expression:
         if name not in _FUNCTIONS:
             return self._opaque(name, *arguments)
         if name in ("gcd", "lcm"):
-            return (
-                Fraction(_FUNCTIONS[name](*map(int, arguments)))
-                if all(a.denominator == 1 for a in arguments)
-                else refuse("no integer")
-            )
+            return Fraction(_FUNCTIONS[name](*(_natural(abs(argument), 10**1000) for argument in arguments)))
         if any(abs(argument) > _MAX_BITS for argument in arguments) and name not in ("ln", "log", "lg", "max", "min"):
             raise UnreadableError("a large argument")
         exponent = scripts.get("^", Fraction(1))
@@ -277,20 +269,17 @@ class Expression:
 
     def _bounded(self, name: str) -> Any:
         """Evaluates a sum, product, integral or limit; without numbers as bounds it is an unknown function of them."""
-        scripts: dict[str, list[Token]] = {}
-        while self._peek() in ("_", "^"):
-            mark = self._take()
-            scripts[mark] = self._inner()
+        scripts = self._scripts(self._inner)
         start = self._at
         if name == "int":
             texts = [token.text for token in self._tokens]
-            ends = [i for i in range(start, len(texts)) if re.fullmatch("[a-z]*d[a-z]", texts[i])]
-            end = ends[0] if ends else refuse("an integral without differential")
+            end = min(i for i in range(start, len(texts)) if re.fullmatch("[a-z]*d[a-z]", texts[i]))
             variable, self._at = texts[end][-1], end + 1
             body = [*self._tokens[start:end], *(Token(letter) for letter in texts[end][:-2])] or [Token("1")]
             low = scripts.get("_", [])
         else:
-            (variable, low) = self._bounds(scripts.get("_", []))
+            (unknown,), low = split(scripts.get("_", []), ("=", "\\to"))
+            variable = unknown.text
             inner = Expression(self._tokens[start:], self._point, {**self._bound, variable: Fraction(1, 3)}, self)
             inner._product()
             self._at += inner._at
@@ -298,9 +287,8 @@ class Expression:
         values = [self._read(found) for found in (low, scripts.get("^", [])) if found]
         value = self._read(body, **{variable: sample(variable, self._point)})
         if name == "int" and len(values) == 2 and not self._bound and not self.names:
-            return mp.quad(
-                lambda x: mp.convert(self._read(body, **{variable: x})), [*map(mp.convert, values)], maxdegree=5
-            )
+            points = [*map(mp.convert, values)]
+            return mp.quad(lambda x: mp.convert(self._read(body, **{variable: x})), points, maxdegree=5)
         if name in ("sum", "prod") and all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
             if not 0 <= values[1] - values[0] < 1000:
                 raise UnreadableError("bounds")
@@ -311,10 +299,6 @@ class Expression:
         if name == "lim" and mp.isfinite(mp.convert(values[0])):
             return self._read(body, **{variable: values[0]})  # fails where the expression has no value
         return self._opaque(name, value, *values)
-
-    def _bounds(self, found: list[Token]) -> tuple[str, list[Token]]:
-        below = split(found, ("=", "\\to"))
-        return (below[0][0].text, below[1]) if len(below) == 2 and len(below[0]) == 1 else refuse("bounds")
 
 
 def sample(name: str, point: int) -> Fraction:
@@ -355,8 +339,8 @@ def _binomial(above: Any, below: Any) -> Any:
         return mp.binomial(above, below)
 
 
-def _natural(value: Any) -> int:
-    is_natural = isinstance(value, Fraction) and value.denominator == 1 and 0 <= value < 3000
+def _natural(value: Any, limit: int = 3000) -> int:
+    is_natural = isinstance(value, Fraction) and value.denominator == 1 and 0 <= value < limit
     return int(value) if is_natural else refuse("no natural number of this size")
 
 

@@ -47,11 +47,35 @@ _SAME = dict(
         r" \lbrace=\{ \rbrace=\} \langle=( \rangle=) \lvert=| \rvert=| \vert=| \mid=| \lVert=\| \rVert=\| \Vert=\|"
         r" \varnothing=\emptyset \ast=* \colon=: \wedge=\land \vee=\lor \lnot=\neg \implies=\Rightarrow"
         r" \iff=\Leftrightarrow \rightarrow=\to \longrightarrow=\to \backslash=\setminus \smallsetminus=\setminus"
-        r" \lbrack=[ \rbrack=] \dbinom=\binom \tbinom=\binom \bmod=\mod mod=\mod \varepsilon=\epsilon \varphi=\phi"
-        r" \vartheta=\theta \infin=\infty sqrt=\sqrt pi=\pi infinity=\infty \top=T 或=or 和=and"
+        r" \lbrack=[ \rbrack=] \dbinom=\binom \tbinom=\binom \bmod=\pmod \mod=\pmod mod=\pmod \varphi=\phi"
+        r" \varepsilon=\epsilon \vartheta=\theta \infin=\infty sqrt=\sqrt pi=\pi infinity=\infty \top=T 或=or 和=and"
         r" \begin{aligned}=\begin{cases} \end{aligned}=\end{cases} \begin{align}=\begin{cases} \end{align}=\end{cases}"
     ).split()
 )
+
+
+def _fraction(value: Fraction) -> str:
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    whole, above, below = map(int, filter(None, match.groups()))
+    return _fraction(whole + Fraction(above, below)) if above and below else match[0]
+
+
+def _degrees(match: re.Match[str]) -> str:
+    value = Fraction(match[1]) + Fraction(match[2]) / 60 + Fraction(match[3] or 0) / 3600
+    return _fraction(value) + "\\degree "
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """Returns a repeating decimal as a fraction: 0.1(6) is 1/10 + 6/90."""
+    whole, fixed, *periods = match.groups()
+    period = "".join(filter(None, periods))
+    places = 10 ** len(fixed)
+    return _fraction(Fraction(f"{whole or 0}.{fixed or 0}") + Fraction(int(period), (10 ** len(period) - 1) * places))
+
+
 _OPERATORS = {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "=": r"\ne ", "<": r"\notless ", ">": r"\notgreater "}
 _MOD = r"(?:\\(?:text|mathrm)\s*\{\s*mod\s*\}|\\b?mod(?![A-Za-z])|mod)(?:\s|\\[ ,;:])*"
 _PERIOD = r"\\(?:overline|bar)\s*\{([0-9]+)\}|\\(?:overline|bar|dot)\s*([0-9])|\(([0-9]+)\)"
@@ -67,13 +91,13 @@ _REWRITINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] 
         (r"\^\s*\{?\s*((?:\\prime(?![A-Za-z])\s*)+)\}?", lambda match: "'" * match[1].count("prime")),
         (
             r"(?<![\w.])([0-9]+)\s*\\[dtc]?frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))",
-            lambda match: _mixed(match),
+            _mixed,
         ),
-        (r"(?<![\w.])([0-9]+)(?:\s|\\[,;:! ])+([0-9]+)()\s*/\s*([0-9]+)()", lambda match: _mixed(match)),
-        (r"([0-9]+)\s*\\degree\s*([0-9]+)\s*'(?:\s*([0-9]+)\s*(?:''|\"))?", lambda match: _degrees(match)),
+        (r"(?<![\w.])([0-9]+)(?:\s|\\[,;:! ])+([0-9]+)\s*/\s*([0-9]+)", _mixed),
+        (r"([0-9]+)\s*\\degree\s*([0-9]+)\s*'(?:\s*([0-9]+)\s*(?:''|\"))?", _degrees),
         (rf"\\pmod\s*\{{?\s*(\w+)\s*\}}?|\(\s*{_MOD}(\w+)\s*\)", lambda match: f"\\pmod {match[1] or match[2]} "),
-        (rf"([0-9]*)\.([0-9]*)(?:{_PERIOD})", lambda match: _repeating(match)),
-        (r"([0-9]*)\.([0-9]*)\\dot\s*\{([0-9])\}(?:([0-9]*)\\dot\s*\{([0-9])\})?", lambda match: _repeating(match)),
+        (rf"([0-9]*)\.([0-9]*)(?:{_PERIOD})", _repeating),
+        (r"([0-9]*)\.([0-9]*)\\dot\s*\{([0-9])\}(?:([0-9]*)\\dot\s*\{([0-9])\})?", _repeating),
         (
             r"(?<![\w.])([0-9]{1,2}(?::[0-9]{2})?)(?:\s|\\[,;: ]|~)*(?:\\text\s*\{\s*)?"
             r"([aApP])(?:\.\s?)?[mM](?![A-Za-z])\.?\s*\}?",
@@ -94,29 +118,6 @@ _DEPTHS = {
     **dict.fromkeys(("(", "[", "{", "\\{", "\\lfloor", "\\lceil"), 1),
     **dict.fromkeys((")", "]", "}", "\\}", "\\rfloor", "\\rceil"), -1),
 }
-
-
-def _fraction(value: Fraction) -> str:
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def _mixed(match: re.Match[str]) -> str:
-    numerator, denominator = int(match[2] or match[3]), int(match[4] or match[5])
-    return _fraction(int(match[1]) + Fraction(numerator, denominator)) if numerator and denominator else match[0]
-
-
-def _degrees(match: re.Match[str]) -> str:
-    value = Fraction(match[1]) + Fraction(match[2]) / 60 + Fraction(match[3] or 0) / 3600
-    return _fraction(value) + "\\degree "
-
-
-def _repeating(match: re.Match[str]) -> str:
-    """Returns a repeating decimal as a fraction: 0.1(6) is 1/10 + 6/90."""
-    whole, fixed, *periods = match.groups()
-    period = "".join(filter(None, periods))
-    return _fraction(
-        Fraction(f"{whole or 0}.{fixed or 0}") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
-    )
 
 
 def plain(text: str) -> str:

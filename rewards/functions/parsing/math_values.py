@@ -93,9 +93,7 @@ def readings(text: str) -> list[Value]:
     if option and len(text) > 1:
         letter, rest = option[1] or option[2] or option[3], option[4]
         rest = rest.removesuffix("}") if rest.count("}") > rest.count("{") else rest
-        return (
-            [Value("option", (value,), letter) for value in readings(rest)] if rest else [Value("option", (), letter)]
-        )
+        return [Value("option", parts, letter) for parts in (zip(readings(rest), strict=True) if rest else [()])]
     try:
         return [_value(tokens(reading)) for reading in dict.fromkeys((without_thousands(text), text))]
     except UnreadableError:
@@ -121,13 +119,10 @@ def _listed(mode: str, values: Sequence[Value]) -> Value:
         if before.kind == "relation" and before.name in ("=", "\\ne") and item.kind not in ("relation", "congruence"):
             items[index] = Value("relation", (before.parts[0], item), before.name)
     first = items[0]
-    if first.kind == "relation" and first.name in ("=", "\\ne", "\\in"):
-        if all(
-            (item.kind, item.name, item.parts[:1], len(item.parts)) == ("relation", first.name, first.parts[:1], 2)
-            for item in items
-        ):
-            sides = list(dict.fromkeys(item.parts[1] for item in items))
-            return Value("relation", (first.parts[0], _listed(mode, sides)), first.name)
+    heads = {(item.kind, item.name, item.parts[:1], len(item.parts)) for item in items}
+    if len(heads) == 1 and len(first.parts) == 2 and first.kind == "relation" and first.name in ("=", "\\ne", "\\in"):
+        sides = list(dict.fromkeys(item.parts[1] for item in items))
+        return Value("relation", (first.parts[0], _listed(mode, sides)), first.name)
     return Value("list", tuple(items), mode) if len(items) > 1 else first
 
 
@@ -137,16 +132,14 @@ def _item(found: Sequence[Token]) -> Value:
     if closing(found, 0) == len(found) - 1 and found[0].text in ("{", "\\begin{cases}"):
         return _value([token for token in found[1:-1] if token.text != "&"])
     texts = [token.text for token in found]
-    for modulus in ("\\pmod", "\\mod"):
-        if modulus in texts[1:]:
-            index = texts.index(modulus)
-            return Value("congruence", (_item(found[:index]), _quantity(found[index + 1 :])))
+    if "\\pmod" in texts[1:]:
+        index = texts.index("\\pmod")
+        return Value("congruence", (_item(found[:index]), _quantity(found[index + 1 :])))
     signs = _RELATIONS | ({"|"} if texts.count("|") == 1 else set())
     terms = split(found, signs)
     if len(terms) == 1:
         return _union(found)
-    positions = [sum(map(len, terms[:index])) + index - 1 for index in range(1, len(terms))]
-    names = [texts[position] for position in positions]
+    names = [texts[sum(map(len, terms[:index])) + index - 1] for index in range(1, len(terms))]
     if not terms[0]:
         return _item(found[1:]) if names[0] in ("=", "\\approx") else refuse("nothing before a relation")
     while len(names) > 1 and names[-1] == "\\approx":  # a rounded value after the exact one
@@ -286,8 +279,8 @@ def _expression(found: Sequence[Token]) -> Value:
         first = [Token("("), *ratio[0], Token(")")]
         return Value("bracket", tuple(_expression([*term, Token("\\div"), *first]) for term in ratio[1:]), ":")
     reader = Expression(found, 0)
-    values = [reader.whole()]
-    values += [Expression(found, point, None, reader).whole() for point in range(1, NUM_POINTS)] if reader.names else []
+    value, others = reader.whole(), range(1, NUM_POINTS)
+    values = [value, *(Expression(found, point, None, reader).whole() if reader.names else value for point in others)]
     name = spelled(found)
     return Value(
         "expression",
@@ -295,5 +288,5 @@ def _expression(found: Sequence[Token]) -> Value:
         points=tuple(values),
         symbols=frozenset(reader.names),
         decimals=len(name.partition(".")[2]) if _ROUNDED.fullmatch(name) else 0,
-        is_computed=reader.is_computed and not reader.names and hasattr(values[0], "denominator"),
+        is_computed=reader.is_computed and not reader.names and hasattr(value, "denominator"),
     )

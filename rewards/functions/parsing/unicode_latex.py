@@ -30,10 +30,7 @@ GREEK_NAMES = frozenset(command.strip("\\ ") for command in _GREEK_LETTERS.value
 _TABLE = str.maketrans(_SYMBOLS)
 _GREEK_TABLE = str.maketrans(_GREEK_LETTERS)
 
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni")
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-")
-_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+")
-_SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
+_SCRIPT = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+)|[₀₁₂₃₄₅₆₇₈₉₊₋]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[A-Za-z]+))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
@@ -59,8 +56,7 @@ def to_latex(text: str) -> str:
     if text.isascii():
         return text
     text = plain_forms(text)
-    text = _SUPERSCRIPT.sub(lambda run: "^{" + run[0].translate(_SUPERSCRIPTS) + "}", text)
-    text = _SUBSCRIPT.sub(lambda run: "_{" + run[0].translate(_SUBSCRIPTS) + "}", text)
+    text = _SCRIPT.sub(lambda run: ("^{" if run[1] else "_{") + unicodedata.normalize("NFKC", run[0]) + "}", text)
     text = _VULGAR_FRACTION.sub(_fraction, text)
     if _GREEK_LETTER.search(text) and not _GREEK_WORD.search(text):  # a word in Greek stays a word
         text = text.translate(_GREEK_TABLE)

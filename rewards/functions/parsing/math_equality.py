@@ -218,7 +218,7 @@ def _region(value: Value) -> Region | None:
     if kind == "set" and len(numbers) == len(parts):
         return "", frozenset(numbers), lambda x: any(_close(x, number) for number in numbers)
     if kind == "bracket" and name[0] in "([" and len(numbers) == len(parts) == 2 and numbers[0] < numbers[1]:
-        return "", frozenset(numbers), _between(*numbers, name[0] == "[", name[1] == "]")
+        return "", frozenset(numbers), _between(numbers[0], numbers[1], name[0] == "[", name[1] == "]")
     if kind != "relation" or len(parts) != 2:
         return None
     left, right = parts
@@ -232,7 +232,7 @@ def _region(value: Value) -> Region | None:
     if name not in ("<", "\\le") or len(numbers) != 1 or not _is_symbol(unknown):
         return None
     ends = (numbers[0], mp.inf) if left.is_number else (-mp.inf, numbers[0])
-    return unknown.name, frozenset(numbers), _between(*ends, name != "<", name != "<")
+    return unknown.name, frozenset(numbers), _between(ends[0], ends[1], name != "<", name != "<")
 
 
 def _joined(value: Value) -> Region | None:
@@ -304,7 +304,7 @@ def _is_decimal(value: Any) -> bool:
 
 
 def _same_points(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Compares values at the same points, the real ones if there are enough. Other values than expressions have none."""
+    """Compares values at the same points, the real ones if there are enough. Only expressions have points."""
     pairs = list(zip(ours, theirs, strict=False))
     real = [pair for pair in pairs if all(mp.im(value) == 0 for value in pair)]
     return bool(pairs) and all(_close(*pair) for pair in (real if len(real) > 2 else pairs))

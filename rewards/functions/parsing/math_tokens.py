@@ -132,13 +132,16 @@ def plain(text: str) -> str:
     return _THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
 
 
-def without_thousands(text: str) -> str:
-    """Joins `1,234` outside of round and square brackets, in which a comma separates."""
-    return _COMMA_THOUSANDS.sub(lambda match: match[0] if match[0][0] in "([" else match[0].replace(",", ""), text)
+def token_lists(text: str) -> list[list[Token]]:
+    """Returns the tokens of a `plain` answer, with `1,234` as one number first, then with a comma that separates.
+
+    Within round and square brackets a comma separates.
+    """
+    joined = _COMMA_THOUSANDS.sub(lambda match: match[0] if match[0][0] in "([" else match[0].replace(",", ""), text)
+    return [_tokens(each) for each in dict.fromkeys((joined, text))]
 
 
-def tokens(text: str) -> list[Token]:
-    """Returns the tokens of a `plain` answer."""
+def _tokens(text: str) -> list[Token]:
     for pattern, new in _REWRITINGS:
         text = pattern.sub(new, text)
     found = _scanned(text)
@@ -172,7 +175,7 @@ def _scanned(text: str) -> list[Token]:
     return found if not any(braces) else refuse("an open brace")
 
 
-def depth_of(token: Token) -> int:
+def _depth_of(token: Token) -> int:
     """Returns 1 for an opening bracket, -1 for a closing bracket, else 0."""
     return _DEPTHS.get(token.text) or token.text.startswith("\\begin{") - token.text.startswith("\\end{")
 
@@ -182,7 +185,7 @@ def split(found: Sequence[Token], separators: Collection[str]) -> list[list[Toke
     pieces: list[list[Token]] = [[]]
     depth = 0
     for token in found:
-        depth += depth_of(token)
+        depth += _depth_of(token)
         if not 0 <= depth <= _MAX_DEPTH:
             raise UnreadableError("brackets do not match")
         if not depth and token.text in separators:
@@ -198,7 +201,7 @@ def closing(found: Sequence[Token], start: int) -> int:
     """Returns the index of the bracket that closes the bracket at `start`, of matching brackets."""
     depth = 0
     for index in range(start, len(found)):
-        depth += depth_of(found[index])
+        depth += _depth_of(found[index])
         if not depth:
             return index
     raise UnreadableError("brackets do not match")

@@ -15,13 +15,11 @@ from mobula.rewards.functions.parsing.math_tokens import (
     Token,
     UnreadableError,
     closing,
-    depth_of,
     plain,
     refuse,
     spelled,
     split,
-    tokens,
-    without_thousands,
+    token_lists,
 )
 from mobula.rewards.functions.parsing.units import CURRENCIES, Unit, noun, read_unit
 
@@ -95,7 +93,7 @@ def readings(text: str) -> list[Value]:
         rest = rest.removesuffix("}") if rest.count("}") > rest.count("{") else rest
         return [Value("option", parts, letter) for parts in (zip(readings(rest), strict=True) if rest else [()])]
     try:
-        return [_value(tokens(reading)) for reading in dict.fromkeys((without_thousands(text), text))]
+        return [_value(found) for found in token_lists(text)]
     except UnreadableError:
         return [Value("text", name=text)]
 
@@ -183,7 +181,8 @@ def _has_order(found: Sequence[Token]) -> bool:
 
 def _quantity(found: Sequence[Token]) -> Value:
     texts = [token.text for token in found] or refuse("nothing")
-    if texts == ["\\emptyset"]:
+    name = spelled(found)
+    if re.fullmatch(r"\\emptyset|no solutions?|(the )?empty set", name):
         return EMPTY
     if texts[0] == "\\{" and (value := _bracket(found)):
         return value
@@ -192,23 +191,21 @@ def _quantity(found: Sequence[Token]) -> Value:
         both = [_quantity([token._replace(text=sign.get(token.text, token.text)) for token in found]) for sign in signs]
         return _listed(",", [replace(value, is_computed=False) for value in both])
     if all(text.isalpha() for text in texts) and len("".join(texts)) > 1:
-        is_empty = re.fullmatch("no solutions?|(the )?empty set", spelled(found))
-        return EMPTY if is_empty else Value("text", name=spelled(found))
+        return Value("text", name=name)
     sign = int(texts[0] in ("+", "-"))
     if len(texts) > sign + 1 and texts[sign] in CURRENCIES:
         amount = [*found[:sign], *found[sign + 1 + (texts[sign + 1] == ".") :]]
         return Value("quantity", (_quantity(amount),), unit=read_unit([texts[sign]]) or frozenset())
     if value := _bracket(found) or _matrix(found):
         return value
-    depth = 0
-    for index in range(1, len(found)):
-        depth += depth_of(found[index - 1])
-        if not depth and len(found) - index < _MAX_UNIT_TOKENS and (value := _measured(found, index)):
+    index = 0
+    while (index := closing(found, index) + 1) < len(found):
+        if len(found) - index < _MAX_UNIT_TOKENS and (value := _measured(found, index)):
             return value
     try:
         return _expression(found)
     except (ArithmeticError, TypeError, ValueError, RecursionError):
-        return Value("text", name=re.sub(r"\{ (\S+) \}", r"\1", spelled(found)))
+        return Value("text", name=re.sub(r"\{ (\S+) \}", r"\1", name))
 
 
 def _measured(found: Sequence[Token], index: int) -> Value | None:
@@ -240,19 +237,17 @@ def _bracket(found: Sequence[Token]) -> Value | None:
     if first not in ("(", "[", "\\{") or closing(found, 0) != len(found) - 1:
         return None
     if first == "\\{":
-        bars = [index for index, token in enumerate(inner) if token.text in ("|", ":")]
-        if len(bars) == 1:
-            unknown, condition = _value(inner[: bars[0]]), _value(inner[bars[0] + 1 :])
+        if len(sides := split(inner, ("|", ":"))) == 2:
+            unknown, condition = map(_value, sides)
             unknown = unknown.parts[0] if unknown.kind == "relation" else unknown
             is_symbol = re.fullmatch(r"\S+", unknown.name) and unknown.symbols
-            parts, joint = ((condition,), "\\cup") if is_symbol else ((unknown, condition), "|")
-            return Value("operation", parts, joint)
+            condition_only = Value("operation", (condition,), "\\cup")
+            return condition_only if is_symbol else Value("operation", (unknown, condition), "|")
         inside = _value(inner) if inner else EMPTY
         parts = inside.parts if inside.kind == "list" else (inside,)
-        if all(part.kind == "relation" for part in parts):
+        if not inner or all(part.kind == "relation" for part in parts):
             return inside
-        parts = parts if inside.name == "," else (inside,)
-        return Value("set", tuple(dict.fromkeys(parts))) if inner else EMPTY
+        return Value("set", tuple(dict.fromkeys(parts)) if inside.name == "," else (inside,))
     pieces = split(inner, (",", ";"))
     if len(pieces) > 1:
         return Value("bracket", tuple(map(_item, pieces)), first + last)

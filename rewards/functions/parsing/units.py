@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ _COMMANDS = {
     **{"\\pounds": "£", "\\textsterling": "£", "\\euro": "€", "\\texteuro": "€", "\\textyen": "¥", "\\cent": "¢"},
 }
 CURRENCIES = frozenset("\\$ $ £ € ¥ ₹ \\pounds \\euro \\textsterling \\texteuro \\textyen Rs USD EUR GBP INR".split())
+_PREFIX = re.compile(r"(?<!\S)(μ|°(?= [CF](?!\S))|[kMGm](?= Ω(?!\S))) ")  # joins the name after it
 _DIMENSIONS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _YEN_SIGN: Unit = frozenset({("¥", 1)})
 _YEN_AND_YUAN: tuple[Unit, ...] = (frozenset({("円", 1)}), frozenset({("元", 1)}))  # both are written ¥
@@ -75,9 +77,9 @@ def read_unit(tokens: Sequence[str]) -> Unit | None:
     powers: Counter[str] = Counter()
     group, inverted, dimension, depth = 1, False, 1, 0
     last: list[tuple[str, int]] = []
-    texts = [_COMMANDS.get(token, token) for token in tokens if token not in ("{", ".")]
+    spelled = " ".join(_COMMANDS.get(token, token) for token in tokens if token not in ("{", "."))
+    texts = _PREFIX.sub(r"\1", spelled).split()
     for index, token in enumerate(texts):
-        following = texts[index + 1] if index + 1 < len(texts) else ""
         if token == "}":  # the end of the numerator of \frac
             group, inverted = (-1, False) if depth else (group, inverted)
             depth = 0
@@ -91,27 +93,23 @@ def read_unit(tokens: Sequence[str]) -> Unit | None:
             group = 1
         elif token.casefold() in _DIMENSIONS:
             dimension = _DIMENSIONS[token.casefold()]
-        elif last and following and (token == "^" or (token == "-" and texts[index - 1] == "^")):
+        elif last and index + 1 < len(texts) and (token == "^" or (token == "-" and texts[index - 1] == "^")):
             continue
         elif token in ("1", "2", "3", "4") and last:
             sign = -1 if index and texts[index - 1] == "-" else 1
             powers.update({name: power * (sign * int(token) - 1) for name, power in last})
             last = []
-        elif symbol := _symbol(token, texts[index - 1] if index else "", following):
+        elif symbol := _symbol(token):
             last = [(name, power * (-1 if inverted else 1) * group * dimension) for name, power in _base(symbol)]
             powers.update(dict(last))
             inverted, dimension = False, 1
-        elif token not in ("·", "μ", "k", "M", "m", "°"):
+        elif token != "·":
             return None
     return frozenset((name, power) for name, power in powers.items() if power) or None
 
 
-def _symbol(token: str, before: str, following: str) -> str | None:
-    """Returns the symbol of a unit, such as "cm" for "centimeters"; a prefix or sign joins the name after it."""
-    if (token == "°" and following in ("C", "F")) or (token == "μ") or (token in "kMGm" and following == "Ω"):
-        return None
-    if before in ("°", "μ") or (token == "Ω" and before in ("k", "M", "G", "m")):
-        token = before + token
+def _symbol(token: str) -> str | None:
+    """Returns the symbol of a unit, such as "cm" for "centimeters"."""
     folded = token.casefold()
     return _SYMBOLS.get(token) or _NAMES.get(folded) or _NAMES.get(singular(folded))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements
 from benchmarks.harness.stage import private_ray, scratch_config, scratch_folder
@@ -26,10 +26,10 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.memory import policy_shape
 from mobula.deploy.planning.workers import worker_memory
 from mobula.deploy.run.runtime import run_training
-from mobula.learner.policies.tiny.qwen import build_config
-from mobula.learner.policies.tiny.qwen import build_processor_qwen2_5_vl as build_processor
+from mobula.learner.policies.tiny import TINY
 
 WIDTH, NUM_BLOCKS, NUM_HEADS = 768, 8, 24
+TINY_MODEL = TINY["qwen2.5-vl"]
 SETTINGS = (
     "resources=laptop",
     "algorithm.prompts_per_step=4",
@@ -134,9 +134,9 @@ def _findings(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Findings:
     return Findings(settings, series, tuple(claims))
 
 
-def _config() -> Qwen2_5_VLConfig:
+def _config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
     """The tiny model's, with a decoder as wide as that of a small released model; heads stay 32 wide."""
-    config = build_config(build_processor().tokenizer, tie_word_embeddings=False)
+    config: Qwen2_5_VLConfig = TINY_MODEL.new_config(tokenizer)
     text = config.text_config
     text.hidden_size, text.intermediate_size, text.num_hidden_layers = WIDTH, 4 * WIDTH, NUM_BLOCKS
     text.num_attention_heads, text.num_key_value_heads = NUM_HEADS, NUM_HEADS // 2
@@ -147,9 +147,10 @@ def _config() -> Qwen2_5_VLConfig:
 
 def _write_model(folder: Path) -> Path:
     torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(_config()).to(dtype=torch.float32)
+    tokenizer = TINY_MODEL.new_tokenizer()
+    model = Qwen2_5_VLForConditionalGeneration(_config(tokenizer)).to(dtype=torch.float32)
     model.save_pretrained(folder)
-    build_processor().save_pretrained(folder)
+    TINY_MODEL.new_processor(tokenizer).save_pretrained(folder)
     return folder
 
 

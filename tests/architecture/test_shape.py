@@ -56,7 +56,6 @@ def test_a_print_is_seen(text: str, found: int) -> None:
 
 SHARED = {
     "Learner": "the protocol of the role in `cluster.roles`, and one rank of it",
-    "Writer": "the protocol of what writes a small model, tiny or pretrained",
 }
 
 

@@ -22,8 +22,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from mobula.learner.policies.tiny.qwen import build_config
-from mobula.learner.policies.tiny.qwen import build_processor_qwen2_5_vl as build_processor
+from mobula.learner.policies.tiny import TINY
 from mobula.learner.policies.tiny.writing import VISION_TEMPLATE, build_tokenizer
 from mobula.rewards.models.reward_model import classifier_class
 
@@ -77,12 +76,13 @@ def write_pair_model(folder: Path) -> Path:
 def write_vision_model(folder: Path) -> Any:
     """A Qwen2.5-VL with a score head; returns the model that was written."""
     torch.manual_seed(3)
-    processor = build_processor()
-    config = build_config(processor.tokenizer, tie_word_embeddings=False)
+    tiny = TINY["qwen2.5-vl"]
+    tokenizer = tiny.new_tokenizer()
+    config = tiny.new_config(tokenizer)
     config.num_labels = 1
     model = classifier_class(config)(config).float().eval()
     model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    tiny.new_processor(tokenizer).save_pretrained(folder)
     return model
 
 

@@ -1,65 +1,31 @@
-"""Tiny models of random weights in the layout of released checkpoints, one file for each family.
+"""Tiny models of random weights in the layout of released checkpoints, as rows of one table.
 
 They run offline wherever released checkpoints run: tests, examples and CPU benchmarks train them.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from transformers import Qwen2_5_VLModel
 
 from mobula.learner.policies.families.vision import takes_encoded_images
-from mobula.learner.policies.tiny.audio import write_tiny_qwen2_5_omni, write_tiny_qwen2_audio
-from mobula.learner.policies.tiny.qwen import (
-    write_tiny_qwen2_5_vl,
-    write_tiny_qwen2_vl,
-    write_tiny_qwen3_5,
-    write_tiny_qwen3_vl,
-    write_tiny_qwen3_vl_moe,
-)
-from mobula.learner.policies.tiny.vision import (
-    DECODERS,
-    write_tiny_gemma3,
-    write_tiny_glm4v,
-    write_tiny_idefics,
-    write_tiny_internvl,
-    write_tiny_llava,
-    write_tiny_llava_onevision,
-    write_tiny_text,
-)
-from mobula.learner.policies.tiny.vision import IDEFICS_ARCHITECTURES as IDEFICS
-from mobula.learner.policies.tiny.vision import TEXT_ARCHITECTURES as TEXT
+from mobula.learner.policies.tiny.models import SMALL_TEXT, TEXT_MODELS, TINY
 from mobula.learner.policies.tiny.writing import MAX_POSITIONS, SPECIAL_TOKENS, WORDS
 
-__all__ = ["MAX_POSITIONS", "SPECIAL_TOKENS", "TINY", "WORDS", "write_checked", "write_tiny", "write_tiny_qwen2_5_vl"]
+__all__ = [
+    "MAX_POSITIONS",
+    "SMALL_TEXT",
+    "SPECIAL_TOKENS",
+    "TEXT_MODELS",
+    "TINY",
+    "WORDS",
+    "write_checked",
+    "write_tiny",
+    "write_tiny_qwen2_5_vl",
+]
 
-
-class Writer(Protocol):
-    """Writes a checkpoint into a folder and returns the folder; the same seed gives the same weights."""
-
-    def __call__(self, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path: ...
-
-
-TINY: dict[str, Writer] = {
-    "qwen2-vl": write_tiny_qwen2_vl,
-    "qwen2.5-vl": write_tiny_qwen2_5_vl,
-    "qwen3-vl": write_tiny_qwen3_vl,
-    "qwen3.5": write_tiny_qwen3_5,
-    "qwen3-vl-moe": write_tiny_qwen3_vl_moe,
-    **{name: partial(write_tiny_internvl, name) for name in DECODERS},
-    "llava-onevision": write_tiny_llava_onevision,
-    **{name: partial(write_tiny_idefics, name) for name in IDEFICS},
-    "glm4v": write_tiny_glm4v,
-    "gemma3": write_tiny_gemma3,
-    "llava": write_tiny_llava,
-    "qwen2-audio": write_tiny_qwen2_audio,
-    "qwen2.5-omni": write_tiny_qwen2_5_omni,
-    **{name: partial(write_tiny_text, name) for name in TEXT},
-}
-"""`policy.tiny` -> what writes it."""
+write_tiny_qwen2_5_vl = TINY["qwen2.5-vl"]
 
 
 def write_checked(folder: Path) -> Path:

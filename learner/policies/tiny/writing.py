@@ -1,10 +1,12 @@
-"""Tokenizer, template and files that all tiny models share."""
+"""Tokenizer, templates and the writer of tiny models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -99,11 +101,12 @@ def build_tokenizer(
     eos: str = "<|im_end|>",
     pad: str = "<|endoftext|>",
     bos: str | None = None,
+    added: Sequence[str] = (),
 ) -> Qwen2Tokenizer:
     """A byte-level BPE tokenizer: any text round-trips, once brought to Unicode's NFC.
 
     Ids: the 256 bytes, the merges of `WORDS`, `special` and then `named` (attribute of the tokenizer -> token) in
-    order, `ANSWER_OPENING`. Each digit is one.
+    order, `ANSWER_OPENING`, `added`. Each digit is one.
     """
     named = dict(named or {})
     options: dict[str, Any] = {"bos_token": bos} if bos else {}
@@ -120,7 +123,8 @@ def build_tokenizer(
         model_max_length=MAX_POSITIONS,
         **options,
     )
-    tokenizer.add_tokens([AddedToken(ANSWER_OPENING, special=False, normalized=False)])
+    plain = (ANSWER_OPENING, *added)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     return tokenizer
 
 
@@ -149,25 +153,6 @@ def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
     return made
 
 
-class MediaTokenIds(TypedDict):
-    """The ids by which forward() of a Qwen finds the images and videos in a row of tokens."""
-
-    image_token_id: int
-    video_token_id: int
-    vision_start_token_id: int
-    vision_end_token_id: int
-
-
-def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> MediaTokenIds:
-    """Those of a tokenizer with `SPECIAL_TOKENS`."""
-    return {
-        "image_token_id": token_id(tokenizer, "<|image_pad|>"),
-        "video_token_id": token_id(tokenizer, "<|video_pad|>"),
-        "vision_start_token_id": token_id(tokenizer, "<|vision_start|>"),
-        "vision_end_token_id": token_id(tokenizer, "<|vision_end|>"),
-    }
-
-
 HIDDEN_SIZE = 128
 
 
@@ -182,7 +167,7 @@ def decoder_config(tokenizer: PreTrainedTokenizerBase, **own: Any) -> dict[str, 
         "num_key_value_heads": 2,
         "max_position_embeddings": MAX_POSITIONS,
         "initializer_range": INITIALIZER_RANGE,
-        "bos_token_id": None,
+        "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     } | own
@@ -199,44 +184,96 @@ def vision_config(**own: Any) -> dict[str, Any]:
     } | own
 
 
-def write_checkpoint(
-    folder: Path,
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
-    *,
-    seed: int,
-    renamed: Mapping[str, str] | None = None,
-    drawn: str = "",
-) -> Path:
-    """Write float32 weights of this seed, tokenizer and processor into `folder`, and return `folder`.
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """The architecture of a released model in a tiny size. Called with a folder, it writes a checkpoint there.
 
-    `renamed` has beginnings of parameter names as a new model saves them, and what they are in released checkpoints;
-    `drawn` is the end of the name of a parameter that a new model has as zeros, so that nothing behind it is seen.
+    A checkpoint has the layout of a released one and below 3 M float32 parameters. The same seed gives the same bytes;
+    the caller's random state does not change. Files of the same names are overwritten.
+
+    Example:
+        >>> folder = TINY["qwen2.5-vl"](Path("tiny"), seed=0)
+        >>> model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
+        >>> engine = vllm.LLM(model=str(folder), dtype="float32", enforce_eager=True)
     """
-    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_class(config)
-        model.to(device="cpu", dtype=torch.float32)  # type: ignore[call-arg]  # its decorator hides self
-        if drawn:
-            [zeros] = [parameter for name, parameter in model.named_parameters() if name.endswith(drawn)]
-            zeros.data.normal_(std=INITIALIZER_RANGE)
-    # Only stop and pad ids: an engine that takes its sampling defaults from this file samples from the plain policy.
-    model.generation_config = GenerationConfig(
-        eos_token_id=list(dict.fromkeys([tokenizer.eos_token_id, tokenizer.pad_token_id])),
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    if renamed:
-        _rename(folder / "model.safetensors", renamed)
-    return folder
+
+    model: type[PreTrainedModel]
+    """Its `config_class` is the class of the configuration."""
+    processor: Callable[[Qwen2Tokenizer], ProcessorMixin] | None = None
+    """None: text alone, the tokenizer is the processor."""
+    template: str = VISION_TEMPLATE
+    """The chat template."""
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `build_tokenizer`."""
+    text: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the decoder that differ from `decoder_config`."""
+    text_names_tie: bool = True
+    """Whether these hold `tie_word_embeddings`, as the settings of the whole model do."""
+    config: Mapping[str, Any] | None = None
+    """Settings of the whole model without those of the decoder. None: the model is the decoder."""
+    ids: Mapping[str, str] = field(default_factory=dict)
+    """Setting of the whole model -> the token of which it holds the id."""
+    drawn: str = ""
+    """End of the name of a parameter that a new model has as zeros, which would hide all inputs from the decoder."""
+    finish: Callable[[Path, PretrainedConfig], None] | None = None
+    """Changes the written files to those of a released checkpoint."""
+
+    def __call__(self, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
+        tokenizer = self.new_tokenizer()
+        model = self.new_model(tokenizer, seed=seed, tie_word_embeddings=tie_word_embeddings)
+        model.save_pretrained(folder)
+        if self.finish:
+            self.finish(folder, model.config)
+        self.new_processor(tokenizer).save_pretrained(folder)
+        return folder
+
+    def new_tokenizer(self) -> Qwen2Tokenizer:
+        """Returns the tokenizer with the chat template."""
+        tokenizer = build_tokenizer(**self.tokenizer)
+        tokenizer.chat_template = self.template
+        return tokenizer
+
+    def new_processor(self, tokenizer: Qwen2Tokenizer) -> ProcessorMixin | Qwen2Tokenizer:
+        """Returns the processor, or the tokenizer of a text model, with the chat template."""
+        processor = self.processor(tokenizer) if self.processor else tokenizer
+        processor.chat_template = self.template
+        return processor
+
+    def new_config(self, tokenizer: Qwen2Tokenizer, *, tie_word_embeddings: bool = False) -> Any:
+        """Returns the configuration, for the vocabulary of `tokenizer`."""
+        assert self.model.config_class, "every released architecture has a configuration"
+        shared = {"tie_word_embeddings": tie_word_embeddings}
+        own = deepcopy({**self.text})  # configurations keep and change the dictionaries that they are given
+        text = decoder_config(tokenizer, **((shared if self.text_names_tie else {}) | own))
+        if self.config is None:
+            return self.model.config_class(dtype="float32", **text)
+        ids = {name: token_id(tokenizer, token) for name, token in self.ids.items()}
+        whole = shared | deepcopy({**self.config}) | ids
+        return self.model.config_class(text_config=text, dtype="float32", **whole)
+
+    def new_model(self, tokenizer: Qwen2Tokenizer, *, seed: int, tie_word_embeddings: bool = False) -> PreTrainedModel:
+        """Returns the model in float32 on the CPU."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.model(self.new_config(tokenizer, tie_word_embeddings=tie_word_embeddings))
+            model.to(device="cpu", dtype=torch.float32)  # type: ignore[call-arg]  # its decorator hides self
+            if self.drawn:
+                [zeros] = [weight for name, weight in model.named_parameters() if name.endswith(self.drawn)]
+                zeros.data.normal_(std=INITIALIZER_RANGE)
+        # Only stop and pad ids: an engine that reads its sampling defaults here samples from the plain policy.
+        stops = list(dict.fromkeys([tokenizer.eos_token_id, tokenizer.pad_token_id]))
+        model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
+        return model
 
 
-def _rename(file: Path, renamed: Mapping[str, str]) -> None:
-    state = {}
-    for name, tensor in load_file(file).items():
-        start = next((start for start in renamed if name.startswith(start)), "")
-        state[renamed.get(start, "") + name.removeprefix(start)] = tensor.clone()
-    save_file(state, file, metadata={"format": "pt"})
+def rename(starts: Mapping[str, str]) -> Callable[[Path, PretrainedConfig], None]:
+    """Returns a `finish` that renames parameters: start of a name as a new model saves it -> start as released."""
+
+    def finish(folder: Path, config: PretrainedConfig) -> None:
+        file, state = folder / "model.safetensors", {}
+        for name, tensor in load_file(file).items():
+            start = next((start for start in starts if name.startswith(start)), "")
+            state[starts.get(start, "") + name.removeprefix(start)] = tensor.clone()
+        save_file(state, file, metadata={"format": "pt"})
+
+    return finish

@@ -33,8 +33,7 @@ from mobula.deploy.wiring.persistence import (
     trajectory_log,
 )
 from mobula.learner.policies.families import family_at
-from mobula.learner.policies.tiny import write_tiny
-from mobula.learner.policies.tiny.vision import write_tiny_llava
+from mobula.learner.policies.tiny import TINY, write_tiny
 
 
 def config(folder: Path, *overrides: str) -> RunConfig:
@@ -133,7 +132,7 @@ class Scores:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> dict[str, Prompt]:
-    folder = write_tiny_llava(tmp_path_factory.mktemp("tiny") / "model")
+    folder = TINY["llava"](tmp_path_factory.mktemp("tiny") / "model")
     assert family_at(str(folder)).needs_gate
     cases = family_prompts(folder, folder.parent).cases
     return {name: cases[name].prompt for name in ("text", "one image", "two images")}

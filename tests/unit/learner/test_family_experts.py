@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from mobula.learner.backends.single import SingleBackend
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.tiny import qwen as qwen3_vl_moe
 from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.tiny.models import QWEN3_VL_MOE
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policy_weights import PolicyWeights
 
@@ -61,13 +62,9 @@ def test_an_export_is_the_checkpoint_again_for_us_and_for_plain_transformers(fol
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-def test_experts_whose_shape_does_not_say_how_they_lie_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder = qwen3_vl_moe.decoder_config
+def test_experts_whose_shape_does_not_say_how_they_lie_are_refused(tmp_path: Path) -> None:
     wide = {"moe_intermediate_size": 64}  # gate and up together are as wide as the states
-    monkeypatch.setattr(qwen3_vl_moe, "decoder_config", lambda tokenizer, **own: decoder(tokenizer, **(own | wide)))
-    square = write_tiny("qwen3-vl-moe", tmp_path / "square")
+    square = replace(QWEN3_VL_MOE, text=QWEN3_VL_MOE.text | wide)(tmp_path / "square")
     with pytest.raises(ValueError, match=r"gate_up_proj with the square shape \(4, 128, 128\).*other widths"):
         load_model(str(square), torch.float32, "sdpa")
 

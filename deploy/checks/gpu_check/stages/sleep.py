@@ -11,7 +11,7 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.deploy.checks.gpu_check.context import MIB, Context, Figures
 from mobula.deploy.checks.gpu_check.roles import LocalActor, LocalSender, open_checkpoint, open_model, sample, scored
 from mobula.learner.learner import Learner
-from mobula.learner.policies.tiny.vision import write_small_text
+from mobula.learner.policies.tiny import SMALL_TEXT
 
 KEPT = 0.1  # most of the memory in use that may stay on the GPU: buffers of kernels
 PARTS = ("policy", "optimizer")
@@ -23,7 +23,7 @@ def run(context: Context) -> Figures:
 
 async def _run(context: Context) -> Figures:
     own = "sampler=huggingface"  # on a GPU with a model that is large beside the buffers of kernels
-    large = open_checkpoint(context, write_small_text(context.folder / "model"), own) if context.is_cuda else None
+    large = open_checkpoint(context, SMALL_TEXT(context.folder / "model"), own) if context.is_cuda else None
     model = large or open_model(context, own)
     actor, learner = await model.actor(), model.learner()
     prompt = model.prompts[-1]

@@ -25,8 +25,7 @@ from mobula.deploy.checks.gpu_check.context import MIB, Context, Figures
 from mobula.deploy.checks.gpu_check.roles import Model, open_checkpoint, overrides, scored
 from mobula.deploy.planning.workers import CONTEXT, TRAINING, worker_memory
 from mobula.learner.policies.shapes import shape_of
-from mobula.learner.policies.tiny.vision import TEXT_ARCHITECTURES as ARCHITECTURES
-from mobula.learner.policies.tiny.vision import write_small_text, write_tiny_text
+from mobula.learner.policies.tiny import SMALL_TEXT, TEXT_MODELS
 
 # Dense bfloat16 FLOP/s of NVIDIA's data sheets, by a part of the card's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
@@ -42,7 +41,8 @@ def run(context: Context) -> Figures:
     """A model of random weights: of 0.36 billion parameters on a GPU, a tiny one on a CPU."""
     num_tokens = NUM_TOKENS[context.device]
     folder = context.folder / "measured"
-    written = write_small_text(folder) if context.is_cuda else write_tiny_text(next(iter(ARCHITECTURES)), folder)
+    tiny = next(iter(TEXT_MODELS.values()))
+    written = SMALL_TEXT(folder) if context.is_cuda else tiny(folder)
     own = (
         "sampler=huggingface",
         f"sampler.max_tokens={num_tokens}",

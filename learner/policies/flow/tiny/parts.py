@@ -14,7 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
-    Qwen2_5_VLForConditionalGeneration,
+    PreTrainedModel,
     Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
@@ -23,8 +23,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from mobula.learner.policies.tiny.qwen import build_model
-from mobula.learner.policies.tiny.qwen import build_processor_qwen2_5_vl as build_processor
+from mobula.learner.policies.tiny import TINY
 
 CLIP_TOKENS, T5_TOKENS, GEMMA_TOKENS = 77, 64, 64  # longest prompts
 
@@ -119,12 +118,11 @@ def gemma_encoder(tokenizer: GemmaTokenizer, hidden_size: int) -> Gemma2Model:
     return Gemma2Model(config)
 
 
-def qwen_encoder(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer]:
+def qwen_encoder(seed: int) -> tuple[PreTrainedModel, Qwen2Tokenizer]:
     """The tiny Qwen2.5-VL and its tokenizer, with the chat template that a pipeline without processor looks for."""
-    processor = build_processor()
-    tokenizer = processor.tokenizer
-    tokenizer.chat_template = processor.chat_template
-    return build_model(tokenizer, seed=seed, tie_word_embeddings=False), tokenizer
+    row = TINY["qwen2.5-vl"]
+    tokenizer = row.new_tokenizer()
+    return row.new_model(tokenizer, seed=seed), tokenizer
 
 
 CHANNELS = 16  # of latents

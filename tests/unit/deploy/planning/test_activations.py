@@ -22,8 +22,7 @@ from mobula.learner.policies.base import RowOutline
 from mobula.learner.policies.head import Distribution, token_logprobs
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.shapes import shape_of_config
-from mobula.learner.policies.tiny.qwen import build_config
-from mobula.learner.policies.tiny.qwen import build_processor_qwen2_5_vl as build_processor
+from mobula.learner.policies.tiny import TINY
 
 TOLERANCE = 0.15
 TOKENS = 256
@@ -35,7 +34,8 @@ def config(dtype: str, *words: str) -> RunConfig:
 
 
 def vision_model() -> Qwen2_5_VLForConditionalGeneration:
-    found = build_config(build_processor().tokenizer, tie_word_embeddings=False)
+    tiny = TINY["qwen2.5-vl"]
+    found = tiny.new_config(tiny.new_tokenizer())
     text, vision = found.text_config, found.vision_config
     text.hidden_size, text.intermediate_size, text.num_attention_heads = 128, 384, 4
     vision.hidden_size, vision.intermediate_size, vision.num_heads, vision.depth = 128, 384, 4, 6

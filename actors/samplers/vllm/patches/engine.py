@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm import AsyncEngineArgs
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
-from vllm.v1.core.sched import output
+from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
@@ -129,7 +129,7 @@ def adapt_rows_of_each_adapter() -> None:
 
 def keep_images() -> None:
     """Patches this process: the scheduler also sends images of a new request that the prefix cache covers."""
-    output.strip_covered_mm_data = _all_of_them
+    scheduler_output.strip_covered_mm_data = _all_of_them
 
 
 def _all_of_them(mm_features: list[Any], *_: Any, **__: Any) -> list[Any]:

@@ -187,6 +187,7 @@ def _one_step(metrics: Metrics, clock: FakeClock, step: int, skill: float, noise
         metrics.count(CounterName.WEIGHT_SYNCS, "published")
         metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, 3.1e6)
         rejected = {"uniform_rewards": step // 2, "too_old": step // 9}
+        metrics.set_counts(CounterName.REJECTED, rejected)
         scope.record(groups, UpdateReport(step, update), ReplayStats(2, 4, 81920, 1.2, rejected))
 
 

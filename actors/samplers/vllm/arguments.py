@@ -135,12 +135,12 @@ def _memory_share(settings: EngineSettings) -> float:
     return min(1.0, share)
 
 
-def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:
+def sampling_params(engine_settings: EngineSettings, settings: SamplingSettings) -> SamplingParams:
     """Builds vLLM's sampling parameters of a request.
 
     Responses of at most one chunk are returned once, at the end.
     """
-    is_reported = settings.max_tokens > engine.chunk_tokens
+    is_reported = settings.max_tokens > engine_settings.chunk_tokens
     params = SamplingParams(
         n=settings.num_samples,
         temperature=min(settings.temperature, MAX_TEMPERATURE),
@@ -151,14 +151,14 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
         seed=settings.seed,
         logprobs=settings.top_k + SPARE_LOGPROBS if settings.keeps_sets else 0,
         flat_logprobs=True,
-        logit_bias=dict.fromkeys(engine.banned_ids, BAN_BIAS),
-        stop_token_ids=[*engine.stop_ids, *settings.stop_token_ids],
+        logit_bias=dict.fromkeys(engine_settings.banned_ids, BAN_BIAS),
+        stop_token_ids=[*engine_settings.stop_ids, *settings.stop_token_ids],
         stop=list(settings.stop_strings),
         include_stop_str_in_output=True,
         detokenize=bool(settings.stop_strings),
         skip_special_tokens=False,  # a stop string may be a special token
         output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
-        stream_interval=engine.chunk_tokens,
+        stream_interval=engine_settings.chunk_tokens,
         skip_clone=True,  # used by one request only
     )
     if settings.temperature > 0:

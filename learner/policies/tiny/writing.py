@@ -249,7 +249,8 @@ class TinyModel:
             return self.model.config_class(dtype="float32", **text)
         ids = {name: token_id(tokenizer, token) for name, token in self.ids.items()}
         whole = shared | deepcopy({**self.config}) | ids
-        return self.model.config_class(**{"text_config": text, "dtype": "float32"}, **whole)
+        config_class: Any = self.model.config_class  # of a model with a decoder
+        return config_class(text_config=text, dtype="float32", **whole)
 
     def new_model(self, tokenizer: Qwen2Tokenizer, *, seed: int, tie_word_embeddings: bool = False) -> PreTrainedModel:
         """Returns the model in float32 on the CPU."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
@@ -81,7 +82,7 @@ def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
         model, info = model_class.from_pretrained(
             name, dtype=torch_dtype(tools), output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
         raise ValueError(f"options.model={name!r} cannot be loaded ({_first_line(error)}): use a checkpoint") from error
     flaws = {"missing": "lacks", "unexpected": "has unknown", "mismatched": "has misshapen"}
     for kind, flaw in flaws.items():

@@ -9,9 +9,8 @@ import torch
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from mobula.cluster.records.trajectory import MediaSpan, Prompt
-from mobula.learner.algorithms import flow_losses as grpo_guard
-from mobula.learner.algorithms import flow_losses as nft
 from mobula.learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
+from mobula.learner.algorithms.flow_losses import grpo_guard, nft
 from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
 from mobula.learner.policies.flow.rows import CONDITION, CleanSequence, Noising, collate_noised
 

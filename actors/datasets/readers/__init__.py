@@ -1,4 +1,4 @@
-"""Readers of file formats, by the name in `data.kind`, one file each."""
+"""Readers of file formats, by the name in `data.kind`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,1 +1,1 @@
-"""Adapters of other libraries and protocols, one file each."""
+"""Adapters of other libraries and protocols."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from mobula.deploy.report.diagnose import data_checks as model
-from mobula.deploy.report.diagnose import data_checks as rows
-from mobula.deploy.report.diagnose import response_checks, reward_checks, update_checks
-from mobula.deploy.report.diagnose import reward_checks as components
-from mobula.deploy.report.diagnose import update_checks as divergence
-from mobula.deploy.report.diagnose import update_checks as engine
-from mobula.deploy.report.diagnose import update_checks as progress
+from mobula.deploy.report.diagnose import data_checks, response_checks, reward_checks, update_checks
 from mobula.deploy.report.diagnose.material import NOTHING_TO_COMPARE, SYMPTOMS, Check, Needs
 
 CHECKS: tuple[Check, ...] = (
-    Check(model.CHECKPOINT, Needs.CONFIG, model.check_checkpoint),
-    Check(progress.NAME, Needs.CONFIG, progress.check_progress),
-    Check(engine.STALE, Needs.STEPS, engine.check_weights, (engine.GAP, *SYMPTOMS)),
-    Check(engine.GAP, Needs.STEPS, engine.check_gap),
+    Check(data_checks.CHECKPOINT, Needs.CONFIG, data_checks.check_checkpoint),
+    Check(update_checks.NAME, Needs.CONFIG, update_checks.check_progress),
+    Check(update_checks.STALE, Needs.STEPS, update_checks.check_weights, (update_checks.GAP, *SYMPTOMS)),
+    Check(update_checks.GAP, Needs.STEPS, update_checks.check_gap),
     Check(response_checks.SAMPLING, Needs.STEPS, response_checks.check_sampling),
-    Check(components.NOISE, Needs.ANSWERS, components.check_noise),
+    Check(reward_checks.NOISE, Needs.ANSWERS, reward_checks.check_noise),
     Check(reward_checks.PARSER_NAME, Needs.STEPS, reward_checks.check_parser, NOTHING_TO_COMPARE),
     Check(
         response_checks.TRUNCATION,
@@ -26,24 +20,24 @@ CHECKS: tuple[Check, ...] = (
         (response_checks.END, reward_checks.PARSER_NAME, *NOTHING_TO_COMPARE),
     ),
     Check(response_checks.END, Needs.ANSWERS, response_checks.check_end_of_text),
-    Check(components.COMPONENTS, Needs.STEPS, components.check_components, SYMPTOMS),
-    Check(components.PAID_LENGTH, Needs.STEPS, components.check_length, SYMPTOMS),
+    Check(reward_checks.COMPONENTS, Needs.STEPS, reward_checks.check_components, SYMPTOMS),
+    Check(reward_checks.PAID_LENGTH, Needs.STEPS, reward_checks.check_length, SYMPTOMS),
     Check(reward_checks.EXPLOITATION_NAME, Needs.STEPS, reward_checks.check_exploitation),
     Check(
-        rows.PICTURES,
+        data_checks.PICTURES,
         Needs.DATA,
-        rows.check_pictures,
+        data_checks.check_pictures,
         (response_checks.LABELS_NAME, reward_checks.GROUPS_NAME, reward_checks.TREND_NAME),
     ),
-    Check(rows.LEAKS, Needs.DATA, rows.check_leaks),
-    Check(rows.DUPLICATES, Needs.DATA, rows.check_duplicates),
-    Check(rows.LABELS, Needs.DATA, rows.check_label_distribution),
+    Check(data_checks.LEAKS, Needs.DATA, data_checks.check_leaks),
+    Check(data_checks.DUPLICATES, Needs.DATA, data_checks.check_duplicates),
+    Check(data_checks.LABELS, Needs.DATA, data_checks.check_label_distribution),
     Check(response_checks.LABELS_NAME, Needs.ANSWERS, response_checks.check_labels),
     Check(
         response_checks.VARIETY_NAME,
         Needs.ANSWERS,
         response_checks.check_variety,
-        (divergence.ENTROPY, reward_checks.GROUPS_NAME),
+        (update_checks.ENTROPY, reward_checks.GROUPS_NAME),
     ),
     Check(response_checks.LANGUAGE_NAME, Needs.ANSWERS, response_checks.check_language),
     Check(reward_checks.GROUPS_NAME, Needs.STEPS, reward_checks.check_groups),
@@ -53,19 +47,19 @@ CHECKS: tuple[Check, ...] = (
     Check(update_checks.OVER_AGE, Needs.STEPS, update_checks.check_over_age),
     Check(update_checks.REJECTED, Needs.STEPS, update_checks.check_rejected),
     Check(
-        divergence.KL_WEIGHT,
+        update_checks.KL_WEIGHT,
         Needs.CONFIG,
-        divergence.check_kl_weight,
+        update_checks.check_kl_weight,
         (update_checks.LEARNING_RATE, reward_checks.TREND_NAME),
     ),
-    Check(divergence.KL, Needs.STEPS, divergence.check_kl),
-    Check(divergence.ENTROPY, Needs.STEPS, divergence.check_entropy),
+    Check(update_checks.KL, Needs.STEPS, update_checks.check_kl),
+    Check(update_checks.ENTROPY, Needs.STEPS, update_checks.check_entropy),
     Check(
-        model.FROZEN,
+        data_checks.FROZEN,
         Needs.MODEL,
-        model.check_frozen,
+        data_checks.check_frozen,
         (update_checks.LEARNING_RATE, update_checks.SKIPPED, reward_checks.TREND_NAME),
     ),
-    Check(model.ADAPTERS, Needs.MODEL, model.check_adapters),
+    Check(data_checks.ADAPTERS, Needs.MODEL, data_checks.check_adapters),
     Check(reward_checks.TREND_NAME, Needs.STEPS, reward_checks.check_trend),
 )

@@ -1,4 +1,4 @@
-"""Model families: one file for each, found by the `model_type` of a checkpoint's config.json."""
+"""Model families, found by the `model_type` of a checkpoint's config.json."""
 
 from mobula.learner.policies.families.registry import (
     AUDIO_TYPES,

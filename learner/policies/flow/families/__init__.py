@@ -1,4 +1,4 @@
-"""Families of flow models, one file for each."""
+"""Families of flow models."""
 
 from mobula.learner.policies.flow.families.base import Conditions, FlowFamily, ImageSize, Schedule
 from mobula.learner.policies.flow.families.registry import (

@@ -52,7 +52,8 @@ def test_engines_and_learner_ranks_that_are_killed_get_and_send_whole_tensors_an
     # In order of time: a slow checkpoint lets the new learner repeat the first steps.
     records = [r for r in read_records(job.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)]
     shares = [record.values[MetricName.PUSH_CHANGED_SHARE] for record in records]
-    assert shares[0] < 0.2, "the second push has changes alone"
+    # A step records the newest push that has arrived, which may be the one before.
+    assert min(shares[:2]) < 0.2, "the second push has changes alone"
     assert shares[-1] < 0.2, "so has the last one"
     assert any(share == 1.0 for share in shares), "the new learner sends whole tensors"
     assert 0 <= found.summary.canary_max <= 0.3

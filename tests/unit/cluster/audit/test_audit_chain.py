@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, AuditKind, AuditRecord, encode
 from mobula.cluster.audit.history import Comparison, Descent, PromptLedger, account_of, compare
-from mobula.cluster.audit.writer import ChainWriter, recorded_files
+from mobula.cluster.audit.writer import FORMERLY_UNCOVERED, ChainWriter, recorded_files
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.guard_events import GuardEvent
+
+# Written by the code of 2026-11-27, before records had checksums of weights and signatures: a run of fakes that was
+# killed after its first step, and resumed.
+EARLIER = Path(__file__).parents[3] / "support" / "recorded_runs" / "audited"
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +227,37 @@ def test_the_first_group_that_differs_between_two_runs_is_named(run: Path, tmp_p
     first = next(iter(step.groups))
     equal.steps[3] = replace(step, groups=dict.fromkeys(step.groups, "0" * 64))
     assert compare(ours, equal) == Comparison(2, 4, f"{first}, with other content", None)
+
+
+def test_the_chain_of_an_earlier_version_verifies_and_lists_what_it_did_not_cover() -> None:
+    result = audited(EARLIER)
+    assert result.findings == []
+    assert (result.num_records, result.history.version, result.is_closed, result.is_signed) == (16, 2, True, False)
+    assert [(part.status, part.resumed_from) for part in result.history.parts] == [(None, None), ("done", 1)]
+    assert list(result.uncovered) == [
+        "diagnosis.json", "logs/learner-0.log", "report.html", "run.log", "tensorboard/events",
+    ]  # fmt: skip
+
+
+def test_an_altered_or_added_file_of_an_earlier_version_is_named(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(EARLIER, tmp_path / "run"))
+    for path in [path for path in covered(EARLIER) if path.relative_to(EARLIER).parts[0] not in FORMERLY_UNCOVERED]:
+        name = str(path.relative_to(EARLIER))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+        assert any(name.startswith(finding.file) for finding in audited(folder).findings), name
+        shutil.copy(path, folder / name)
+    (folder / "policy" / "pytorch_model.bin").write_bytes(b"other")
+    assert [finding.file for finding in audited(folder).findings] == ["policy/pytorch_model.bin"]
+
+
+def test_the_chain_of_an_earlier_version_is_continued(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(EARLIER, tmp_path / "run"))
+    run, audit = audited_run(folder, total_steps=4, checkpoint_interval=1)
+    asyncio.run(run.go())
+    audit.ended("done", 4)
+    result = audited(folder)
+    assert (result.findings, result.uncovered) == ([], ["diagnosis.json", "report.html"])
+    assert [part.resumed_from for part in result.history.parts] == [None, 1, 2]
+    assert sorted(result.history.steps) == [1, 2, 3, 4]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
 from mobula.learner.adapters.adapter import read_state as read_adapter
-from mobula.learner.backends.deepspeed import saved_zero_weights
+from mobula.learner.backends.deepspeed import TAG, DeepSpeedBackend, saved_zero_weights
 from mobula.learner.backends.sharded import (
     ShardedWriter,
     load_sharded,
@@ -240,6 +240,47 @@ def test_code_in_a_state_of_deepspeed_is_refused_and_not_run(tmp_path: Path, nam
     with pytest.raises(CheckpointError, match=f"state/{name} is refused"):
         saved_zero_weights(folder)
     assert not mark.exists()
+
+
+def _resumes(rank: int, folder: Path) -> None:
+    """Loads each state below `folder` with one engine, and writes beside it what came of it."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=1)
+    words = ["experiment=digits", "learner=deepspeed", "learner.zero_stage=2", "resources.learner.num_workers=1"]
+    backend = DeepSpeedBackend(torch.device("cpu"), torch.float32, load_config(words).learner)
+    backend.wrap(Half())
+    optimizer = backend.optimizer()
+    for state in sorted(path for path in folder.iterdir() if path.is_dir()):
+        try:
+            said = f"version {backend.load(state, optimizer)}"
+        except CheckpointError as error:
+            said = str(error)
+        state.with_suffix(".txt").write_text(said)
+        save_file(dict(backend.full_state()), state.with_suffix(".safetensors"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_resume_of_deepspeed_reads_an_earlier_state_and_refuses_code_by_name(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    shutil.copytree(RECORDED / "deepspeed2", tmp_path / "a_whole")
+    for place, name in enumerate((*DEEPSPEED_FILES, "added.pt")):
+        file = shutil.copytree(RECORDED / "deepspeed2", tmp_path / f"b_{place}") / TAG / name
+        state = torch.load(RECORDED / "deepspeed2" / TAG / DEEPSPEED_FILES[place % 2], weights_only=False)
+        torch.save({**state, "version": Code(mark)}, file)
+    shutil.copytree(RECORDED / "deepspeed2", tmp_path / "c_pickle")
+    (tmp_path / "c_pickle" / TAG / DEEPSPEED_FILES[0]).write_bytes(pickle.dumps(Code(mark)))
+    multiprocessing.set_forkserver_preload([__name__])
+    mp.start_processes(_resumes, args=(tmp_path,), nprocs=1, start_method="forkserver")
+    said = {file.stem: file.read_text() for file in sorted(tmp_path.glob("*.txt"))}
+    assert said.pop("a_whole") == "version 3"
+    for (state, message), name in zip(said.items(), (*DEEPSPEED_FILES, "added.pt", DEEPSPEED_FILES[0]), strict=True):
+        assert f"{state}/{TAG}/{name} is refused" in message
+    assert not mark.exists()
+    expected = load_file(RECORDED / "deepspeed2" / "expected.safetensors")
+    for file in tmp_path.glob("*.safetensors"):
+        weights = load_file(file)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in weights), file
 
 
 def test_code_in_other_files_of_torch_is_refused_and_not_run(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
@@ -123,9 +124,7 @@ def _read(path: Path) -> dict[tuple[str, int], Result]:
 def _write(path: Path, known: Mapping[tuple[str, int], Result]) -> None:
     """The file appears whole: a command that is killed leaves the old one."""
     rows = [asdict(known[key]) for key in sorted(known)]
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    draft.rename(path)
+    write_atomically(path, json.dumps(rows, indent=2) + "\n")
 
 
 def _compare(folder: Path, known: Mapping[tuple[str, int], Result]) -> None:

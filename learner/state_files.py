@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mobula.cluster.errors import CheckpointError
+from mobula.cluster.files import flush, write_atomically
 from mobula.learner.policies.checkpoint.writing import DTYPES, content, write_header
 
 INDEX = "state.json"  # written last
@@ -131,8 +131,7 @@ class _Writer(dcp.FileSystemWriter):
                 data = planner.resolve_data(items[key])
                 assert isinstance(data, torch.Tensor), "bytes are values of the index"
                 file.write(content(data))
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         results = [WriteResult(item.index, described[key].nbytes, name) for key, item in items.items()]
         values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         future: Future[list[WriteResult]] = Future()
@@ -149,12 +148,7 @@ class _Writer(dcp.FileSystemWriter):
                 tensors[name] = {"dtype": DTYPES[saved.properties.dtype], "shape": list(saved.size), "chunks": chunks}
             else:
                 values[name] = places[MetadataIndex(name)]
-        draft = Path(self.path) / f"{INDEX}.part"
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump({"tensors": tensors, "values": values}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(Path(self.path) / INDEX)
+        write_atomically(Path(self.path) / INDEX, json.dumps({"tensors": tensors, "values": values}))
 
 
 class _Reader(dcp.FileSystemReader):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import httpx
@@ -29,6 +27,7 @@ from mobula.actors.datasets.images import (
     array_of,
     is_absent,
 )
+from mobula.cluster.files import replacing
 from mobula.cluster.proxies import ProxiedTransport
 
 Audio = ImageSource
@@ -287,24 +286,17 @@ class MediaDownloads:
             timeout=limits.timeout_s,
             event_hooks={"request": [lambda request: self._check_host(request.url, url)]},  # also called for redirects
         )
-        self._folder.mkdir(parents=True, exist_ok=True)
         with client, client.stream("GET", url) as response:
             response.raise_for_status()
-            with NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as draft:
-                try:
-                    num_bytes = 0
-                    for chunk in response.iter_bytes():
-                        num_bytes += len(chunk)
-                        if num_bytes > limits.max_bytes:
-                            raise _failed(url, f"it has more than {limits.max_bytes_key}={limits.max_bytes:,} bytes")
-                        if time.monotonic() > deadline:
-                            raise _failed(url, f"it took longer than data.download_timeout_s={limits.timeout_s:g}")
-                        draft.write(chunk)
-                    draft.flush()
-                    os.replace(draft.name, path)
-                except BaseException:
-                    os.unlink(draft.name)
-                    raise
+            num_bytes = 0
+            with replacing(path) as draft:
+                for chunk in response.iter_bytes():
+                    num_bytes += len(chunk)
+                    if num_bytes > limits.max_bytes:
+                        raise _failed(url, f"it has more than {limits.max_bytes_key}={limits.max_bytes:,} bytes")
+                    if time.monotonic() > deadline:
+                        raise _failed(url, f"it took longer than data.download_timeout_s={limits.timeout_s:g}")
+                    draft.write(chunk)
 
     def _check_host(self, url: httpx.URL | None, asked: str) -> None:
         host = url.host.lower() if url is not None else ""

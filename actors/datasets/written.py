@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+
+from mobula.cluster.files import install_folder
 
 MARKER = "dataset.json"  # present in complete folders
 
@@ -25,22 +26,14 @@ def install_dataset(folder: Path, marker: Mapping[str, Any], build: Callable[[Pa
     Raises:
         ValueError: the folder has other content.
     """
-    if holds(folder, marker):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
-        built = Path(staging) / "dataset"
-        built.mkdir()
+
+    def write(built: Path) -> None:
         for split, rows in build(built).items():
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             (built / f"{split}.jsonl").write_text(lines, encoding="utf-8")
         (built / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-        try:
-            built.rename(folder)
-        except OSError:
-            if not holds(folder, marker):
-                raise
-    return folder
+
+    return install_folder(folder, lambda: holds(folder, marker), write)
 
 
 def holds(folder: Path, marker: Mapping[str, Any]) -> bool:

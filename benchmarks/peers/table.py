@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.peers.rounds import Round, ratios
+from mobula.cluster.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,8 @@ def read(path: Path) -> dict[str, Result]:
 
 def write(path: Path, known: Mapping[str, Result]) -> None:
     """The file appears whole: a command that is killed leaves the old one."""
-    draft = path.with_suffix(".part")
     rows = [asdict(known[work]) for work in sorted(known)]
-    draft.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    draft.rename(path)
+    write_atomically(path, json.dumps(rows, indent=2, allow_nan=False) + "\n")
 
 
 def markdown(known: Mapping[str, Result]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mobula.cluster.audit.chain import AuditKind
 from mobula.cluster.audit.writer import JournalDigests, NoRecorder, Recorder, digests_below, file_sha256, text_sha256
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, record_version, to_line

@@ -159,7 +159,7 @@ def _check_faults(history: History, folder: Path, known: set[str]) -> Iterator[A
     known.add(FAULTS_FILE)
     losses = [loss for part in history.parts for loss in part.losses]
     written = [line.decode(errors="replace") for line in _lines(folder / FAULTS_FILE)]
-    expected = [fault_line(Fault(**loss)) for loss in losses]
+    expected = [fault_line(Fault(**loss)) + "\n" for loss in losses]
     if history.ended is None and written == expected[:-1]:
         return  # the process was killed between the record and its line
     for number, line in enumerate(written, start=1):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.report.samples import INDEX, Fetch, read_artifacts
 
 if TYPE_CHECKING:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mobula.cluster.files import append_line, write_atomically
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.step_records import StepRecord
 
 if TYPE_CHECKING:
@@ -150,10 +149,7 @@ class GuardLog:
     def append(self, event: GuardEvent) -> None:
         """Adds an event. Returns once it is on disk. Raises: OSError: it cannot be written."""
         self.events.append(event)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_line(event))
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self._path, _line(event), is_synced=True)
 
     def at(self, version: int) -> list[GuardEvent]:
         """Returns the events of one version."""
@@ -164,7 +160,7 @@ class GuardLog:
         kept = [event for event in self.events if event.version < version]
         if len(kept) < len(self.events):
             self.events = kept
-            write_atomically(self._path, "".join(map(_line, kept)))
+            write_atomically(self._path, "".join(_line(event) + "\n" for event in kept))
 
 
 def read_events(path: Path) -> Sequence[GuardEvent]:
@@ -182,4 +178,4 @@ def read_events(path: Path) -> Sequence[GuardEvent]:
 
 
 def _line(event: GuardEvent) -> str:
-    return json.dumps({**asdict(event), "strength": min(event.strength, 1e9)}) + "\n"
+    return json.dumps({**asdict(event), "strength": min(event.strength, 1e9)})

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import BeforeAfter, strict
 

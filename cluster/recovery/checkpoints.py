@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from mobula.cluster.errors import CheckpointError, MobulaError, PreflightError
+from mobula.cluster.files import sync, sync_folder
 from mobula.cluster.replay.run_identity import same_identity
 from mobula.cluster.workers.supervisor import background_tasks
 from mobula.configs.schema.run import Resume
@@ -313,7 +314,7 @@ class Checkpoints:
         if path.exists():
             _remove(path)  # damaged: a complete checkpoint would have been resumed
         os.rename(draft, path)
-        _sync(self._folder)
+        sync(self._folder)
         self._prune()
         return path
 
@@ -466,21 +467,12 @@ def _write_manifest(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {str(f.relative_to(folder)): {"num_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
     (folder / MANIFEST_FILE).write_text(json.dumps({"files": entries}, indent=1))
-    for path in (*files, folder / MANIFEST_FILE, *(p for p in folder.rglob("*") if p.is_dir()), folder):
-        _sync(path)
+    sync_folder(folder)
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

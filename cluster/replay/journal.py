@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from mobula.cluster.errors import JournalError
+from mobula.cluster.files import flush, sync
 from mobula.cluster.records.arrow import SCHEMA, RecordedGroup, arrays, from_batch, record_batch, to_batch
 from mobula.cluster.records.trajectory import GroupOutcome, Reward, TrajectoryGroup
 from mobula.cluster.replay.run_identity import run_identity, same_identity
@@ -78,7 +78,7 @@ class SegmentWriter:
         schema = SCHEMA.with_metadata({_IDENTITY: json.dumps(identity, sort_keys=True)})
         self._stream = pa.output_stream(self._file, buffer_size=_BUFFER_BYTES)
         self._writer = pa.ipc.new_stream(self._stream, schema)
-        _sync_folder(folder)
+        sync(folder)
 
     @property
     def num_bytes(self) -> int:
@@ -92,8 +92,7 @@ class SegmentWriter:
 
     def sync(self) -> None:
         self._stream.flush()  # to the file, which has its own buffer
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        flush(self._file)
 
     def close(self) -> None:
         self._writer.close()
@@ -159,14 +158,6 @@ def _record(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes]) -> JournalRe
 
 def _checksum(kind: str, body: str, rows: pa.RecordBatch) -> int:
     return zlib.crc32(rows.serialize(), zlib.crc32(f"{kind}{body}".encode()))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Journal: append-only record on disk of the groups and steps since the last checkpoint.

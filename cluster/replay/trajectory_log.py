@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -14,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import replacing
 from mobula.cluster.records.arrow import SCHEMA, RecordedGroup, from_batch, to_rows
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.replay.buffer import LiveGroups
@@ -46,14 +45,8 @@ class TrajectoryLog:
             for row in to_rows(group, scored.rewards, reference, step)
         ]
         path = self._path(step)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
-        with draft.open("wb") as file:
+        with replacing(path) as file:
             pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
-            file.flush()
-            # fsync before the rename: a file with the final name is complete even after a power failure.
-            os.fsync(file.fileno())
-        os.replace(draft, path)
         self._on_written(step, path)
         return path
 

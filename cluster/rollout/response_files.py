@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.report.samples import SHEETS_FILE
 from mobula.cluster.records.trajectory import Answers, Response, TrajectoryGroup
 from mobula.cluster.rollout.evaluation import ScoredPrompt

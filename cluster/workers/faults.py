@@ -23,6 +23,7 @@ from mobula.cluster.errors import (
     loss_kind,
 )
 from mobula.cluster.failures import COLOUR, Failure, at_frames, frames_in, in_one_line
+from mobula.cluster.files import append_line
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.workers.status import Progress
 
@@ -221,15 +222,14 @@ class FaultFile(logging.Handler):
         fault = replace(record.__dict__["fault"], step=now.step, phase=now.phase)
         self._on_fault(fault)
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(fault_line(fault))
+            append_line(self._path, fault_line(fault))
         except OSError as error:
             _logger.warning("%s cannot be written (%s): the file lacks this fault", self._path, error)
 
 
 def fault_line(fault: Fault) -> str:
-    """Formats a fault as one line of JSON, with its line feed."""
-    return json.dumps(asdict(fault)) + "\n"
+    """Formats a fault as one line of JSON."""
+    return json.dumps(asdict(fault))
 
 
 def read_faults(path: Path) -> list[Fault]:

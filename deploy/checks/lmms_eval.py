@@ -15,7 +15,7 @@ from subprocess import TimeoutExpired, run
 from typing import Any
 
 from mobula.cluster.errors import DeadlineError, PreflightError
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.files import write_atomically
 from mobula.configs.errors import ConfigError
 from mobula.deploy.checks.lmms_eval_results import HarnessError, Results, TaskScore, read_results
 from mobula.deploy.host.processes import last_lines, run_logged

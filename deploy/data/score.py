@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any, BinaryIO
 from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import replacing
 from mobula.cluster.user_code import is_user_code
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config, load_resolved, load_rewards
@@ -122,16 +121,10 @@ def _progress(source: Source, console: Console, is_quiet: bool) -> Iterator[Call
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file that replaces `path` on success."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """Opens a draft that replaces `path` on success."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with draft.open("wb") as file:
-                yield file
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with replacing(path) as file:
+            yield file
     except OSError as error:
         if isinstance(error, TimeoutError):  # of the scoring inside
             raise

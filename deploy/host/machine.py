@@ -1,10 +1,11 @@
-"""Cores, memory and temporary folders of this machine."""
+"""Cores, memory, temporary folders and checkouts of this machine."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ RAY_BYTES = 72
 
 
 MIN_FREE_BYTES = 32 << 20  # Ray's processes write their logs there; without space they do not start, and do not say so
+
+
+GIT_S = 30.0
 
 
 _logger = logging.getLogger(__name__)
@@ -119,3 +123,18 @@ def _cpu_flags(cpuinfo: str) -> frozenset[str]:
         if name.strip() in ("flags", "Features"):
             return frozenset(value.split())
     return frozenset()
+
+
+def commit_of(checkout: Path, *options: str) -> str:
+    """Returns the commit of a checkout as `git rev-parse` with `options` prints it, with `+` if tracked files differ
+    from it; empty outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=checkout, capture_output=True, text=True, timeout=GIT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", *options, "HEAD")
+    return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else "")

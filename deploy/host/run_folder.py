@@ -18,7 +18,7 @@ import yaml
 
 from mobula.cluster.environment_variables import environment_variables
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
 from mobula.configs.load import dump_config
 from mobula.configs.schema import RunConfig
@@ -96,9 +96,7 @@ class RunRecord:
         """Writes the record atomically."""
         folder = None if self.session_folder is None else str(self.session_folder)
         texts = {"mark": self.mark.environment, "run_folder": str(self.run_folder), "session_folder": folder}
-        temporary = path.with_name(f".{path.name}-{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(self) | texts, indent=1), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, json.dumps(asdict(self) | texts, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import write_atomically
 from mobula.deploy.host.processes import ProcessId
 
 LOCK_FILE = "run.lock"
@@ -93,7 +94,7 @@ def _acquire(path: Path, ours: Holder, watch_s: float) -> None:
             _refuse(path.parent, holder)
         if path.exists() and _read(path) == holder:
             _logger.warning("%s is taken over: %s is dead", path, holder or "its holder")
-            _replace(path, ours)
+            write_atomically(path, json.dumps(asdict(ours)))
             time.sleep(SETTLE_S)
             if _read(path) == ours:
                 return
@@ -109,15 +110,6 @@ def _create(path: Path, ours: Holder) -> bool:
         path.unlink(missing_ok=True)
         raise
     return True
-
-
-def _replace(path: Path, ours: Holder) -> None:
-    draft = path.with_name(f".{path.name}-{ours.token}")
-    try:
-        _create(draft, ours)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _is_held(path: Path, holder: Holder | None, watch_s: float) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -23,16 +22,13 @@ from mobula.cluster.replay.run_identity import run_identity
 from mobula.cluster.weight_sync.manifest import checkpoint_files
 from mobula.configs.load import dump_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host.machine import CPU_FILE
+from mobula.deploy.host.machine import CPU_FILE, commit_of
 from mobula.deploy.wiring.preparation import AnyPrepared
 
 ROOT = Path(__file__).parents[2]
 
 
 PACKAGES = ("actors", "cluster", "configs", "deploy", "learner", "rewards")
-
-
-GIT_S = 10.0
 
 
 def provenance(prepared: AnyPrepared) -> dict[str, Any]:
@@ -70,7 +66,7 @@ def code() -> dict[str, str]:
         for path in sorted((ROOT / package).rglob("*.py")):
             content = path.read_bytes()
             digest.update(f"{path.relative_to(ROOT)}\0{len(content)}\0".encode() + content)
-    return {"version": metadata.version("mobula"), "commit": _commit(), "sha256": digest.hexdigest()}
+    return {"version": metadata.version("mobula"), "commit": commit_of(ROOT), "sha256": digest.hexdigest()}
 
 
 def packages() -> dict[str, str]:
@@ -113,20 +109,6 @@ def _model(folder: Path) -> str:
 def _cpu() -> str:
     lines = CPU_FILE.read_text(encoding="utf-8").splitlines() if CPU_FILE.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _commit() -> str:
-    """Returns the commit of this checkout, with `+` if tracked files differ from it; empty outside one."""
-    commit = _git("rev-parse", "HEAD")
-    return commit + ("+" if commit and _git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=GIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 _logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from mobula.cluster.audit.chain import SigningKey, signing_key
 from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import NothingTrainedError, PreflightError, RunStopped
 from mobula.cluster.failures import cause_in_one_line
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import CounterName
-from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import Metrics, StartUp, informing
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment as Templates
 from jinja2 import FileSystemLoader
 
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.records.media import MediaHandle
 from mobula.cluster.records.trajectory import Prompt, Reward, Trajectory

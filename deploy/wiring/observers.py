@@ -14,8 +14,8 @@ from mobula.cluster.audit.chain import SigningKey
 from mobula.cluster.audit.observer import AuditSink, RunAudit
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.artifacts import ArtifactWriter, refuse_without_encoder
-from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.guard_events import SignalWatch
 from mobula.cluster.metrics.hub import Metrics, StartUp
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE

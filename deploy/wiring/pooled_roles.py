@@ -15,8 +15,8 @@ from mobula.actors.processors.worker import ProcessorWorker
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.controller import GroupQueue
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import CounterName
-from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import STARTING, Metrics
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.runtime.object_store import object_store_use

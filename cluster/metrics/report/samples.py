@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from mobula.cluster.metrics.files import read_verified, write_atomically
+from mobula.cluster.files import read_verified, write_atomically
 from mobula.cluster.metrics.step_records import SampleRecord, strict
 from mobula.cluster.records.json_lines import read_lines
 

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TextIO
 
-from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.step_records import (
     EvaluationRecord,
     MetricsRecord,

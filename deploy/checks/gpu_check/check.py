@@ -21,11 +21,11 @@ from mobula.deploy.checks.gpu_check.results import (
     CheckStage,
     Outcome,
     StageResult,
-    commit,
     read_results,
     row,
     stage_named,
 )
+from mobula.deploy.host.machine import commit_of
 from mobula.deploy.host.processes import last_lines, run_logged
 
 RESULTS_FILE = "gpu_check.json"
@@ -107,7 +107,9 @@ def _run(stage: CheckStage, machine: CheckedMachine, folder: Path, timeout_s: fl
         return None
     result = result or StageResult(Outcome.FAILED, f"not done within {timeout_s:g} s; see {_log(stage, folder)}")
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return replace(result, seconds=round(time.monotonic() - started, 1), finished_at=now, commit=commit())
+    return replace(
+        result, seconds=round(time.monotonic() - started, 1), finished_at=now, commit=commit_of(ROOT, "--short=12")
+    )
 
 
 def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) -> StageResult | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -15,6 +14,8 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from mobula.cluster.files import write_atomically
 
 ENGINE = ("vllm", "ray")
 
@@ -130,9 +131,7 @@ class CheckResults:
 
     def write(self, file: Path) -> None:
         """Replaces the file as a whole."""
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        part.replace(file)
+        write_atomically(file, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read_results(file: Path) -> CheckResults:
@@ -148,20 +147,6 @@ def read_results(file: Path) -> CheckResults:
         raise ValueError(
             f"{file} holds no results of a GPU check ({error}): remove it or give another --folder"
         ) from error
-
-
-def commit() -> str:
-    """The commit of this checkout, with `+` if files differ from it; empty outside one."""
-    found = [_git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")]
-    return "" if not found[0] else found[0] + ("+" if found[1] else "")
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _versions() -> dict[str, str]:

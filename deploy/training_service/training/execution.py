@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mobula.cluster.errors import CheckpointError
+from mobula.cluster.files import sync_folder
 from mobula.cluster.training_service.interfaces import AdapterLearner, LossCall, LossResult
 from mobula.deploy.training_service.checkpoints import CheckpointStore
 from mobula.deploy.training_service.limits import ServiceLimits
@@ -205,7 +205,7 @@ class Execution:
         except (LearnerLostError, ValueError, CheckpointError, OSError) as error:
             self._lose(error)
             return
-        await asyncio.to_thread(flush_folder, folder)
+        await asyncio.to_thread(sync_folder, folder)
         queue.record = await self._database.set_snapshot(
             queue.record, seq_id, str(folder), self._limits.kept_results, self._limits.kept_results_s
         )
@@ -352,16 +352,6 @@ class Execution:
                 elif head.kind is Kind.STEP:
                     await self._discard_gradient(queue, head)
                 await self._finish([(queue, head, _failed(message, "server"))])
-
-
-def flush_folder(folder: Path) -> None:
-    """Waits until the files of a folder are on disk."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _file_name(model_id: str) -> str:

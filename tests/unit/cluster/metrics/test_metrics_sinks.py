@@ -17,8 +17,8 @@ from metrics_data import FakeClock, digit_image
 from rich.console import Console
 from waiting import wait_until
 
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import COUNTERS
-from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import informing
 from mobula.cluster.metrics.sinks.console import ConsoleSink, EstimateSink
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from mobula.cluster.metrics.definitions import METRICS, MetricName
+from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.page import write_number
 from mobula.cluster.metrics.report.run_folder import RunFolder
@@ -257,7 +257,7 @@ def _reward(steps: Sequence[StepRecord]) -> Chart:
             values = [(r.step, r.components[name]) for r in steps if name in r.components]
             series.append(curve(name, 2 + i, values))
     series.append(curve("reward", 1, _values(steps, MetricName.REWARD_MEAN)))
-    return Chart("reward", "Reward", METRICS[MetricName.REWARD_MEAN].help, series)
+    return Chart("reward", "Reward", MetricName.REWARD_MEAN.help, series)
 
 
 def _turns(steps: Sequence[StepRecord]) -> Chart:
@@ -275,12 +275,11 @@ def _preference(steps: Sequence[StepRecord]) -> Chart:
     """Chart of the rewards of chosen and rejected answers in an offline job."""
     names = {"chosen": MetricName.CHOSEN_REWARD, "rejected": MetricName.REJECTED_REWARD, "margin": MetricName.MARGIN}
     series = [curve(label, n, _values(steps, name)) for n, (label, name) in enumerate(names.items(), start=1)]
-    return Chart("preference", "Chosen and rejected answers", METRICS[MetricName.MARGIN].help, series)
+    return Chart("preference", "Chosen and rejected answers", MetricName.MARGIN.help, series)
 
 
 def _single(steps: Sequence[StepRecord], name: MetricName, title: str, colour: int) -> Chart:
-    metric = METRICS[name]
-    return Chart(name, title, metric.help, [curve(title.lower(), colour, _values(steps, name))], metric.unit)
+    return Chart(name, title, name.help, [curve(title.lower(), colour, _values(steps, name))], name.unit)
 
 
 def _staleness(steps: Sequence[StepRecord]) -> Chart:
@@ -308,7 +307,7 @@ def _pair(
         curve("largest", 2, _values(steps, largest), keeps_peaks=True),
         curve("mean", 1, _values(steps, mean)),
     ]
-    text = METRICS[mean].help + (" (logarithmic axis)" if is_log else "")
+    text = mean.help + (" (logarithmic axis)" if is_log else "")
     return Chart(key, title, text, series, unit, is_log=is_log)
 
 

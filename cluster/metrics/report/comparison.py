@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mobula.cluster.metrics.definitions import METRICS, MetricName
+from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.charts import Chart, Curve, Point, counted_in, unit_of
 from mobula.cluster.metrics.report.page import render, write_duration
 from mobula.cluster.metrics.report.run_folder import RunFolder
@@ -204,8 +204,7 @@ class _Charts:
     def curves(self) -> Iterator[Chart]:
         """Yields the metrics of the steps that any run has."""
         for name, title in _CURVES:
-            metric = METRICS[name]
-            title, text, unit = (counted_in(_unit(self._lines), words) for words in (title, metric.help, metric.unit))
+            title, text, unit = (counted_in(_unit(self._lines), words) for words in (title, name.help, name.unit))
             yield self._chart(str(name), title, text, partial(_step_values, name), unit=unit)
 
     def _chart(

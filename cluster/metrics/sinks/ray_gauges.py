@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ray.util.metrics import Gauge
 
-from mobula.cluster.metrics.definitions import ALL_REASONS, COUNTERS, LIVE, SPLIT, LiveName, SplitName, describe
+from mobula.cluster.metrics.definitions import ALL_REASONS, CounterName, LiveName, SplitName, describe
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 from mobula.cluster.workers.status import RunStatus, WorkerState, WorkerStatus
 
@@ -112,7 +112,7 @@ class RaySink:
 
     def _find(self, name: str, tag_keys: tuple[str, ...]) -> Gauge:
         if name not in self._series:
-            self._series[name] = self._make_series(_series_name(name), _describe(name), tag_keys)
+            self._series[name] = self._make_series(_series_name(name), describe(name), tag_keys)
         return self._series[name]
 
     def _raise_failure(self) -> None:
@@ -127,14 +127,13 @@ def _series_name(name: str) -> str:
 
 def _extra_tag(name: str, extra: str) -> dict[str, str]:
     """Returns the extra tag of a series, if it has one; the tag of a counter is the reason."""
-    known = {**LIVE, **SPLIT}
-    key = known[name].tag if name in known else "reason"
+    key = next((metric.tag for metric in (*LiveName, *SplitName) if metric == name), "reason")
     return {key: extra} if extra else {}
 
 
 def _at_start(now: float) -> dict[Key, float]:
     """Returns the gauges that have a value before the first step."""
-    counters = {(f"{name}_total", ALL_REASONS): 0.0 for name in COUNTERS}
+    counters = {(f"{name}_total", ALL_REASONS): 0.0 for name in CounterName}
     return {(LiveName.UP, ""): 1.0, (LiveName.STEP, ""): 0.0, (LiveName.LAST_STEP_TIME, ""): now, **counters}
 
 
@@ -216,8 +215,3 @@ def _flat(record: StepRecord) -> dict[Key, float]:
             for reason, count in {**reasons, ALL_REASONS: sum(reasons.values())}.items()
         },
     }
-
-
-def _describe(name: str) -> str:
-    metric = describe(name)
-    return f"{metric.help} [{metric.unit}]" if metric.unit else metric.help

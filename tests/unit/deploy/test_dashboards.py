@@ -13,12 +13,15 @@ import pytest
 import yaml
 from docs.generate.panels import DASHBOARDS, RUNS
 
-from mobula.cluster.metrics.definitions import COUNTERS, LIVE, METRICS, SPLIT
+from mobula.cluster.metrics.definitions import CounterName, LiveName, MetricName, SplitName
 
 REPOSITORY = Path(__file__).parents[3]
 RULES = REPOSITORY / "deploy" / "prometheus" / "alerts.yaml"
 JSON_FOLDER = REPOSITORY / "deploy" / "grafana" / "dashboards"
-OURS = {**METRICS, **LIVE, **SPLIT, **{f"{name}_total": metric for name, metric in COUNTERS.items()}}
+OURS = {
+    **{str(metric): metric for metric in (*MetricName, *LiveName, *SplitName)},
+    **{f"{counter}_total": counter for counter in CounterName},
+}
 QUERIES = [query for panels in DASHBOARDS.values() for panel in panels for query in panel.queries]
 SERIES = re.compile(r"ray_mobula_(\w+)")
 PROMTOOL = shutil.which("promtool")

@@ -18,7 +18,7 @@ from rich.console import Console
 from waiting import wait_until
 
 from mobula.cluster.files import write_atomically
-from mobula.cluster.metrics.definitions import COUNTERS
+from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import informing
 from mobula.cluster.metrics.sinks.console import ConsoleSink, EstimateSink
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
@@ -292,7 +292,7 @@ def test_gauges_are_there_before_the_first_step_and_counters_start_at_0() -> Non
     assert ray.last("mobula_up") == (1.0, TAGS)
     assert ray.last("mobula_last_step_time") == (1000.0, TAGS)
     assert ray.last("mobula_restarts_total") == (0.0, {**TAGS, "reason": "all"})
-    assert {f"mobula_{name}_total" for name in COUNTERS} <= set(ray.series)
+    assert {f"mobula_{name}_total" for name in CounterName} <= set(ray.series)
     sink.emit(record(1))
     sink.close()
     values = {tags["reason"]: value for value, tags in ray.series["mobula_restarts_total"].values}

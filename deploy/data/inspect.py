@@ -26,11 +26,11 @@ from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.image import ImageLimits, check_image, decode_image, read_image
 from mobula.actors.processors.video import VideoLimits, check_video, decode_video, load_video
 from mobula.cluster.errors import MediaError, PreflightError
-from mobula.cluster.metrics.report.page import STYLE, environment, write_number
 from mobula.cluster.records.markup import plain
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.schema import DataConfig, RunConfig
 from mobula.deploy.preflight.rows import find_in_rows, row_notes
+from mobula.deploy.report.page import STYLE, environment, write_number
 from mobula.deploy.wiring.preparation import ensure_data, ensure_model
 
 ASSETS = Path(__file__).parent

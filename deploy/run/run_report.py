@@ -13,12 +13,12 @@ import yaml
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.summary import RunFacts, Summary, summarize
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
+from mobula.deploy.report.report import write_report
 from mobula.deploy.run.run_client import named_folder
 
 NAMES = {"sft": "whole answers correct", "dpo": "pairs in order", "reward_model": "pairs or labels in order"}

@@ -28,7 +28,6 @@ from mobula.cluster.failures import cause_in_one_line
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics, StartUp, informing
-from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.sinks.trackers import refuse_missing
@@ -63,6 +62,7 @@ from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small
 from mobula.deploy.preflight.decisions import with_absolute_paths
 from mobula.deploy.preflight.engine_build import check_engine_build
 from mobula.deploy.preloading.preloaded import Preloaded
+from mobula.deploy.report.report import write_report
 from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
 from mobula.deploy.run.node_network import check_network, check_on_all_nodes
 from mobula.deploy.run.overview import overview

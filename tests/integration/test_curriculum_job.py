@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from jobs import SMALL, Job
 
-from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.deploy.report.report import write_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1500)]
 

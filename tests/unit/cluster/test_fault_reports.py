@@ -14,12 +14,12 @@ from rich.console import Console
 
 from mobula.cluster.errors import EngineDiedError, RewardError, WorkerDiedError
 from mobula.cluster.failures import Failure
-from mobula.cluster.metrics.report.report import render_report, write_report
 from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.rollout.dispatcher import RepeatedEvents
 from mobula.cluster.workers.faults import FAULTS_FILE, Fault, cause_of, read_faults, report_loss
 from mobula.cluster.workers.status import Progress
 from mobula.deploy.cli.errors import explained
+from mobula.deploy.report.report import render_report, write_report
 from mobula.deploy.run.logs import LOG_FILE, OURS, log_to, set_up_logging, write_faults_to
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mobula.cluster.metrics.guard_events import GuardEvent
-from mobula.cluster.metrics.report.charts import guard_charts
 from mobula.cluster.metrics.step_records import StepRecord
+from mobula.deploy.report.charts import guard_charts
 
 
 def record(step: int, **values: float) -> StepRecord:

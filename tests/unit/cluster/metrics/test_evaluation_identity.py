@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from metrics_data import FACTS, FakeClock, make_metrics, write_run
 
-from mobula.cluster.metrics.report.charts import accuracy_chart
-from mobula.cluster.metrics.report.comparison import ComparedRuns, render_comparison, table
-from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.metrics.sinks.base import evaluation_scalars
 from mobula.cluster.metrics.step_records import BeforeAfter, EvaluationRecord, from_line, to_line
 from mobula.cluster.metrics.summary import Summary, summarize
 from mobula.configs.load import load_config
+from mobula.deploy.report.charts import accuracy_chart
+from mobula.deploy.report.comparison import ComparedRuns, render_comparison, table
+from mobula.deploy.report.report import write_report
 from mobula.deploy.run.run_report import headline
 
 GREEDY = {"split": "test", "num_prompts": 24, "num_samples": 1, "temperature": 0.0, "rows": "sha256:aa"}

@@ -18,11 +18,11 @@ from metrics_data import digit_image, fetch_value, make_group, write_run
 from PIL import Image
 
 from mobula.cluster.metrics.artifacts import ArtifactWriter
-from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.samples import INDEX, NUM_LOOKS, SampleKeeper, read_artifacts, read_samples
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import EpisodeTurn, ScoredGroup
+from mobula.deploy.report.report import write_report
 
 
 def keeper(path: Path, *, num_steps: int = 20, limit: int = 12, version: int = 0, fetch=fetch_value) -> SampleKeeper:

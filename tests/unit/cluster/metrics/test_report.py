@@ -14,10 +14,6 @@ from typing import Any
 import pytest
 from metrics_data import write_run
 
-from mobula.cluster.metrics.report.charts import MAX_POINTS, Chart, curve
-from mobula.cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
-from mobula.cluster.metrics.report.page import write_bytes, write_duration, write_number
-from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import (
     Evidence,
     RunFinding,
@@ -28,6 +24,10 @@ from mobula.cluster.metrics.report.run_folder import (
 )
 from mobula.cluster.metrics.report.samples import read_samples
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord, to_line
+from mobula.deploy.report.charts import MAX_POINTS, Chart, curve
+from mobula.deploy.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
+from mobula.deploy.report.page import write_bytes, write_duration, write_number
+from mobula.deploy.report.report import write_report
 
 VOID = {"meta", "link", "img", "br", "path", "input", "hr"}
 HOSTILE = '<script>alert("owned")</script><img src=x onerror=alert(1)> </pre></article> & \'"'

@@ -10,8 +10,8 @@ import pytest
 from metrics_data import FakeClock, write_run
 
 from mobula.cluster.metrics.hub import StartUp
-from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.deploy.report.report import write_report
 
 
 def test_phases_in_turns_and_side_by_side_are_measured_until_the_first_response() -> None:

@@ -19,7 +19,6 @@ from metrics_data import write_run
 from PIL import Image
 
 from mobula.cluster.errors import RewardError, RolloutError
-from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, to_line
 from mobula.cluster.metrics.summary import paired_gains
 from mobula.cluster.records.trajectory import Answers, Generated, Prompt, Response, Reward, TrajectoryGroup
@@ -32,6 +31,7 @@ from mobula.cluster.rollout.evaluation import (
     mean_of_component,
 )
 from mobula.cluster.rollout.response_files import ContactSheets
+from mobula.deploy.report.report import write_report
 
 ONE = replace(SETTINGS, temperature=0.0, num_samples=1)
 

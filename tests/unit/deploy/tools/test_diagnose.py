@@ -20,7 +20,6 @@ from rich.console import Console
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.guard_events import GuardEvent
-from mobula.cluster.metrics.report.report import render_report
 from mobula.cluster.metrics.report.run_folder import (
     Evidence,
     RunFinding,
@@ -50,6 +49,7 @@ from mobula.deploy.report.diagnose.material import (
     Trend,
     run_checks,
 )
+from mobula.deploy.report.report import render_report
 
 NUM_STEPS = 32
 RECORDED = Path(__file__).parents[3] / "support" / "recorded_runs"

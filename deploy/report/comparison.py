@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.report.charts import Chart, Curve, Point, counted_in, unit_of
-from mobula.cluster.metrics.report.page import render, write_duration
 from mobula.cluster.metrics.report.run_folder import RunFolder
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord, difference
 from mobula.cluster.metrics.step_records import distinct_identities as distinct
 from mobula.cluster.metrics.summary import bootstrap_interval
+from mobula.deploy.report.charts import Chart, Curve, Point, counted_in, unit_of
+from mobula.deploy.report.page import render, write_duration
 
 MAX_LINES = 6  # colours of the style sheet
 SEED = 0  # of the bootstrap over runs

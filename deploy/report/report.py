@@ -15,7 +15,12 @@ from pathlib import Path
 
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.report.charts import (
+from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.report.samples import ReportSample, Sheet, Video, read_sheets, read_videos
+from mobula.cluster.metrics.step_records import HELD_OUT, BeforeAfter, EvaluationRecord, StepRecord
+from mobula.cluster.metrics.summary import Summary
+from mobula.cluster.workers.faults import Fault
+from mobula.deploy.report.charts import (
     accuracy_chart,
     curves,
     guard_charts,
@@ -24,12 +29,7 @@ from mobula.cluster.metrics.report.charts import (
     phases_chart,
     unit_of,
 )
-from mobula.cluster.metrics.report.page import render, write_bytes, write_duration, write_number
-from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
-from mobula.cluster.metrics.report.samples import ReportSample, Sheet, Video, read_sheets, read_videos
-from mobula.cluster.metrics.step_records import HELD_OUT, BeforeAfter, EvaluationRecord, StepRecord
-from mobula.cluster.metrics.summary import Summary
-from mobula.cluster.workers.faults import Fault
+from mobula.deploy.report.page import render, write_bytes, write_duration, write_number
 
 STEPS_FILE, EVALUATIONS_FILE = "metrics.csv", "eval_metrics.csv"
 

@@ -21,7 +21,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements
 from benchmarks.harness.stage import private_ray, scratch_config, scratch_folder
 from mobula.cluster.runtime.placement import needed_roles
-from mobula.cluster.runtime.ray_deaths import LOGS_FOLDER
+from mobula.cluster.runtime.ray_actors import LOGS_FOLDER
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.memory import policy_shape
 from mobula.deploy.planning.workers import worker_memory

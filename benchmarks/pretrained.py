@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.planner import estimates, watched
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from mobula.cluster.runtime.ray_deaths import LOGS_FOLDER
+from mobula.cluster.runtime.ray_actors import LOGS_FOLDER
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 

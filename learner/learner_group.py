@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mobula.cluster.errors import DeadlineError, LostObjectError, PlacementError, WorkerDiedError
-from mobula.cluster.guard.actions import KLScale
+from mobula.cluster.guard.guard import KLScale
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.row_stream import SupervisedRows

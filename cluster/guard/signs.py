@@ -1,12 +1,221 @@
-"""Signs of reward hacking; `guard.limits` switches those of drift on."""
+"""Signs of reward hacking: measured quantities, their windows, and the sequential tests over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, Protocol
 
-from mobula.cluster.guard.windows import Difference, Level, Moments, Quantity, Window, difference, pooled_deviation
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
+
+
+class Quantity(StrEnum):
+    """What is measured in each group. Its mean is the metric `guard_<quantity>`, the standard error has `_se`."""
+
+    REWARD = "reward"  # of groups with a judge: the trained reward
+    JUDGE = "judge"  # weighted sum of the components with trained=false
+    LENGTH = "length"  # trained tokens of a response
+    REPETITION = "repetition"  # share of n-grams of words that occurred before in the response
+    SCRIPT_MIX = "script_mix"  # share of letters outside the response's most frequent script
+    FORMAT = "format"  # value of the components with function `format`
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Number, mean and sum of squared deviations of group means."""
+
+    num: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Moments:
+        """Moments of `values` [N], one for each group."""
+        if not values:
+            return cls()
+        mean = math.fsum(values) / len(values)
+        return cls(len(values), mean, math.fsum((value - mean) ** 2 for value in values))
+
+    @classmethod
+    def from_error(cls, num: int, mean: float, standard_error: float) -> Moments:
+        """Moments of `num` groups from a recorded mean and its standard error, s / sqrt(num)."""
+        return cls(num, mean, standard_error**2 * num * max(num - 1, 0))
+
+    def __add__(self, other: Moments) -> Moments:
+        """Pools two sets of groups (Chan, Golub, LeVeque 1983)."""
+        num = self.num + other.num
+        if num == 0:
+            return self
+        step = other.mean - self.mean
+        mean = self.mean + step * other.num / num
+        return Moments(num, mean, self.m2 + other.m2 + step**2 * self.num * other.num / num)
+
+    @property
+    def variance(self) -> float:
+        """Of a group mean, with N - 1 degrees of freedom; 0 for fewer than two groups."""
+        return self.m2 / (self.num - 1) if self.num > 1 else 0.0
+
+    @property
+    def standard_error(self) -> float:
+        return math.sqrt(self.variance / self.num) if self.num else 0.0
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """The group means of one step, or of one evaluation (`step` is its version)."""
+
+    step: int
+    moments: Mapping[Quantity, Moments]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The pooled groups of the steps `first` to `last`."""
+
+    first: int
+    last: int
+    moments: Mapping[Quantity, Moments]
+
+    @classmethod
+    def of(cls, steps: Sequence[StepValues]) -> Window:
+        """The window of consecutive steps."""
+        return cls.pooled([cls(values.step, values.step, values.moments) for values in steps])
+
+    @classmethod
+    def pooled(cls, windows: Sequence[Window]) -> Window:
+        """One window of all their groups."""
+        quantities = dict.fromkeys(quantity for window in windows for quantity in window.moments)
+        moments = {
+            quantity: sum((w.moments[quantity] for w in windows if quantity in w.moments), start=Moments())
+            for quantity in quantities
+        }
+        return cls(windows[0].first, windows[-1].last, moments)
+
+    @property
+    def shown_steps(self) -> str:
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+
+@dataclass
+class Series:
+    """Complete windows of `num_steps` steps each, and the steps of the next one."""
+
+    num_steps: int
+    windows: list[Window] = field(default_factory=list)
+    pending: list[StepValues] = field(default_factory=list)
+
+    def add(self, values: StepValues) -> bool:
+        """Adds a step; returns whether it completes a window. A step without a group is left out."""
+        if not any(moments.num for moments in values.moments.values()):
+            return False
+        self.pending.append(values)
+        if len(self.pending) < self.num_steps:
+            return False
+        self.windows.append(Window.of(self.pending))
+        self.pending.clear()
+        return True
+
+    def cut(self, after: int) -> None:
+        """Removes the steps after `after`, whose weights a rollback has discarded."""
+        self.windows = [window for window in self.windows if window.last <= after]
+        self.pending.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON."""
+        return {"windows": [_plain(window) for window in self.windows], "pending": [_plain(v) for v in self.pending]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.windows = [Window(row["first"], row["last"], _moments(row)) for row in state["windows"]]
+        self.pending = [StepValues(row["last"], _moments(row)) for row in state["pending"]]
+
+
+def _plain(row: Window | StepValues) -> dict[str, Any]:
+    first, last = (row.first, row.last) if isinstance(row, Window) else (row.step, row.step)
+    moments = {quantity.value: [m.num, m.mean, m.m2] for quantity, m in row.moments.items()}
+    return {"first": first, "last": last, "moments": moments}
+
+
+def _moments(row: Mapping[str, Any]) -> dict[Quantity, Moments]:
+    return {Quantity(name): Moments(*values) for name, values in row["moments"].items()}
+
+
+def windows_of(steps: Iterable[StepValues], num_steps: int) -> list[Window]:
+    """Returns the complete windows of a recorded run."""
+    series = Series(num_steps)
+    for values in steps:
+        series.add(values)
+    return series.windows
+
+
+MIN_GROUPS = 8  # of a window, for the test to be defined
+
+
+@dataclass(frozen=True)
+class Level:
+    """The level of the tests at one look.
+
+    Look n (n >= 2, one for each complete window) may spend a / (n (n - 1)) of the run's false alarm rate a, divided
+    over its comparisons. The sum over all n is a, so by the union bound a sign gives a false alarm in at most the share
+    a of runs, however long they are (alpha spending, Lan and DeMets 1983, with a fixed schedule).
+    """
+
+    false_alarm_rate: float
+    look: int
+
+    def of(self, num_comparisons: int) -> float:
+        """The level of each of the comparisons of this look."""
+        return self.false_alarm_rate / (self.look * (self.look - 1)) / max(num_comparisons, 1)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of two means in standard errors, and the degrees of freedom."""
+
+    t: float
+    degrees: float
+
+    def strength(self, level: float) -> float:
+        """t / critical value of a one-sided Student test at `level`; 1 or more rejects. 0 where t is not positive."""
+        if not self.t > 0:
+            return 0.0
+        if math.isinf(self.t):
+            return math.inf
+        return self.t / critical_value(level, self.degrees)
+
+
+def critical_value(level: float, degrees: float) -> float:
+    """The one-sided critical value of Student's t distribution."""
+    from scipy.special import stdtrit  # slow import, which runs without a guard do not need
+
+    return -float(stdtrit(degrees, level))
+
+
+def pooled_deviation(a: Moments, b: Moments) -> float:
+    """Standard deviation of group means within two windows."""
+    degrees = a.num + b.num - 2
+    return math.sqrt((a.m2 + b.m2) / degrees) if degrees > 0 else 0.0
+
+
+def difference(a: Moments, b: Moments, margin: float = 0.0) -> Difference:
+    """How far the mean of `b` is above that of `a` by more than `margin` (Welch's t, Welch-Satterthwaite degrees).
+
+    Windows with fewer than `MIN_GROUPS` groups differ by 0.
+    """
+    if min(a.num, b.num) < MIN_GROUPS:
+        return Difference(0.0, 1.0)
+    excess = b.mean - a.mean - margin
+    parts = (a.variance / a.num, b.variance / b.num)
+    error = math.sqrt(sum(parts))
+    if error <= 1e-9 * max(1.0, abs(a.mean), abs(b.mean)):  # all groups are equal: rounding is no difference
+        return Difference(math.inf if excess > 1e-6 * max(1.0, abs(a.mean)) else 0.0, 1.0)
+    degrees = sum(parts) ** 2 / sum(part**2 / (m.num - 1) for part, m in zip(parts, (a, b), strict=True))
+    return Difference(excess / error, degrees)
 
 
 @dataclass(frozen=True)
@@ -173,5 +382,128 @@ DRIFTS: Mapping[str, Callable[[float], Drift]] = {
     "format": format_share,
 }
 
-
 """Name of a sign, a key of `guard.limits` -> the sign with that limit."""
+
+TEXTS = frozenset({Quantity.REPETITION, Quantity.SCRIPT_MIX})  # need the responses' texts
+
+GROUPS = "guard_groups"  # metric: groups behind reward and judge
+
+TEXT_GROUPS = "guard_text_groups"  # metric: groups behind quantities of texts
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Measures `quantities` of the groups of a step.
+
+    `judge_weights` maps judges to weights; `format_components` names the components of the format share. Of texts it
+    reads `num_text_groups` groups a step, through `fetch`.
+    """
+
+    quantities: frozenset[Quantity]
+    judge_weights: Mapping[str, float]
+    format_components: Sequence[str]
+    num_text_groups: int
+    ngram: int
+    fetch: Callable[..., list[Any]]
+    timeout_s: float
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup], *, since: int = 0) -> StepValues:
+        """Returns the means of `groups`, without those that weights before version `since` sampled in part. Fetches
+        texts: call it in a thread.
+        """
+        groups = [group for group in groups if group.summary.oldest_version >= since]
+        values: dict[Quantity, list[float]] = {
+            Quantity.LENGTH: [group.summary.num_tokens / group.summary.num_trajectories for group in groups],
+            Quantity.FORMAT: _means([self._formats(group.scored_rewards) for group in groups]),
+            **reward_and_judge([group.scored_rewards for group in groups], self.judge_weights),
+        }
+        if self.quantities & TEXTS:
+            values |= self._texts(groups)
+        return StepValues(step, {q: Moments.of(values[q]) for q in sorted(self.quantities) if values[q]})
+
+    def _formats(self, rewards: Sequence[Reward]) -> list[float]:
+        return [r.components[name] for r in rewards for name in self.format_components if name in r.components]
+
+    def _texts(self, groups: Sequence[ScoredGroup]) -> dict[Quantity, list[float]]:
+        stride = max(1, len(groups) // self.num_text_groups)
+        chosen = [group.group for group in groups[::stride][: self.num_text_groups]]
+        fetched: list[TrajectoryGroup] = self.fetch(chosen, timeout_s=self.timeout_s, what="groups for the guard")
+        texts = [[t.response.text for t in group.trajectories] for group in fetched]
+        return {
+            Quantity.REPETITION: _means([[repeated_words(text, self.ngram) for text in group] for group in texts]),
+            Quantity.SCRIPT_MIX: _means([[script_mix(text) for text in group] for group in texts]),
+        }
+
+
+def reward_and_judge(
+    rewards: Sequence[Sequence[Reward]], judge_weights: Mapping[str, float]
+) -> dict[Quantity, list[float]]:
+    """Returns the group means of the trained reward and of the judge's sum, over the responses that were judged.
+
+    `rewards` has the scored responses of each group (or held-out prompt); groups without a judged response are left
+    out of both, so the two are paired.
+    """
+    judged = [[(r.value, _judged(r, judge_weights)) for r in of_group] for of_group in rewards]
+    paired = [[(value, judge) for value, judge in of_group if judge is not None] for of_group in judged]
+    return {
+        Quantity.REWARD: _means([[value for value, _ in of_group] for of_group in paired]),
+        Quantity.JUDGE: _means([[judge for _, judge in of_group] for of_group in paired]),
+    }
+
+
+def _judged(reward: Reward, weights: Mapping[str, float]) -> float | None:
+    parts = [weight * reward.components[name] for name, weight in weights.items() if name in reward.components]
+    return math.fsum(parts) if parts else None
+
+
+def repeated_words(text: str, ngram: int) -> float:
+    """1 - distinct n-grams of words / n-grams; 0 for fewer than `ngram` + 1 words."""
+    words = text.split()
+    num = len(words) - ngram + 1
+    return 1 - len({tuple(words[i : i + ngram]) for i in range(num)}) / num if num > 1 else 0.0
+
+
+def script_mix(text: str) -> float:
+    """Share of the letters outside the most frequent script (Unicode names: LATIN, CYRILLIC, CJK, ...)."""
+    scripts = Counter(script for character in text if (script := _script(character)))
+    total = sum(scripts.values())
+    return 1 - max(scripts.values()) / total if total else 0.0
+
+
+@lru_cache(maxsize=65_536)
+def _script(character: str) -> str:
+    return unicodedata.name(character, "").partition(" ")[0] if character.isalpha() else ""
+
+
+def metrics_of(values: StepValues) -> dict[str, float]:
+    """Returns the metrics of a step: mean and standard error of each quantity, and the numbers of groups."""
+    metrics: dict[str, float] = {}
+    for quantity, moments in values.moments.items():
+        metrics |= {f"guard_{quantity}": moments.mean, f"guard_{quantity}_se": moments.standard_error}
+        if quantity is Quantity.JUDGE:
+            metrics[GROUPS] = float(moments.num)
+        elif quantity in TEXTS:
+            metrics[TEXT_GROUPS] = float(moments.num)
+    return metrics
+
+
+def recorded_values(record: StepRecord) -> StepValues:
+    """The inverse of `metrics_of`, from the record of a step; without moments for a step of a run without a guard."""
+    values, moments = record.values, {}
+    for quantity in Quantity:
+        if f"guard_{quantity}" not in values:
+            continue
+        num = values[_num_of(quantity)]
+        moments[quantity] = Moments.from_error(int(num), values[f"guard_{quantity}"], values[f"guard_{quantity}_se"])
+    return StepValues(record.step, moments)
+
+
+def _num_of(quantity: Quantity) -> str:
+    if quantity in (Quantity.REWARD, Quantity.JUDGE):
+        return GROUPS
+    return TEXT_GROUPS if quantity in TEXTS else "num_groups"
+
+
+def _means(groups: Sequence[Sequence[float]]) -> list[float]:
+    """Means of the groups that have a value."""
+    return [math.fsum(values) / len(values) for values in groups if values]

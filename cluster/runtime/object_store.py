@@ -30,7 +30,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
     import ray
     from ray.exceptions import GetTimeoutError, ObjectLostError
 
-    from mobula.cluster.runtime.ray_deaths import PROCESS_GONE
+    from mobula.cluster.runtime.ray_actors import PROCESS_GONE
 
     try:
         values = iter(ray.get(pending, timeout=timeout_s))

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from mobula.cluster.errors import DeadlineError, PreflightError, as_raised_by_role
-from mobula.cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
+from mobula.cluster.runtime.ray_actors import PROCESS_GONE, actor_death
 
 
 class OwnedActor:

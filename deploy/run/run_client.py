@@ -167,7 +167,7 @@ class _Panel:
 
     def ask(self, call: Callable[[Any], Any]) -> Any:
         """Returns the panel's answer; waits for the replacement of a dead panel."""
-        from mobula.cluster.runtime.ray_deaths import PROCESS_GONE
+        from mobula.cluster.runtime.ray_actors import PROCESS_GONE
         from mobula.cluster.workers.control import CONTROL
 
         gone_at = min(self._deadline, time.monotonic() + PANEL_GONE_S)

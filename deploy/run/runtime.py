@@ -42,7 +42,7 @@ from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
 from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free
-from mobula.cluster.runtime.ray_deaths import LOGS_FOLDER
+from mobula.cluster.runtime.ray_actors import LOGS_FOLDER
 from mobula.cluster.tracing.tracer import RunTracer, build_tracer, refuse_missing_exporter
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.cuda import examine_apart, refuse_flaws

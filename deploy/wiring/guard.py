@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mobula.cluster.audit.observer import RunAudit
-from mobula.cluster.guard.actions import GuardAction, KLScale, RaiseKL, Rollback, Stop, Warn, Watch
-from mobula.cluster.guard.guard import RunGuard
-from mobula.cluster.guard.observation import Observer
-from mobula.cluster.guard.signs import DRIFTS, Divergence, Sign
-from mobula.cluster.guard.windows import Quantity, Series
+from mobula.cluster.guard.guard import GuardAction, KLScale, RaiseKL, Rollback, RunGuard, Stop, Warn, Watch
+from mobula.cluster.guard.signs import DRIFTS, Divergence, Observer, Quantity, Series, Sign
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, GuardLog
 from mobula.cluster.metrics.hub import Metrics

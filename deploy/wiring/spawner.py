@@ -23,8 +23,7 @@ from mobula.cluster.runtime.placement_groups import (
     cluster_nodes,
     remove_placement_groups,
 )
-from mobula.cluster.runtime.ray_actors import BOUND_THREADS, spawn, spawn_named
-from mobula.cluster.runtime.ray_deaths import role_log
+from mobula.cluster.runtime.ray_actors import BOUND_THREADS, role_log, spawn, spawn_named
 from mobula.cluster.user_code import FOLDER_VARIABLE
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.session import ClusterSession

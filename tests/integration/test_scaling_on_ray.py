@@ -21,8 +21,7 @@ from mobula.cluster.roles import ReplayStats
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.runtime.placement import plan_placement
 from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
-from mobula.cluster.runtime.ray_actors import spawn_named
-from mobula.cluster.runtime.ray_deaths import LOGS_FOLDER
+from mobula.cluster.runtime.ray_actors import LOGS_FOLDER, spawn_named
 from mobula.cluster.workers.control import ControlLoop, ControlPanel
 from mobula.cluster.workers.status import Progress, RoleOutcome, RunStatus, ScaleRequest, WorkerState, WorkerStatus
 from mobula.configs.load import load_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from mobula.cluster.guard.observation import script_mix
+from mobula.cluster.guard.signs import script_mix
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
 from mobula.cluster.metrics.report.samples import AnswerGroup

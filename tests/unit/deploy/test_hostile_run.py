@@ -163,7 +163,7 @@ def test_a_bug_that_quotes_a_run_ends_with_a_plain_traceback(
 def test_every_command_prints_through_this_console() -> None:
     """Other writers to the standard streams are named here, with the reason."""
     writers = {
-        "cluster/runtime/ray_deaths.py": "a worker's path of its log",
+        "cluster/runtime/ray_actors.py": "a worker's path of its log",
         "deploy/api.py": "escaped",
         "deploy/cli/commands.py": "an escaped traceback",
         "deploy/cli/job_commands.py": "escaped",

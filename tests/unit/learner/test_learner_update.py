@@ -15,7 +15,7 @@ from taught import at_hand
 
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import CheckpointError, WrongGroupError
-from mobula.cluster.guard.actions import KLScale
+from mobula.cluster.guard.guard import KLScale
 from mobula.cluster.records.actions import KeptSets
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
 from mobula.configs.schema import LearnerConfig, RunConfig

@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mobula.cluster.guard.actions import Alarm, alarms_of
-from mobula.cluster.guard.signs import DRIFTS, Divergence, Sign
-from mobula.cluster.guard.windows import Level, Moments, Quantity, Series, StepValues, difference, windows_of
+from mobula.cluster.guard.guard import Alarm, alarms_of
+from mobula.cluster.guard.signs import (
+    DRIFTS,
+    Divergence,
+    Level,
+    Moments,
+    Quantity,
+    Series,
+    Sign,
+    StepValues,
+    difference,
+    windows_of,
+)
 
 WINDOW = 5
 NUM_STEPS = 60

@@ -9,11 +9,17 @@ import pytest
 from fakes import make_scored
 
 from mobula.cluster.errors import RewardHackingError
-from mobula.cluster.guard.actions import GuardAction, KLScale, RaiseKL, Rollback, Stop, Warn, Watch
-from mobula.cluster.guard.guard import RunGuard
-from mobula.cluster.guard.observation import Observer, recorded_values, repeated_words, script_mix
-from mobula.cluster.guard.signs import Divergence, Sign
-from mobula.cluster.guard.windows import Quantity, Series
+from mobula.cluster.guard.guard import GuardAction, KLScale, RaiseKL, Rollback, RunGuard, Stop, Warn, Watch
+from mobula.cluster.guard.signs import (
+    Divergence,
+    Observer,
+    Quantity,
+    Series,
+    Sign,
+    recorded_values,
+    repeated_words,
+    script_mix,
+)
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardLog, read_events
 from mobula.cluster.metrics.step_records import StepRecord

@@ -11,9 +11,8 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 
 from mobula.cluster.errors import WorkerDiedError
 from mobula.cluster.failures import MAX_LINE
-from mobula.cluster.runtime import ray_deaths
-from mobula.cluster.runtime.ray_actors import answer
-from mobula.cluster.runtime.ray_deaths import MEMORY_SETTINGS, OTHER_SETTINGS, actor_death
+from mobula.cluster.runtime import ray_actors
+from mobula.cluster.runtime.ray_actors import MEMORY_SETTINGS, OTHER_SETTINGS, actor_death, answer
 from mobula.configs.overrides import find
 
 HEAD = "The actor died unexpectedly before finishing this task.\n\tclass_name: Learner\n\tactor_id: 4f\n\tpid: 4711\n"
@@ -62,7 +61,7 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where process 4711 wrote its stderr, on a node that it shares with this process."""
     path = tmp_path / "worker-4711.err"
     path.write_text(":job_id:01000000\n")
-    monkeypatch.setattr(ray_deaths, "_path_of", lambda process_id: path if process_id == "4711" else None)
+    monkeypatch.setattr(ray_actors, "_path_of", lambda process_id: path if process_id == "4711" else None)
     return path
 
 

@@ -19,13 +19,21 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError
 
 from mobula.cluster.errors import DeadlineError, LostObjectError
-from mobula.cluster.runtime import network, ray_actors, ray_deaths
+from mobula.cluster.runtime import network, ray_actors
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.runtime.gc_tuning import collect_rarely, return_free_memory, tune_gc
 from mobula.cluster.runtime.network import LOOPBACK, node_address, use_node_interface
 from mobula.cluster.runtime.object_store import fetch, fetch_at_hand, fetch_or_miss
-from mobula.cluster.runtime.ray_actors import BOUND_THREADS, gpu_environment
-from mobula.cluster.runtime.ray_deaths import POINTER, _log_of, opening, part_of, role_log, write_to
+from mobula.cluster.runtime.ray_actors import (
+    BOUND_THREADS,
+    POINTER,
+    _log_of,
+    gpu_environment,
+    opening,
+    part_of,
+    role_log,
+    write_to,
+)
 from mobula.cluster.runtime.usage import GpuReading, VitalsMeter, visible
 from mobula.cluster.runtime.vitals import EngineLoad
 
@@ -169,7 +177,7 @@ def test_an_address_without_an_interface_is_named(
 PROCESS = """
 import logging, os, subprocess, sys
 from pathlib import Path
-from mobula.cluster.runtime.ray_deaths import write_to
+from mobula.cluster.runtime.ray_actors import write_to
 
 print("before", file=sys.stderr)
 write_to(Path(sys.argv[1]), "rollout/0")
@@ -219,7 +227,7 @@ def test_the_cause_of_a_death_is_looked_for_where_the_process_wrote(
     own, by_ray = tmp_path / "rollout-0.log", tmp_path / "worker-22.err"
     own.write_text(f"{opening(1)} on here: rollout/0\nold\n{opening(22)} on here: rollout/0\n*** SIGSEGV received\n")
     by_ray.write_text(f":job_id:01\nfirst words\n{POINTER}{own}\n")
-    monkeypatch.setattr(ray_deaths, "_path_of", lambda process_id: by_ray)
+    monkeypatch.setattr(ray_actors, "_path_of", lambda process_id: by_ray)
     assert _log_of("\tpid: 22") == (own, "first words\n*** SIGSEGV received")
     own.unlink()
     assert _log_of("\tpid: 22") == (by_ray, f"first words\n{POINTER}{own}")

@@ -15,7 +15,7 @@ from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
-from mobula.cluster.guard.actions import KLScale
+from mobula.cluster.guard.guard import KLScale
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.configs.load import load_config

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mobula.actors.datasets.images import EncodedFile
+from mobula.actors.datasets.images import EncodedFile, ImageSource
 from mobula.actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message, row_text
 from mobula.actors.processors.chat import ChatProcessor, expand
+from mobula.actors.processors.image import LoadedMedium
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
+from mobula.learner.policies.families.base import Size
 
 MARK = "mark0"  # marks the end of an earlier turn of the policy in rendered text
 EARLIER = (MARK, f"some other text, {MARK}", f"<think>\nidea\n</think>\n\n{MARK}")
@@ -24,7 +26,7 @@ class Delta:
 
     ids: np.ndarray  # int32 [D], one id a vision embedding
     spans: tuple[MediaSpan, ...]
-    images: tuple[EncodedFile, ...]
+    images: tuple[LoadedMedium[ImageSource, Size], ...]
 
 
 class TurnBridge:
@@ -57,16 +59,17 @@ class TurnBridge:
     def stored(self, delta: Delta) -> tuple[MediaHandle, ...]:
         """Processes and stores the images of an admitted delta; equal files are processed once."""
         try:
-            return tuple(self._chat.store_image(image.content, image) for image in delta.images)
+            return tuple(map(self._chat.images.store, delta.images))
         except SkippedSample as error:
             raise EpisodeError(error.reason, str(error)) from error
 
     def _delta(self, observation: Sequence[Message]) -> Delta:
         observation = [replace(m, text=self._chat.checked_text(row_text(m))) for m in observation]
-        images = tuple(EncodedFile(p, "an image of an observation") for m in observation for p in m.images)
+        files = [EncodedFile(p, "an image of an observation") for m in observation for p in m.images]
+        images = tuple(map(self._chat.images.load, files))
         compact = self._ids(self._merged(observation))[1:]
-        _, sizes = self._chat.read_images(images)
-        positions, expansions = self._chat.expansions(compact, images, sizes, "an observation")
+        sizes = [image.measure for image in images]
+        positions, expansions = self._chat.images.expansions(compact, files, sizes, "an observation")
         ids, spans = expand(compact, positions, expansions)
         return Delta(ids.astype(np.int32), spans, images)
 
@@ -117,5 +120,5 @@ class TurnBridge:
             return f"its tokenizer does not read {end[0]!r} behind a turn as one token"
         if not self._chat.takes_images:
             return None
-        num = int(np.count_nonzero(ids == self._chat.image_token_id))
+        num = int(np.count_nonzero(ids == self._chat.images.placeholder_id))
         return None if num == 1 else f"it writes {num} placeholders for the one image of a {role} turn"

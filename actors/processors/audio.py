@@ -7,26 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image
 
 from mobula.actors.datasets.clips import Audio
-from mobula.actors.processors.image import open_bounded
+from mobula.actors.processors.image import LoadedMedium, open_bounded
 from mobula.cluster.errors import MediaError
 from mobula.configs.schema.data import AudioConfig
 
 # FFmpeg demuxer -> file extension. Playlists are left out: FFmpeg would open the files that they name.
 AUDIO_TRACK_EXTENSIONS = {"mov,mp4,m4a,3gp,3g2,mj2": "m4a", "matroska,webm": "mka", "aac": "aac"}
-
-
 CONTAINERS = ",".join(AUDIO_TRACK_EXTENSIONS)
-
-
 MP3 = "mp3"
-
-
 NUM_HEAD = 2048  # bytes of an MP3 file that hold the header of its first frame
 
 
@@ -126,11 +120,7 @@ def has_count(file: IO[bytes]) -> bool:
 
 
 AUDIO_EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg", "AIFF": "aiff"}
-
-
 FORMATS = tuple(AUDIO_EXTENSIONS)  # libsndfile formats that are accepted
-
-
 UNKNOWN_SIZE = 0x7FFF0000  # a WAV file written into a pipe has this size or more in the header
 
 
@@ -144,40 +134,8 @@ class AudioLimits:
 
 
 @dataclass(frozen=True)
-class LoadedAudio:
-    """The bytes of a sound file, not decoded."""
-
-    source: Audio
-    content: bytes
-    num_samples: int  # after resampling
-
-
-class Sound(Protocol):
-    """An open sound file."""
-
-    @property
-    def frames(self) -> int:
-        """Samples of each channel."""
-        ...
-
-    @property
-    def rate(self) -> int:
-        """Samples a second."""
-        ...
-
-    @property
-    def extension(self) -> str:
-        """The file extension of this format."""
-        ...
-
-    def read(self) -> np.ndarray:
-        """float32 [N, channels]; N is `frames` unless the file is damaged."""
-        ...
-
-
-@dataclass(frozen=True)
 class FileSound:
-    """Implements `Sound` with a `soundfile.SoundFile`."""
+    """A sound that soundfile reads, as `Track`; `file` is a `soundfile.SoundFile`."""
 
     file: Any
 
@@ -197,6 +155,9 @@ class FileSound:
         return self.file.read(dtype="float32", always_2d=True)
 
 
+Sound = FileSound | Track
+
+
 def check_audio(source: Audio, limits: AudioLimits) -> int:
     """Returns the number of samples after resampling; for checks of a whole dataset.
 
@@ -207,17 +168,17 @@ def check_audio(source: Audio, limits: AudioLimits) -> int:
             return _num_samples(sound, source, limits)
 
 
-def load_audio(source: Audio, limits: AudioLimits) -> LoadedAudio:
+def load_audio(source: Audio, limits: AudioLimits) -> LoadedMedium[Audio, int]:
     """Reads the file and measures the sound."""
     with open_bounded(source, limits.audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         content = file.read()
     with _opened(BytesIO(content), source, limits.audio) as sound:
-        return LoadedAudio(source, content, _num_samples(sound, source, limits))
+        return LoadedMedium(source, _num_samples(sound, source, limits), (content,))
 
 
-def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
+def decode_audio(audio: LoadedMedium[Audio, int], limits: AudioLimits) -> np.ndarray:
     """Returns float32 [num_samples] in [-1, 1]: the mean of the channels, resampled to `limits.rate`."""
-    with _opened(BytesIO(audio.content), audio.source, limits.audio) as sound:
+    with _opened(BytesIO(audio.contents[0]), audio.source, limits.audio) as sound:
         samples = sound.read()  # [N, channels]
         expected, rate = sound.frames, sound.rate
     if len(samples) != expected:
@@ -232,7 +193,7 @@ def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
         from scipy.signal import resample_poly  # slow import, not needed at the model's own rate
 
         mono = resample_poly(mono, limits.rate, rate).astype(np.float32)
-    assert len(mono) == audio.num_samples, "`_num_samples` predicts the length after resampling"
+    assert len(mono) == audio.measure, "`_num_samples` predicts the length after resampling"
     return mono
 
 
@@ -242,7 +203,7 @@ def whole_audio(source: Audio, audio: AudioConfig) -> tuple[bytes, str]:
         content = file.read()
     with _opened(BytesIO(content), source, audio) as sound:
         limits = AudioLimits(audio, sound.rate, sound.frames)
-        loaded = LoadedAudio(source, content, _num_samples(sound, source, limits))
+        loaded = LoadedMedium(source, _num_samples(sound, source, limits), (content,))
         extension = sound.extension
     decode_audio(loaded, limits)
     return content, extension

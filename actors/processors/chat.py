@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from io import BytesIO
-from typing import Protocol, Self
+from functools import lru_cache
+from typing import Any, Protocol, Self
 
 import numpy as np
 import transformers
-from PIL import Image
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -25,41 +23,22 @@ from transformers import (
 from mobula.actors.datasets.clips import Audio, Video, fetch_together, web_files
 from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
-from mobula.actors.processors.audio import (
-    AudioLimits,
-    LoadedAudio,
-    check_audio,
-    decode_audio,
-    draw_sound,
-    load_audio,
-    require_soundfile,
-)
-from mobula.actors.processors.image import check_image, decode_image, measure_image, read_image
+from mobula.actors.processors.image import LoadedMedium
+from mobula.actors.processors.modality import Images, MediaModel, Modality, Sounds, Videos
 from mobula.actors.processors.text.answers import Tokens, tokens_of
 from mobula.actors.processors.text.chat_template import ChatTemplate, Fields, give_template, inlined, template_variables
 from mobula.actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
-from mobula.actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
-from mobula.cluster.errors import MediaError, PromptError
+from mobula.cluster.errors import PromptError
 from mobula.cluster.records.markup import BREAK, is_verbatim, literal, needed_breaks, plain, without_special
-from mobula.cluster.records.media import (
-    IMAGE_SIZES,
-    SHOWN_SIZES,
-    MediaHandle,
-    MediaKeeper,
-    MediaSpan,
-    ProcessedMedia,
-    content_key,
-)
+from mobula.cluster.records.media import MediaHandle, MediaKeeper, MediaSpan
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import DataConfig
 from mobula.configs.schema.rollout import SamplerConfig
-from mobula.learner.policies.families import AUDIO_TYPES, VIDEO_TYPES, family_at, model_type_at
-from mobula.learner.policies.families.base import AudioFamily, Clip, Family, ImageFamily, VideoFamily
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.base import AudioFamily, Family, ImageFamily
 
-THUMBNAIL_SIZE = (128, 128)
 NUM_CACHED_QUESTIONS = 4096
-NUM_CACHED_SIZES = 4096
 MEDIA_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}|{AUDIO_PLACEHOLDER})")
 
 
@@ -76,28 +55,10 @@ class HasMedia(Protocol):
     def audios(self) -> Sequence[Audio]: ...
 
 
-@dataclass(frozen=True)
-class MeasuredMedia:
-    """The properties of a row's media that determine the number of tokens."""
-
-    sizes: Sequence[tuple[int, int]]  # (width, height) of each image
-    clips: Sequence[Clip]  # sampled frames of each video
-    lengths: Sequence[int]  # samples of each sound
-
-
-@dataclass(frozen=True)
-class LoadedMedia:
-    """The bytes of a row's media, not decoded."""
-
-    images: Sequence[bytes]
-    sizes: Sequence[tuple[int, int]]  # (width, height) of each image
-    videos: Sequence[LoadedVideo]
-    audios: Sequence[LoadedAudio]
-
-    @property
-    def measured(self) -> MeasuredMedia:
-        clips, lengths = [video.clip for video in self.videos], [audio.num_samples for audio in self.audios]
-        return MeasuredMedia(self.sizes, clips, lengths)
+Measures = Sequence[Sequence[Any]]
+"""Measures of a row's images, videos and sounds, which determine the number of tokens."""
+LoadedMedia = Sequence[Sequence[LoadedMedium[Any, Any]]]
+"""Images, videos and sounds of a row, not decoded."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +85,14 @@ class ChatProcessor:
     """
 
     @classmethod
-    def of(cls, config: RunConfig, media: MediaKeeper) -> Self:
-        """The processor of a run."""
+    def of(cls, config: RunConfig, media: MediaKeeper, *, keep_files: bool = False) -> Self:
+        """The processor of a run; `keep_files` keeps encoded files even if no reward function needs them."""
         return cls(
             config.policy.model,
             config.data,
             config.sampler,
             media,
-            keep_files=config.rewards.needs_images,
+            keep_files=keep_files or config.rewards.needs_images,
             device=config.resources.device,
             suffix=config.question_suffix,
         )
@@ -150,18 +111,9 @@ class ChatProcessor:
         """`device` is `resources.device`, on which the engines run; `suffix` is appended to every question."""
         self._data = data
         self._suffix = suffix
-        self._keep_files = keep_files
-        self._max_images = sampler.max_images_per_prompt
-        self.max_videos = sampler.max_videos_per_prompt
-        self._max_audios = sampler.max_audios_per_prompt
-        self.takes_videos = self.max_videos > 0
-        self.takes_audios = self._max_audios > 0
-        self._media = media
-        self._video_limits = VideoLimits.of(data)
-        self._limits = self._video_limits.frame
         self._family = family_at(model)
-        self._without_images = self._family.without_images_on(device, sampler.kind)
-        self.takes_images = not self._without_images
+        without_images = self._family.without_images_on(device, sampler.kind)
+        self.takes_images = not without_images
         self._takes_parts = self.takes_images or isinstance(self._family, AudioFamily)
         renderer = _load(self._family, model, data) if self._takes_parts else _load_tokenizer(model)
         self._renderer: ProcessorMixin | PreTrainedTokenizerBase = renderer
@@ -185,33 +137,28 @@ class ChatProcessor:
         self.template_token_ids = tuple(i for i in dict.fromkeys(added_ids) if i not in self.media_token_ids)
         self.pad_token_id = pad_token_id(self._tokenizer, self.eos_token_ids)
         self._hidden = frozenset((*self.eos_token_ids, self.pad_token_id, *self.media_token_ids))
-        media_types = {"image": self.takes_images, "video": self.takes_videos, "audio": self.takes_audios}
-        written = self.template.written([kind for kind, is_taken in media_types.items() if is_taken])
+        limits = {"video": sampler.max_videos_per_prompt, "audio": sampler.max_audios_per_prompt}
+        media_types = [kind for kind, limit in {"image": self.takes_images, **limits}.items() if limit]
+        written = self.template.written(media_types)
         self._reserved = reserved_tokens(self._tokenizer, self._hidden, written)
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join([self._reserved.pattern, *map(re.escape, added)]))
         self._refuse_unfit_config()
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
-        if isinstance(self._family, ImageFamily) and isinstance(renderer, ProcessorMixin):
-            self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, renderer))
-            self._shown_size = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.shown_size, renderer))
-        if self.max_videos:
-            self._refuse_videos(model)
-        if self._max_audios:
-            self._audio_limits = self._limits_of_audios(model, data)
         self.fingerprint = _fingerprint(renderer, self._tokenizer)
-        self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
         config = self._model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        self.image_token_id: int | None = (
-            self._family.compact_placeholder_id(config) if isinstance(self._family, ImageFamily) else None
-        )
+        parts = MediaModel(model, self._family, renderer, config, self.fingerprint, data, media, keep_files)
+        self.images = Images(parts, sampler.max_images_per_prompt, without_images)
+        self.videos = Videos(parts, sampler.max_videos_per_prompt)
+        self.sounds = Sounds(parts, sampler.max_audios_per_prompt)
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
         """Builds the prompt of a row. Processes and stores the media."""
         self._check_row(row)
         loaded = self.load_media(row)
-        layout = self._lay_out(row, loaded.measured)
-        stored = self.store_media(row, loaded)
+        measures = measures_of(loaded)
+        layout = self._lay_out(row, measures)
+        stored = self.store_media(loaded)
         return Prompt(
             prompt_id=prompt_id,
             sample_id=row.sample_id,
@@ -221,20 +168,12 @@ class ChatProcessor:
             media=tuple(stored[number] for number in layout.order),
             media_spans=layout.spans,
             references=row.references,
-            metadata={**row.metadata, **self._sizes(loaded.sizes)},
+            metadata={**row.metadata, **self.images.sizes(measures[0])},
         )
 
     def prompt_text(self, row: Row) -> str:
         """The text of the row's prompt, with one placeholder a medium. Reads no media."""
         return self._encode(row.history, row.question, row.template)[0]
-
-    def _sizes(self, sizes: Sequence[tuple[int, int]]) -> dict[str, list[list[int]]]:
-        """Image sizes for reward functions: of the files, and as the model sees them."""
-        if not sizes or not isinstance(self._family, ImageFamily):
-            return {}
-        shown = [self._shown_size(size) for size in sizes]
-        of_files = {IMAGE_SIZES: [list(size) for size in sizes]}
-        return of_files | ({SHOWN_SIZES: [list(size) for size in shown if size]} if all(shown) else {})
 
     def check(self, row: Row) -> int:
         """Returns the prompt's length in tokens, from the text and the headers of the media. Decodes nothing.
@@ -252,11 +191,6 @@ class ChatProcessor:
     def num_media(self, row: HasMedia) -> int:
         """Number of media in the prompt of a row."""
         return len(row.images) + len(row.videos) + len(row.audios)
-
-    @property
-    def _processor(self) -> ProcessorMixin:
-        assert isinstance(self._renderer, ProcessorMixin), "a tokenizer processes no media"
-        return self._renderer
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of a response without end tokens, padding and media tokens."""
@@ -338,7 +272,7 @@ class ChatProcessor:
 
     def special_ids(self) -> dict[str, tuple[int, ...]]:
         """Special token ids by their name in a checkpoint's configuration."""
-        placeholder = () if self.image_token_id is None else (self.image_token_id,)
+        placeholder = () if self.images.placeholder_id is None else (self.images.placeholder_id,)
         return {
             "eos_token_id": self.eos_token_ids,
             "pad_token_id": (self.pad_token_id,),
@@ -369,150 +303,52 @@ class ChatProcessor:
             ((text, i) for text, i in ends if isinstance(text, str) and text and rendered.startswith(text)), None
         )
 
-    def check_images(self, images: Sequence[ImageSource], name: str) -> None:
-        """Checks the number of images of the row `name`."""
-        if images and not self.takes_images:
-            raise PromptError(
-                f"{name} has {len(images)} images, and {self._without_images}: "
-                "remove the row, or choose a vision-language model"
-            )
-        if len(images) > self._max_images:
-            raise PromptError(
-                f"{name} has {len(images)} images, sampler.max_images_per_prompt is {self._max_images}: "
-                "raise it or remove the row"
-            )
+    def _media_of(self, row: HasMedia) -> Iterator[tuple[Modality[Any, Any], Sequence[Any]]]:
+        """Each modality with the row's sources, in the order of stored media."""
+        yield from ((self.images, row.images), (self.videos, row.videos), (self.sounds, row.audios))
 
     def check_media(self, row: HasMedia) -> None:
         """Checks the number of images, videos and sounds of a row."""
-        self.check_images(row.images, row.sample_id)
-        if len(row.videos) > self.max_videos:
-            raise PromptError(
-                f"{row.sample_id} has {len(row.videos)} videos, sampler.max_videos_per_prompt is {self.max_videos}: "
-                "raise it or remove the row"
-            )
-        if len(row.audios) > self._max_audios:
-            raise PromptError(
-                f"{row.sample_id} has {len(row.audios)} sounds, sampler.max_audios_per_prompt is {self._max_audios}: "
-                "raise it or remove the row"
-            )
+        for modality, sources in self._media_of(row):
+            modality.check(sources, row.sample_id)
 
-    def measure_media(self, row: HasMedia) -> MeasuredMedia:
+    def measure_media(self, row: HasMedia) -> Measures:
         """Measures the media from the headers of the row's files."""
-        return MeasuredMedia(
-            self.image_sizes(row.images),
-            [check_video(video, self._video_limits) for video in row.videos],
-            [check_audio(audio, self._audio_limits) for audio in row.audios],
-        )
+        return [[modality.measure(source) for source in sources] for modality, sources in self._media_of(row)]
 
     def load_media(self, row: HasMedia) -> LoadedMedia:
         """Downloads and reads the row's files."""
         fetch_together((*row.images, *row.videos, *row.audios))
-        contents, sizes = self.read_images(row.images)
-        videos = [load_video(video, self._video_limits) for video in row.videos]
-        return LoadedMedia(contents, sizes, videos, [load_audio(audio, self._audio_limits) for audio in row.audios])
+        return [[modality.load(source) for source in sources] for modality, sources in self._media_of(row)]
 
-    def store_media(self, row: HasMedia, loaded: LoadedMedia) -> list[MediaHandle]:
+    def store_media(self, loaded: LoadedMedia) -> list[MediaHandle]:
         """Processes and stores the media; returns handles of images, videos, then sounds."""
-        stored = [self.store_image(content, path) for content, path in zip(loaded.images, row.images, strict=True)]
-        for video in loaded.videos:
-            key = content_key(b"".join(video.contents) + repr(video.clip).encode(), self._video_fingerprint)
-            stored.append(self._media.get_or_add(key, str(video.source), partial(self._process_video, video)))
-        for audio in loaded.audios:
-            key = content_key(audio.content, f"{self.fingerprint} audio")
-            stored.append(self._media.get_or_add(key, str(audio.source), partial(self._process_audio, audio)))
-        return stored
-
-    def image_sizes(self, images: Sequence[ImageSource]) -> list[tuple[int, int]]:
-        """(width, height) of each file, from its header."""
-        return [check_image(path, self._limits) for path in images]
-
-    def read_images(self, images: Sequence[ImageSource]) -> tuple[list[bytes], list[tuple[int, int]]]:
-        """Content and (width, height) of each file."""
-        contents = [read_image(path, self._limits) for path in images]
-        return contents, [measure_image(c, path, self._limits) for c, path in zip(contents, images, strict=True)]
-
-    def expansions(
-        self, compact_ids: np.ndarray, images: Sequence[ImageSource], sizes: Sequence[tuple[int, int]], name: str
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns the positions of image placeholders in `compact_ids`, and the replacement ids of each."""
-        expansions = []
-        for (width, height), source in zip(sizes, images, strict=True):
-            try:
-                expansions.append(self._expansion((width, height)))
-            except ValueError as error:
-                raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
-        positions = np.flatnonzero(compact_ids == self.image_token_id)
-        if len(positions) != len(expansions):
-            raise PromptError(
-                f"{name} has {len(expansions)} images and its rendered text {len(positions)} placeholders: "
-                f"write one {IMAGE_PLACEHOLDER} an image into the question"
-            )
-        return positions, expansions
+        modalities: list[Modality[Any, Any]] = [self.images, self.videos, self.sounds]
+        return [modality.store(one) for modality, media in zip(modalities, loaded, strict=True) for one in media]
 
     def media_expansions(
-        self, compact_ids: np.ndarray, row: HasMedia, measured: MeasuredMedia
+        self, compact_ids: np.ndarray, row: HasMedia, measures: Measures
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
         """Returns, in the order of the text: the positions of placeholders in `compact_ids`, the replacement ids of
         each, and the index of each medium among images, videos, then sounds of the row.
         """
-        positions, expansions = self.expansions(compact_ids, row.images, measured.sizes, row.sample_id)
-        video_positions, video_expansions = self._video_expansions(compact_ids, row, measured.clips)
-        audio_positions, audio_expansions = self._audio_expansions(compact_ids, row, measured.lengths)
-        positions = np.concatenate([positions, video_positions, audio_positions])
-        expansions = [*expansions, *video_expansions, *audio_expansions]
-        order = np.argsort(positions)
-        return positions[order], [expansions[index] for index in order], order
-
-    def _video_expansions(
-        self, compact_ids: np.ndarray, row: HasMedia, clips: Sequence[Clip]
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """As `expansions`, for videos."""
-        if not clips or not isinstance(self._family, VideoFamily):
-            return np.empty(0, dtype=np.int64), []
-        expansions = []
-        for clip, source in zip(clips, row.videos, strict=True):
-            try:
-                expansions.append(self._family.video_expansion(self._processor, clip, self._data.video))
-            except ValueError as error:
-                shown = f"{len(clip.timestamps)} frames of {clip.width} x {clip.height}"
-                raise MediaError(f"{source} gives {shown}: {error}; change the video or remove its row") from error
-        positions = np.flatnonzero(compact_ids == self._family.compact_video_placeholder_id(self._processor))
-        if len(positions) != len(expansions):
-            raise PromptError(
-                f"{row.sample_id} has {len(expansions)} videos and its rendered text {len(positions)} placeholders: "
-                "the chat template of policy.model has no place for videos, use another template"
-            )
-        return positions, expansions
-
-    def _audio_expansions(
-        self, compact_ids: np.ndarray, row: HasMedia, lengths: Sequence[int]
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """As `expansions`, for sounds."""
-        if not lengths or not isinstance(self._family, AudioFamily):
-            return np.empty(0, dtype=np.int64), []
-        expansions = []
-        for length, source in zip(lengths, row.audios, strict=True):
-            try:
-                expansions.append(self._family.audio_expansion(self._processor, length))
-            except ValueError as error:
-                raise MediaError(
-                    f"{source} has {length} samples: {error}; change the sound or remove its row"
-                ) from error
-        positions = np.flatnonzero(compact_ids == self._family.audio_placeholder_id(self._model_config))
-        if len(positions) != len(expansions):
-            raise PromptError(
-                f"{row.sample_id} has {len(expansions)} sounds and its rendered text {len(positions)} placeholders: "
-                "the chat template of policy.model has no place for sounds, use another template"
-            )
-        return positions, expansions
+        positions, expansions = [], list[np.ndarray]()
+        for (modality, sources), measured in zip(self._media_of(row), measures, strict=True):
+            if sources or modality is self.images:  # an image's placeholder without an image is an error
+                places, ids = modality.expansions(compact_ids, sources, measured, row.sample_id)
+                positions.append(places)
+                expansions += ids
+        places = np.concatenate(positions)
+        order = np.argsort(places)
+        return places[order], [expansions[index] for index in order], order
 
     def _check_row(self, row: Row) -> None:
         self.check_media(row)
         self.refuse_special_tokens(literal(row.solution))  # supervised steps encode it
 
-    def _lay_out(self, row: Row, measured: MeasuredMedia) -> _Layout:
+    def _lay_out(self, row: Row, measures: Measures) -> _Layout:
         text, compact_ids = self._encode(row.history, row.question, row.template)
-        positions, expansions, order = self.media_expansions(compact_ids, row, measured)
+        positions, expansions, order = self.media_expansions(compact_ids, row, measures)
         expanded_ids, spans = expand(compact_ids, positions, expansions)
         self._check_length(row, len(expanded_ids), sum(map(len, expansions)))
         return _Layout(text, compact_ids, expanded_ids, spans, order)
@@ -538,41 +374,6 @@ class ChatProcessor:
         ids.flags.writeable = False  # shared by all prompts of this question
         return plain(text), ids
 
-    def store_image(self, content: bytes, path: ImageSource) -> MediaHandle:
-        """Handle of the processed image; equal files are processed once."""
-        key = content_key(content, self.fingerprint)
-        return self._media.get_or_add(key, str(path), partial(self._process, content, path))
-
-    def _process(self, content: bytes, path: ImageSource) -> ProcessedMedia:
-        assert isinstance(self._family, ImageFamily)
-        image = decode_image(content, path, self._limits)
-        return ProcessedMedia(
-            modality="image",
-            inputs=self._family.process(self._processor, image),
-            thumbnail=_thumbnail(image),
-            files=(content,) if self._keep_files else (),
-        )
-
-    def _process_video(self, video: LoadedVideo) -> ProcessedMedia:
-        assert isinstance(self._family, VideoFamily)
-        frames = decode_video(video, self._video_limits)
-        images = [Image.fromarray(frame) for frame in (frames if self._keep_files else frames[:1])]
-        return ProcessedMedia(
-            modality="video",
-            inputs=self._family.process_video(self._processor, frames, video.clip, self._data.video),
-            thumbnail=_thumbnail(images[0]),
-            files=tuple(map(_png, images)) if self._keep_files else (),
-        )
-
-    def _process_audio(self, audio: LoadedAudio) -> ProcessedMedia:
-        assert isinstance(self._family, AudioFamily)
-        samples = decode_audio(audio, self._audio_limits)
-        return ProcessedMedia(
-            modality="audio",
-            inputs=self._family.process_audio(self._processor, samples),
-            thumbnail=_png(draw_sound(samples, THUMBNAIL_SIZE)),
-        )
-
     def refuse_special_tokens(self, text: str) -> None:
         """Raises: PromptError: the text contains a token that is reserved for the chat template."""
         if token := self._reserved.search(text):
@@ -594,28 +395,6 @@ class ChatProcessor:
             if not MEDIA_PLACEHOLDERS.fullmatch(part):
                 self.refuse_special_tokens(part)
 
-    def _refuse_videos(self, model: str) -> None:
-        """Raises: ValueError: the model takes no videos, or PyAV is missing."""
-        if not isinstance(self._family, VideoFamily):
-            raise ValueError(
-                f"sampler.max_videos_per_prompt={self.max_videos} asks for videos, which are not computed for "
-                f"policy.model={model} of type {model_type_at(model)}: set it to 0, or choose a checkpoint of type "
-                f"{', '.join(VIDEO_TYPES)}"
-            )
-        require_av()
-
-    def _limits_of_audios(self, model: str, data: DataConfig) -> AudioLimits:
-        """Raises: ValueError: the model takes no sounds, or soundfile is missing."""
-        if not isinstance(self._family, AudioFamily):
-            raise ValueError(
-                f"sampler.max_audios_per_prompt={self._max_audios} asks for sounds, which are not computed for "
-                f"policy.model={model} of type {model_type_at(model)}: set it to 0, or choose a checkpoint of type "
-                f"{', '.join(AUDIO_TYPES)}"
-            )
-        require_soundfile()
-        features = self._processor.feature_extractor
-        return AudioLimits(data.audio, features.sampling_rate, features.n_samples)
-
     def _refuse_unfit_config(self) -> None:
         for key, text in (("prompt_suffix", self._suffix), ("system_prompt", self._data.system_prompt)):
             if MEDIA_PLACEHOLDERS.search(text) or self._reserved.search(text):
@@ -623,6 +402,10 @@ class ChatProcessor:
                     f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER}, {VIDEO_PLACEHOLDER}, {AUDIO_PLACEHOLDER} and "
                     "special tokens from it, media stand in the question and turns are made by the chat template"
                 )
+
+
+def measures_of(loaded: LoadedMedia) -> Measures:
+    return [[medium.measure for medium in media] for media in loaded]
 
 
 def expand(
@@ -727,15 +510,3 @@ def _fingerprint(processor: ProcessorMixin | PreTrainedTokenizerBase, tokenizer:
         "transformers": transformers.__version__,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def _thumbnail(image: Image.Image) -> bytes:
-    small = image.copy()
-    small.thumbnail(THUMBNAIL_SIZE)
-    return _png(small)
-
-
-def _png(image: Image.Image) -> bytes:
-    png = BytesIO()
-    image.save(png, format="PNG")
-    return png.getvalue()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mobula.actors.datasets.conversations import Conversation, Ending
-from mobula.actors.processors.chat import ChatProcessor, MeasuredMedia, expand
+from mobula.actors.processors.chat import ChatProcessor, Measures, expand, measures_of
 from mobula.actors.processors.text.answers import AnswerLayout, unused_mark
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import TokenActions
@@ -98,8 +98,8 @@ class ConversationProcessor:
         row = self._inlined(row)
         self._check(row)
         loaded = self.chat.load_media(row)
-        text, wholes = self._laid_out(row, loaded.measured)
-        stored = self.chat.store_media(row, loaded)
+        text, wholes = self._laid_out(row, measures_of(loaded))
+        stored = self.chat.store_media(loaded)
         num_context = wholes[0].num_context
         prompt = Prompt(
             prompt_id=prompt_id,
@@ -141,7 +141,7 @@ class ConversationProcessor:
         for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
             self.chat.refuse_imitations(turn.text)
 
-    def _laid_out(self, row: Conversation, measured: MeasuredMedia) -> tuple[str, list[_Whole]]:
+    def _laid_out(self, row: Conversation, measures: Measures) -> tuple[str, list[_Whole]]:
         """The text of the context, and the context with each ending."""
         has_system = row.context[0].role == "system"
         turns = [*(() if has_system else self._system), *((turn.role, turn.text) for turn in row.context)]
@@ -153,7 +153,7 @@ class ConversationProcessor:
         endings = [self._rendered(layout, turns, ending) for ending in row.endings]
         first = min(endings, key=lambda ending: ending.num_context)
         num = len(os.path.commonprefix([ending.ids[: first.num_context].tolist() for ending in endings]))
-        return first.text[: int(first.starts[num])], [self._whole(row, ending, num, measured) for ending in endings]
+        return first.text[: int(first.starts[num])], [self._whole(row, ending, num, measures) for ending in endings]
 
     def _rendered(self, layout: AnswerLayout, context: Sequence[tuple[str, str]], ending: Ending) -> _Rendered:
         """The text and tokens of a context with one ending.
@@ -186,8 +186,8 @@ class ConversationProcessor:
         num_context = tokens.num_before(int(ends[0]))
         return _Rendered("".join(texts), tokens.ids[:num], tokens.starts[:num], mask[:num], num_context)
 
-    def _whole(self, row: Conversation, ending: _Rendered, num_context: int, measured: MeasuredMedia) -> _Whole:
-        positions, expansions, order = self.chat.media_expansions(ending.ids, row, measured)
+    def _whole(self, row: Conversation, ending: _Rendered, num_context: int, measures: Measures) -> _Whole:
+        positions, expansions, order = self.chat.media_expansions(ending.ids, row, measures)
         ids, spans = expand(ending.ids, positions, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(

@@ -39,11 +39,7 @@ from mobula.learner.policies.flow.rows import CONDITION, WHERE
 from mobula.learner.policies.trained import flow_checkpoint
 
 TARGETS = "target_images"  # key of a row's metadata: files of images that fit the prompt
-
-
 MAX_IMAGES = 4096  # cached latents
-
-
 logger = logging.getLogger(__name__)
 
 

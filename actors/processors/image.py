@@ -7,13 +7,26 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from typing import IO
+from typing import IO, Generic, TypeVar
 
 from PIL import Image
 
 from mobula.actors.datasets.images import EncodedFile, ImageSource, WebFile
 from mobula.cluster.errors import MediaError
 from mobula.cluster.records.media import FORMATS, to_rgb, upright_size
+
+S = TypeVar("S")
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class LoadedMedium(Generic[S, M]):
+    """The bytes of an image, video or sound, not decoded. `measure` determines the number of its tokens."""
+
+    source: S
+    measure: M  # (width, height) of an image, the sampled `Clip` of a video, samples of a sound after resampling
+    contents: tuple[bytes, ...]  # the file; for a video that is a list of files, the files of the sampled frames
+    taken: tuple[int, ...] = ()  # presentation times (PTS) of the sampled frames of a video file, in its time base
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,12 @@ def read_image(source: ImageSource, limits: ImageLimits) -> bytes:
     """Returns the file's bytes."""
     with _open_file(source, limits) as file:
         return file.read()
+
+
+def load_image(source: ImageSource, limits: ImageLimits) -> LoadedMedium[ImageSource, tuple[int, int]]:
+    """Reads and measures an image."""
+    content = read_image(source, limits)
+    return LoadedMedium(source, measure_image(content, source, limits), (content,))
 
 
 def measure_image(content: bytes, source: ImageSource, limits: ImageLimits) -> tuple[int, int]:

@@ -11,7 +11,14 @@ from typing import IO, Any
 import numpy as np
 
 from mobula.actors.datasets.clips import FrameList, Video
-from mobula.actors.processors.image import ImageLimits, check_image, decode_image, open_bounded, read_image
+from mobula.actors.processors.image import (
+    ImageLimits,
+    LoadedMedium,
+    check_image,
+    decode_image,
+    open_bounded,
+    read_image,
+)
 from mobula.cluster.errors import MediaError
 from mobula.configs.schema.data import DataConfig, VideoConfig
 from mobula.learner.policies.families.base import Clip
@@ -34,16 +41,6 @@ class VideoLimits:
 
 
 @dataclass(frozen=True)
-class LoadedVideo:
-    """The bytes of a video, not decoded."""
-
-    source: Video
-    clip: Clip
-    contents: tuple[bytes, ...]  # the video file, or the image files of the sampled frames
-    taken: tuple[int, ...]  # presentation times (PTS) of the sampled frames of a file, in units of its time base
-
-
-@dataclass(frozen=True)
 class _Plan:
     """The sampled frames: presentation times in a file, or indices into a list of images."""
 
@@ -59,21 +56,21 @@ def check_video(source: Video, limits: VideoLimits) -> Clip:
         return _plan_file(file, source, limits).clip
 
 
-def load_video(source: Video, limits: VideoLimits) -> LoadedVideo:
+def load_video(source: Video, limits: VideoLimits) -> LoadedMedium[Video, Clip]:
     """Reads the video and plans the frames to sample."""
     if isinstance(source, FrameList):
         plan = _plan_frames(source, limits)
         contents = tuple(read_image(source.frames[index], limits.frame) for index in plan.taken)
-        return LoadedVideo(source, plan.clip, contents, ())
+        return LoadedMedium(source, plan.clip, contents)
     with open_bounded(source, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
         content = file.read()
     plan = _plan_file(BytesIO(content), source, limits)
-    return LoadedVideo(source, plan.clip, (content,), plan.taken)
+    return LoadedMedium(source, plan.clip, (content,), plan.taken)
 
 
-def decode_video(video: LoadedVideo, limits: VideoLimits) -> np.ndarray:
-    """Returns uint8 [T, H, W, 3]: the frames at `video.clip.timestamps`. Rotation metadata is ignored."""
-    source, clip = video.source, video.clip
+def decode_video(video: LoadedMedium[Video, Clip], limits: VideoLimits) -> np.ndarray:
+    """Returns uint8 [T, H, W, 3]: the frames at `video.measure.timestamps`. Rotation metadata is ignored."""
+    source, clip = video.source, video.measure
     if isinstance(source, FrameList):
         images = [np.asarray(decode_image(content, source, limits.frame)) for content in video.contents]
         _check_frames(images, source, clip)

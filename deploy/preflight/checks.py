@@ -94,7 +94,7 @@ def check_images(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFi
         return
     try:
         text = chat.render([("user", f"{IMAGE_PLACEHOLDER}{QUESTION}")], is_open=True)
-        num_placed = int((chat.tokenize(text) == chat.image_token_id).sum())
+        num_placed = int((chat.tokenize(text) == chat.images.placeholder_id).sum())
     except PromptError:
         num_placed = 0
     if num_placed != 1:

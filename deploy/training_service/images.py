@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 
 from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.deploy.training_service.wire.inputs import PlacedImage
+from mobula.learner.policies.families.base import Size
 
 
 class ChatImages:
@@ -18,31 +18,31 @@ class ChatImages:
     def __init__(self, chat: ChatProcessor, max_images: int) -> None:
         """`max_images` of one input is what the engines take."""
         self.max_images = max_images
-        self._chat = chat
+        self._images = chat.images
         self._lock = threading.Lock()
 
     def place(self, content: bytes, name: str) -> PlacedImage:
         """Processes an image, or finds it among the processed ones."""
         file = EncodedFile(content, name)
         with self._lock:
-            self._chat.check_images([file], name)
-            _, sizes = self._chat.read_images([file])
-            expanded_ids = self._expanded(file, sizes, name)
-            handle = self._chat.store_image(content, file)
+            self._images.check([file], name)
+            loaded = self._images.load(file)
+            expanded_ids = self._expanded(file, loaded.measure, name)
+            handle = self._images.store(loaded)
         return PlacedImage(handle, self._placeholder_id, expanded_ids)
 
     def count(self, content: bytes, name: str) -> int:
         """Returns the number of tokens of an image, from the header of its file."""
         file = EncodedFile(content, name)
-        return len(self._expanded(file, self._chat.image_sizes([file]), name))
+        return len(self._expanded(file, self._images.measure(file), name))
 
     @property
     def _placeholder_id(self) -> int:
-        placeholder_id = self._chat.image_token_id
+        placeholder_id = self._images.placeholder_id
         assert placeholder_id is not None, "a model that takes images has a placeholder"
         return placeholder_id
 
-    def _expanded(self, file: EncodedFile, sizes: Sequence[tuple[int, int]], name: str) -> np.ndarray:
+    def _expanded(self, file: EncodedFile, size: Size, name: str) -> np.ndarray:
         """Returns int32 [E]: the tokens that stand for an image of this size."""
-        _, [expanded_ids] = self._chat.expansions(np.array([self._placeholder_id]), [file], sizes, name)
+        _, [expanded_ids] = self._images.expansions(np.array([self._placeholder_id]), [file], [size], name)
         return expanded_ids

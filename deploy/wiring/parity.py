@@ -94,9 +94,9 @@ def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dic
         row = Row(f"case{number}", question, "7", "7", tuple(paths[i] for i in shown))
         images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
         built[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images)
-    if processor.takes_videos:
+    if processor.videos.limit:
         built |= _video_cases(processor, folder, paths, most)
-    if processor.takes_audios:
+    if processor.sounds.limit:
         built |= _sound_cases(processor, paths)
     return built
 
@@ -132,7 +132,7 @@ def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], 
         shown.append(tuple(Image.open(frame).convert("RGB") for frame in frames))
     built = {}
     for name, (question, images, played) in VIDEOS.items():
-        if len(images) > (most if processor.takes_images else 0) or len(played) > processor.max_videos:
+        if len(images) > (most if processor.takes_images else 0) or len(played) > processor.videos.limit:
             continue
         own = tuple(videos[i] for i in played)
         row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in images), videos=own)

@@ -43,7 +43,7 @@ def test_the_length_from_the_header_is_that_of_the_samples(
     file = written(tmp_path / f"a.{suffix}", 5_001, rate, channels)
     loaded = load_audio(file, limits())
     samples = decode_audio(loaded, limits())
-    assert len(samples) == loaded.num_samples == check_audio(file, limits())
+    assert len(samples) == loaded.measure == check_audio(file, limits())
     if suffix in ("wav", "flac"):  # the others cut sounds into blocks
         assert len(samples) == -(-5_001 * RATE // rate)
     expected = sine(len(samples), RATE)
@@ -78,7 +78,7 @@ def test_an_mp3_file_without_a_count_is_as_long_as_it_decodes(tmp_path: Path) ->
     file = encoded(tmp_path / "b.mp3", "libmp3lame", 88_200, write_xing="0")
     loaded = load_audio(file, limits())
     samples = decode_audio(loaded, limits())
-    assert len(samples) == loaded.num_samples == check_audio(file, limits())
+    assert len(samples) == loaded.measure == check_audio(file, limits())
     assert 0 <= len(samples) - 2 * RATE < 3 * 1152  # a few blocks of silence at its ends
     for path in (counted, file):
         with pytest.raises(MediaError, match=r"data\.audio\.max_seconds"):
@@ -99,7 +99,7 @@ def test_sounds_that_libsndfile_does_not_read_are_read_by_ffmpeg(
     file = encoded(tmp_path / name, codec, 88_200, with_image=with_image, **options)
     loaded = load_audio(file, limits())
     samples = decode_audio(loaded, limits())
-    assert len(samples) == loaded.num_samples == check_audio(file, limits())
+    assert len(samples) == loaded.measure == check_audio(file, limits())
     assert abs(len(samples) - 2 * RATE) < 2_100
     pitches = np.abs(np.fft.rfft(samples[:RATE]))
     assert abs(int(pitches.argmax()) - 440) <= 1, "the tone of `sine`, in Hz"

@@ -344,7 +344,7 @@ def test_a_prompt_begins_with_one_bos_where_the_processor_adds_it(tmp_path: Path
     prompt = chat.prepare(Row("r", "Q", "7", "7"), "p")
     assert prompt.text == "<|endoftext|>USER: Q ASSISTANT:"
     messages = [{"role": "user", "content": "Q"}]
-    own = chat._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    own = chat._renderer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     assert prompt.expanded_ids.tolist() == own["input_ids"][0]
     [(whole, trained)] = texts(chat, offline(chat).prepare(conversation("7", turns=2), "p").group)
     assert whole.startswith(prompt.text) and whole.count("<|endoftext|>") == 1

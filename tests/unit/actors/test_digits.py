@@ -174,7 +174,7 @@ def frames_of(folder: Path, row: dict) -> np.ndarray:
     data = load_config(["experiment=digit_clips"]).data
     limits = VideoLimits.of(data)
     video = load_video(folder / row["video"], limits)
-    assert video.clip.timestamps == tuple(place * FRAME_MS / 1000 for place in range(NUM_FRAMES))
+    assert video.measure.timestamps == tuple(place * FRAME_MS / 1000 for place in range(NUM_FRAMES))
     return decode_video(video, limits)[..., 0]
 
 

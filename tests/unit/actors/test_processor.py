@@ -15,7 +15,7 @@ from transformers import AutoProcessor
 
 from mobula.actors.datasets.images import EncodedFile, ImageError, WebFile
 from mobula.actors.datasets.rows import Row, Turn
-from mobula.actors.processors import chat
+from mobula.actors.processors import modality
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import MediaError, PromptError
 from mobula.cluster.records.media import MediaStore, ProcessedMedia
@@ -200,8 +200,10 @@ def test_an_image_in_two_prompts_is_decoded_and_stored_once(
     model: str, images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[Path] = []
-    decode = chat.decode_image
-    monkeypatch.setattr(chat, "decode_image", lambda c, path, limits: decoded.append(path) or decode(c, path, limits))
+    decode = modality.decode_image
+    monkeypatch.setattr(
+        modality, "decode_image", lambda c, path, limits: decoded.append(path) or decode(c, path, limits)
+    )
     processor, store = build(model)
     (file,) = images(SMALL)
     copy = file.with_name("copy.png")

@@ -26,10 +26,10 @@ def limits(*words: str) -> VideoLimits:
 def test_a_file_gives_the_frames_at_their_times(tmp_path: Path) -> None:
     clip = write_clip(tmp_path / "clip.mkv", FRAMES, rate=4)
     found = load_video(clip, limits())
-    assert found.clip == check_video(clip, limits())
-    assert (found.clip.width, found.clip.height, found.clip.duration_s) == (48, 32, 2.0)
+    assert found.measure == check_video(clip, limits())
+    assert (found.measure.width, found.measure.height, found.measure.duration_s) == (48, 32, 2.0)
     expected = np.linspace(0, 7, 4).round().astype(int)  # 2 s at 2 frames a second
-    assert found.clip.timestamps == tuple((expected / 4).tolist())
+    assert found.measure.timestamps == tuple((expected / 4).tolist())
     assert np.array_equal(decode_video(found, limits()), np.stack([np.asarray(FRAMES[i]) for i in expected]))
 
 
@@ -54,8 +54,8 @@ def test_a_trimmed_file_shows_what_its_edit_list_leaves(tmp_path: Path) -> None:
             packet.pts, packet.dts = packet.pts - cut, packet.dts - cut
             container.mux(packet)
     found = load_video(clip, limits("data.video.fps=4"))
-    assert found.clip == check_video(clip, limits("data.video.fps=4"))
-    assert found.clip.timestamps == tuple((np.arange(9) / 4).tolist())
+    assert found.measure == check_video(clip, limits("data.video.fps=4"))
+    assert found.measure.timestamps == tuple((np.arange(9) / 4).tolist())
     shown = decode_video(found, limits("data.video.fps=4")).mean(axis=(1, 2, 3))
     assert np.abs(shown - 20 * np.arange(3, 12)).max() < 6
 
@@ -65,11 +65,11 @@ def test_a_folder_a_list_and_a_moving_gif_are_videos(tmp_path: Path) -> None:
         frame.save(tmp_path / f"{number}.png")
     listed = FrameList(tuple(sorted(tmp_path.glob("*.png"))), 4.0, "frames")
     found = load_video(listed, limits())
-    assert found.clip.timestamps == (0.0, 0.5, 1.25, 1.75)
+    assert found.measure.timestamps == (0.0, 0.5, 1.25, 1.75)
     assert np.array_equal(decode_video(found, limits())[1], np.asarray(FRAMES[2]))
     FRAMES[0].save(tmp_path / "a.gif", save_all=True, append_images=FRAMES[1:], duration=250, loop=0)
     gif = load_video(tmp_path / "a.gif", limits())
-    assert (len(gif.clip.timestamps), gif.clip.duration_s) == (4, 2.0)
+    assert (len(gif.measure.timestamps), gif.measure.duration_s) == (4, 2.0)
     assert decode_video(gif, limits()).shape == (4, 32, 48, 3)
 
 

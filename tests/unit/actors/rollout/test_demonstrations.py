@@ -42,7 +42,7 @@ async def test_a_demonstration_is_a_whole_episode_whose_turns_alone_are_trained(
     assert written == "go 1<|im_end|>go 2<|im_end|>go 3<|im_end|>"
     assert found.mask[-1], "what follows the last turn is no part of it"
     assert len(found.actions.media) == 2
-    pad = chat.image_token_id
+    pad = chat.images.placeholder_id
     assert all((found.actions.token_ids[s.start : s.end] == pad).all() for s in found.actions.media_spans)
     assert not any(found.mask[s.start : s.end].any() for s in found.actions.media_spans)
 

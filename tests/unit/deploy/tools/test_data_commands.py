@@ -89,7 +89,7 @@ def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path) -> None:
         assert new.question == old.question
         for video, wanted in zip(new.videos, old.videos, strict=True):
             found, expected = (load_video(each, limits) for each in (video, wanted))
-            assert found.clip == expected.clip
+            assert found.measure == expected.measure
             np.testing.assert_array_equal(*(decode_video(each, limits) for each in (found, expected)))
 
 
@@ -118,7 +118,7 @@ def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path) -> None
         assert new.question == old.question
         for sound, wanted in zip(new.audios, old.audios, strict=True):
             found, expected = (load_audio(each, limits) for each in (sound, wanted))
-            assert found.content == expected.content, "a file is written as it is"
+            assert found.contents == expected.contents, "a file is written as it is"
             np.testing.assert_array_equal(*(decode_audio(each, limits) for each in (found, expected)))
 
 

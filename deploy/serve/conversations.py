@@ -18,7 +18,7 @@ from mobula.actors.rollout.episodes import Episode, ObservationBudget
 from mobula.actors.samplers import build_sampler
 from mobula.cluster.errors import MobulaError, PreflightError, PromptError
 from mobula.cluster.records.actions import TokenActions
-from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.partial_response import Attempt, SampledSequence
 from mobula.cluster.records.trajectory import (
     FinishReason,
@@ -32,11 +32,8 @@ from mobula.cluster.records.trajectory import (
 from mobula.cluster.replay.trajectory_log import IMAGES_FOLDER, TrajectoryLog
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.schema import RunConfig
-from mobula.deploy.preflight.checks import find_mismatches
-from mobula.deploy.preflight.weights import LoadedModel, refuse
-from mobula.deploy.wiring.preparation import Prepared, ensure_model, require_model
+from mobula.deploy.wiring.preparation import prepare_base, require_model
 from mobula.deploy.wiring.rollouts import engine_settings
-from mobula.learner.policies.checkpoint.stored import stored_model
 
 MEDIA_IN_MEMORY = 64
 
@@ -63,22 +60,9 @@ class LocalPolicy:
         if config.sampler.is_flow:
             raise PreflightError("sampler=flow answers with images, not with text: use sampler=huggingface or vllm")
         require_model(config)
-        folder = ensure_model(config)
-        media = MediaStore(lambda processed: processed, config.data.media_cache_bytes)
-        self.config = config
-        self.chat = ChatProcessor(
-            config.policy.model,
-            config.data,
-            config.sampler,
-            media,
-            keep_files=keep_files,
-            device=config.resources.device,
-            suffix=config.question_suffix,
-        )
-        stored = stored_model(folder)
-        checkpoint = stored.in_dtype(config.resources.dtype)
-        refuse(find_mismatches(config, LoadedModel(folder, checkpoint, self.chat, stored)))
-        prepared = Prepared(config, folder, checkpoint, self.chat, media, {})
+        prepared = prepare_base(config, lambda processed: processed, keep_files=keep_files)
+        assert isinstance(prepared.processor, ChatProcessor), "flow models are refused above"
+        self.config, self.chat = config, prepared.processor
         self._sampler = build_sampler(config.sampler.kind, engine_settings(prepared, 0))
         self._media = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)
         self._num_asked = 0

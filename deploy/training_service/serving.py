@@ -17,7 +17,6 @@ import ray
 
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import PreflightError, ServiceFailedError
-from mobula.cluster.records.media import MediaStore
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.runtime.concurrency import run_all
@@ -28,22 +27,19 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.planning.clusters import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
-from mobula.deploy.preflight.checks import find_mismatches
-from mobula.deploy.preflight.weights import LoadedModel, refuse
 from mobula.deploy.training_service.app import make_app
 from mobula.deploy.training_service.images import ChatImages
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import Tenants, tenant_gate
 from mobula.deploy.training_service.wire.inputs import InputBuilder
-from mobula.deploy.wiring.preparation import Prepared, ensure_model, require_model
+from mobula.deploy.wiring.preparation import Prepared, prepare_base, require_model
 from mobula.deploy.wiring.rollouts import adapter_engines, rollout_pool, swapped_engines
 from mobula.deploy.wiring.spawner import Spawner, learner_environment
 from mobula.learner.adapters.call_rank import refuse_unsupported
 from mobula.learner.adapters.full_weights import FullWeightsRank
 from mobula.learner.adapters.group import AdapterGroup
 from mobula.learner.adapters.rank import AdapterRank
-from mobula.learner.policies.checkpoint.stored import stored_model
 
 ANSWER_S = 3.0  # after a failure, before the server ends: clients learn that their requests have failed
 GRACE_S = 2  # requests continue after a restart, so none is waited for
@@ -88,8 +84,7 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
     """Serves until SIGTERM or SIGINT. `announce` receives the URL."""
     listener = options.address.listen(options.tenants, "--tenants")
     _refuse_unfit(config, options.tenants)
-    require_model(config)
-    prepared = prepare_base(config)
+    prepared = served_model(config)
     with file_access(config, options.folder), cluster_spawner(prepared, options.folder / LOGS) as (prepared, spawner):
         service, roles = make_service(prepared, spawner, options)
         service.on_failure = _end_soon
@@ -128,18 +123,13 @@ def _end_soon() -> None:
     asyncio.get_running_loop().call_later(ANSWER_S, signal.raise_signal, signal.SIGTERM)
 
 
-def prepare_base(config: RunConfig) -> Prepared:
-    """Returns the base model with its processor, checked. There are no data."""
+def served_model(config: RunConfig) -> Prepared:
+    """Returns the base model with its processor, checked."""
+    require_model(config)
     if config.sampler.is_flow or config.sampler.draws_tokens:
         raise PreflightError(f"sampler={config.sampler.kind} makes images, not text: use sampler=vllm or huggingface")
     refuse_too_small_cache(config)
-    folder = ensure_model(config)
-    media = MediaStore(ray.put, config.data.media_cache_bytes)
-    chat = ChatProcessor.of(config, media)
-    stored = stored_model(folder)
-    checkpoint = stored.in_dtype(config.resources.dtype)
-    refuse(find_mismatches(config, LoadedModel(folder, checkpoint, chat, stored)))
-    return Prepared(config, folder, checkpoint, chat, media, {})
+    return prepare_base(config, ray.put)
 
 
 @contextmanager

@@ -238,6 +238,15 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
     return LoadedModel(model_folder, checkpoint, make_processor(config, media), stored)
 
 
+def prepare_base(config: RunConfig, put: Callable[[Any], Any], *, keep_files: bool = False) -> Prepared:
+    """Returns the checked language model with its processor, without data; `keep_files` as in `ChatProcessor.of`."""
+    folder, media = ensure_model(config), MediaStore(put, config.data.media_cache_bytes)
+    chat, stored = ChatProcessor.of(config, media, keep_files=keep_files), stored_model(folder)
+    checkpoint = stored.in_dtype(config.resources.dtype)
+    refuse(find_mismatches(config, LoadedModel(folder, checkpoint, chat, stored)))
+    return Prepared(config, folder, checkpoint, chat, media, {})
+
+
 def workers_download(config: RunConfig) -> bool:
     """Whether processor workers download media. This process downloads them if a curriculum needs the lengths of all
     prompts before the start."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -17,8 +18,6 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.learner.policies.base import on_device
 
 CONDITION = "condition"  # modality of a medium that holds an encoded prompt
-
-
 WHERE = MediaSpan(0, 0)  # of a condition: it stands at no token
 
 
@@ -28,8 +27,26 @@ class Reader(Protocol):
     def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]: ...
 
 
+class _FlowRow:
+    """What rows of flow models have in common: no tokens of a prompt, and conditions that come encoded."""
+
+    num_prompt_tokens = 0
+    num_media_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        return (self.num_tokens,)
+
+    def with_old(self, old: np.ndarray) -> Self:
+        return replace(self, old=old)  # type: ignore[type-var]  # subclasses are dataclasses
+
+
 @dataclass(frozen=True)
-class LatentSequence:
+class LatentSequence(_FlowRow):
     """One row: all denoising steps of a trajectory are scored.
 
     `media` are the encoded prompt and, with guidance, the encoded negative prompt.
@@ -54,25 +71,8 @@ class LatentSequence:
         return self.num_targets * int(np.prod(self.actions.latents.shape[2:]))
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """0: latents have no tokens in common."""
-        return 0
-
-    @property
-    def answers(self) -> tuple[int, ...]:
-        return (self.num_tokens,)
-
-    @property
-    def num_media_tokens(self) -> int:
-        """0: conditions come encoded."""
-        return 0
-
-    @property
     def num_predictions(self) -> int:
         return self.num_targets
-
-    def with_old(self, old: np.ndarray) -> LatentSequence:
-        return replace(self, old=old)
 
 
 def condition_of(prompt: Prompt) -> tuple[MediaHandle, ...]:
@@ -124,9 +124,7 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
     latents = [a.values for a in actions]
     old = [s.old for s in sequences if s.old is not None]
 
-    def column(arrays: list[np.ndarray]) -> Tensor:
-        return on_device(np.concatenate(arrays).astype(np.float32), device)
-
+    column = partial(_column, device=device)
     return LatentBatch(
         latents=column([a[:-1] for a in latents]),
         next_latents=column([a[1:] for a in latents]),
@@ -137,13 +135,20 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
         target_mask=on_device(target_mask, device),
         target_rows=on_device(rows, device),
         target_columns=on_device(columns, device),
-        conditions={
-            name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs
-        },
+        conditions=_conditions(media, device),
         condition_rows=on_device(of_step, device),
         negative_rows=None if negatives is None else on_device(negatives, device),
         old_means=column(old) if len(old) == len(sequences) else None,
     )
+
+
+def _conditions(media: Sequence[ProcessedMedia], device: torch.device) -> dict[str, Tensor]:
+    """forward() argument -> all conditions along axis 0."""
+    return {name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs}
+
+
+def _column(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    return on_device(np.concatenate(arrays).astype(np.float32), device)
 
 
 LevelDraw = Literal["uniform", "logit_normal"]
@@ -172,7 +177,7 @@ class Noising:
 
 
 @dataclass(frozen=True)
-class CleanSequence:
+class CleanSequence(_FlowRow):
     """One row: a clean image. `seed` decides levels and noise, so every rank and every pass draws the same.
 
     `old` are velocities at these levels of another model: the one that sampled, or the reference.
@@ -201,24 +206,8 @@ class CleanSequence:
         return self.noising.num_draws * int(np.prod(self.clean.shape[1:]))
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """0: latents have no tokens in common."""
-        return 0
-
-    @property
-    def answers(self) -> tuple[int, ...]:
-        return (self.num_tokens,)
-
-    @property
-    def num_media_tokens(self) -> int:
-        return 0
-
-    @property
     def num_predictions(self) -> int:
         return self.noising.num_draws
-
-    def with_old(self, old: np.ndarray) -> CleanSequence:
-        return replace(self, old=old)
 
 
 @dataclass(frozen=True)
@@ -254,17 +243,13 @@ def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: t
         noise.append(torch.randn((num_draws, *s.clean.shape), generator=generator))
     old = [s.old for s in sequences if s.old is not None]
 
-    def column(arrays: Sequence[np.ndarray]) -> Tensor:
-        return on_device(np.concatenate(arrays).astype(np.float32), device)
-
+    column = partial(_column, device=device)
     return NoisedBatch(
         clean=column([np.broadcast_to(s.clean, (num_draws, *s.clean.shape)) for s in sequences]),
         noise=on_device(torch.cat(noise).numpy(), device),
         sigmas=column([s.noising.sigmas[level] for s, level in zip(sequences, levels, strict=True)]),
         timesteps=column([s.noising.timesteps[level] for s, level in zip(sequences, levels, strict=True)]),
-        conditions={
-            name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs
-        },
+        conditions=_conditions(media, device),
         condition_rows=torch.tensor([indices[s.media[0].key] for s in sequences], device=device).repeat_interleave(
             num_draws
         ),

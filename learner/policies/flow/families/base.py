@@ -38,7 +38,7 @@ class Schedule:
 class FlowFamily(ABC):
     """A family of flow models of diffusers. Its latents are (1 - sigma) image + sigma noise."""
 
-    lora_targets: tuple[str, ...]
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     """Linear layers that usually get adapters."""
     is_video = False
     """Whether the family denoises videos; other families take one frame."""
@@ -70,7 +70,6 @@ class FlowFamily(ABC):
             ValueError: the family does not support this size.
         """
 
-    @abstractmethod
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
@@ -78,16 +77,20 @@ class FlowFamily(ABC):
 
         Only models that take the guidance as an input (`embeds_guidance`) read `guidance`.
         """
+        return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
 
-    @abstractmethod
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        """uint8 [N, F, H, W, 3]: the frames of clean latents; one of an image."""
+        """uint8 [N, F, H, W, 3]: the frames of clean latents; one of an image. The VAE has one scale and shift."""
+        scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
+        return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
 
-    @abstractmethod
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         """[N, ...]: clean latents of images, uint8 [N, H, W, 3]; `decode` gives the images again. Of a family of
         videos they are those of videos of one frame.
         """
+        encoded = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
+        latents = encoded if isinstance(encoded, Tensor) else encoded.mode()
+        return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 
     def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
         """Returns the schedule of a pipeline's scheduler, for latents of `shape`."""
@@ -121,6 +124,19 @@ class PackedFamily(FlowFamily):
 
     def embeds_guidance(self, model: Config) -> bool:
         return bool(model.get("guidance_embeds"))
+
+
+class VideoVaeFamily(FlowFamily):
+    """A family whose VAE takes videos, and has a mean and a deviation for each channel. Latents: [N, C, F, H, W]."""
+
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        mean, std = _statistics(vae, latents.device)
+        return levels(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0])
+
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        latents = vae.encode(_of_levels(vae, pixels).unsqueeze(2)).latent_dist.mode()
+        mean, std = _statistics(vae, latents.device)
+        return (latents - mean) / std
 
 
 def config_of(model: nn.Module) -> Config:
@@ -191,32 +207,6 @@ def levels(pixels: Tensor) -> np.ndarray:
     """uint8 [N, F, H, W, 3] of [N, 3, F, H, W] in -1 .. 1."""
     found = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
     return found.permute(0, 2, 3, 4, 1).cpu().numpy()
-
-
-def scaled_images(vae: Any, latents: Tensor) -> np.ndarray:
-    """Decode [N, C, H, W] by a VAE with one scale and shift for all channels."""
-    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
-    return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
-
-
-def scaled_latents(vae: Any, pixels: np.ndarray) -> Tensor:
-    """Inverse of `scaled_images`: latents [N, C, H, W] of uint8 [N, H, W, 3]."""
-    encoded = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
-    latents = encoded if isinstance(encoded, Tensor) else encoded.mode()
-    return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
-
-
-def normalised_frames(vae: Any, latents: Tensor) -> np.ndarray:
-    """Decode [N, C, F, H, W] by a VAE with a mean and deviation for each channel."""
-    mean, std = _statistics(vae, latents.device)
-    return levels(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0])
-
-
-def normalised_latents(vae: Any, pixels: np.ndarray) -> Tensor:
-    """Inverse of `normalised_frames`: latents float32 [N, C, 1, H, W] of uint8 [N, H, W, 3], one frame each."""
-    latents = vae.encode(_of_levels(vae, pixels).unsqueeze(2)).latent_dist.mode()
-    mean, std = _statistics(vae, latents.device)
-    return (latents - mean) / std
 
 
 def _statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:

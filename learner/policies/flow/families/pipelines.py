@@ -17,14 +17,11 @@ from mobula.learner.policies.flow.families.base import (
     ImageSize,
     PackedFamily,
     Schedule,
+    VideoVaeFamily,
     config_of,
     fit,
     fit_frames,
-    normalised_frames,
-    normalised_latents,
     packed,
-    scaled_images,
-    scaled_latents,
     unpacked,
 )
 from mobula.learner.policies.sde import flow_level, guided
@@ -59,17 +56,6 @@ class StableDiffusion3(FlowFamily):
         multiple = factor * model["patch_size"]
         fit(size, multiple, multiple * model["pos_embed_max_size"])
         return (model["in_channels"], size.height // factor, size.width // factor)
-
-    def velocity(
-        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
-    ) -> Tensor:
-        return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
-
-    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        return scaled_latents(vae, pixels)
-
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return scaled_images(vae, latents)
 
 
 class Flux(PackedFamily):
@@ -106,17 +92,11 @@ class Flux(PackedFamily):
         )[0]
         return unpacked(tokens, height, width)
 
-    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        return scaled_latents(vae, pixels)
-
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return scaled_images(vae, latents)
-
 
 QWEN_IMAGE_MASK = "encoder_hidden_states_mask"
 
 
-class QwenImage(PackedFamily):
+class QwenImage(PackedFamily, VideoVaeFamily):
     """One text encoder, whose rows are filled up to the longest prompt."""
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
@@ -157,10 +137,10 @@ class QwenImage(PackedFamily):
         return unpacked(rescaled, *conditional.shape[-2:])
 
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        return normalised_latents(vae, pixels).squeeze(2)
+        return super().encode_images(vae, pixels).squeeze(2)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return normalised_frames(vae, latents.unsqueeze(2))
+        return super().decode(vae, latents.unsqueeze(2))
 
 
 SANA_MASK = "encoder_attention_mask"
@@ -170,7 +150,6 @@ class Sana(FlowFamily):
     """Prompts are encoded as they are, without the pipeline's instruction to embellish them."""
 
     is_exact = False
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         embeds, mask, _, _ = pipeline.encode_prompt(
@@ -194,17 +173,10 @@ class Sana(FlowFamily):
         )[0]
         return output[:, : latents.shape[1]]  # a model that predicts its variance has as many channels more
 
-    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        return scaled_latents(vae, pixels)
 
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return scaled_images(vae, latents)
-
-
-class Wan(FlowFamily):
+class Wan(VideoVaeFamily):
     """A UMT5 and a causal video VAE: one latent frame for the first frame, one for each four after it."""
 
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     is_video = True
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
@@ -220,17 +192,6 @@ class Wan(FlowFamily):
         num_frames = fit_frames(size, 2 ** sum(vae["temperal_downsample"]), most)
         return (model["in_channels"], num_frames, size.height // factor, size.width // factor)
 
-    def velocity(
-        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
-    ) -> Tensor:
-        return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
-
-    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        return normalised_latents(vae, pixels)
-
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return normalised_frames(vae, latents)
-
 
 # Cosmos Predict 2 (images) and 2.5 (videos), from a text.
 #
@@ -238,18 +199,15 @@ class Wan(FlowFamily):
 # the mapped latents and predicts their velocity, so it is a flow model on the levels s / (1 + s).
 
 SAFETY = "safety_checker"
-
-
 MIN_SIGMA, MAX_SIGMA = 0.002, 80.0  # EDM levels of Cosmos2TextToImagePipeline
 
 
-class CosmosPredict2(FlowFamily):
+class CosmosPredict2(VideoVaeFamily):
     """`guidance` is the pipeline's `guidance_scale`: c + g (c - u).
 
     The safety checker belongs to the pipeline that serves images, and does not run in training.
     """
 
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     placeholders = (SAFETY,)
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
@@ -291,12 +249,6 @@ class CosmosPredict2(FlowFamily):
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         return guided(conditional, unconditional, 1 + scale)
-
-    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        return normalised_latents(vae, pixels)
-
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return normalised_frames(vae, latents)
 
 
 class CosmosPredict25(CosmosPredict2):

@@ -1,13 +1,16 @@
-"""Tiny flow models in the layout of released pipelines."""
+"""Tiny flow models: their text encoders, autoencoders and pipelines in the layout of released ones."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
     AutoencoderTiny,
     Cosmos2_5_PredictBasePipeline,
     Cosmos2TextToImagePipeline,
@@ -26,47 +29,196 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
-from transformers import CLIPTextModelWithProjection, CLIPTokenizer
-
-from mobula.learner.policies.flow.tiny.parts import (
-    CHANNELS,
-    clip_encoder,
-    clip_tokenizer,
-    deep_vae,
-    gemma_encoder,
-    gemma_tokenizer,
-    image_vae,
-    plain_clip_encoder,
-    qwen_encoder,
-    qwen_image_vae,
-    t5_encoder,
-    t5_tokenizer,
-    umt5_encoder,
-    video_vae,
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    PreTrainedModel,
+    Qwen2Tokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
+
+from mobula.learner.policies.tiny import TINY
+
+CLIP_TOKENS, T5_TOKENS, GEMMA_TOKENS = 77, 64, 64  # longest prompts
+START, END = "<|startoftext|>", "<|endoftext|>"
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """One token a byte, another one where it ends a word."""
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), START, END]
+    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=CLIP_TOKENS)
+
+
+def clip_encoder(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModelWithProjection:
+    """Two layers; the pooled embedding is as wide as the others."""
+    return CLIPTextModelWithProjection(_clip_config(tokenizer, hidden_size))
+
+
+def plain_clip_encoder(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModel:
+    """Two layers, without a projection."""
+    return CLIPTextModel(_clip_config(tokenizer, hidden_size))
+
+
+def _clip_config(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=hidden_size,
+        max_position_embeddings=CLIP_TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """One token for each printable ASCII character."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    pieces += [(chr(code), -5.0) for code in range(ord("!"), ord("~") + 1)]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=T5_TOKENS)
+
+
+def t5_encoder(tokenizer: T5Tokenizer, hidden_size: int) -> T5EncoderModel:
+    """Two layers."""
+    return T5EncoderModel(T5Config(**_t5_sizes(tokenizer, hidden_size)))
+
+
+def umt5_encoder(tokenizer: T5Tokenizer, hidden_size: int) -> UMT5EncoderModel:
+    """Two layers, each with position biases of its own."""
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer, hidden_size)))
+
+
+def _t5_sizes(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": hidden_size,
+        "d_kv": 16,
+        "d_ff": 2 * hidden_size,
+        "num_layers": 2,
+        "num_heads": 2,
+        "feed_forward_proj": "gated-gelu",
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id,
+    }
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """One token for each printable ASCII character."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *map(chr, range(ord("!"), ord("~") + 1))]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=GEMMA_TOKENS)
+
+
+def gemma_encoder(tokenizer: GemmaTokenizer, hidden_size: int) -> Gemma2Model:
+    """Two layers."""
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=GEMMA_TOKENS,
+    )
+    return Gemma2Model(config)
+
+
+def qwen_encoder(seed: int) -> tuple[PreTrainedModel, Qwen2Tokenizer]:
+    """The tiny Qwen2.5-VL and its tokenizer, with the chat template that a pipeline without processor looks for."""
+    row = TINY["qwen2.5-vl"]
+    tokenizer = row.new_tokenizer()
+    return row.new_model(tokenizer, seed=seed), tokenizer
+
+
+CHANNELS = 16  # of latents
+
+
+def image_vae() -> AutoencoderKL:
+    """One halving; scale and shift are those of Stable Diffusion 3."""
+    return AutoencoderKL(
+        block_out_channels=(16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=CHANNELS,
+        norm_num_groups=8,
+        layers_per_block=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+        sample_size=32,
+    )
+
+
+def video_vae() -> AutoencoderKLWan:
+    """As Wan 2.1 has it: an eighth of each side, and a latent frame for four frames."""
+    return AutoencoderKLWan(
+        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+
+
+def qwen_image_vae() -> AutoencoderKLQwenImage:
+    """An eighth of each side."""
+    return AutoencoderKLQwenImage(
+        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+
+
+def deep_vae(channels: int) -> AutoencoderDC:
+    """One halving."""
+    return AutoencoderDC(
+        latent_channels=channels,
+        attention_head_dim=8,
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
+    )
+
 
 SD3_CLIP_SIZE, SD3_HIDDEN_SIZE = 32, 64
 
 
-def write_tiny_sd3(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline of 0.6 M parameters into `folder`, for images of 32 x 32, and return `folder`."""
+def sd3(seed: int) -> Any:
+    """Pipeline of 0.6 M parameters, for images of 32 x 32."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = StableDiffusion3Pipeline(
-            transformer=_transformer_sd3(),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=image_vae(),
-            text_encoder=clip_encoder(clip, SD3_CLIP_SIZE),
-            tokenizer=clip,
-            text_encoder_2=clip_encoder(clip, SD3_CLIP_SIZE),
-            tokenizer_2=clip,
-            text_encoder_3=t5_encoder(t5, SD3_HIDDEN_SIZE),
-            tokenizer_3=t5,
-        )
-    pipeline.save_pretrained(folder)
-    return folder
+    return StableDiffusion3Pipeline(
+        transformer=_transformer_sd3(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=image_vae(),
+        text_encoder=clip_encoder(clip, SD3_CLIP_SIZE),
+        tokenizer=clip,
+        text_encoder_2=clip_encoder(clip, SD3_CLIP_SIZE),
+        tokenizer_2=clip,
+        text_encoder_3=t5_encoder(t5, SD3_HIDDEN_SIZE),
+        tokenizer_3=t5,
+    )
 
 
 def _transformer_sd3() -> SD3Transformer2DModel:
@@ -91,121 +243,101 @@ def _transformer_sd3() -> SD3Transformer2DModel:
 FLUX_CLIP_SIZE, FLUX_T5_SIZE = 32, 32
 
 
-def write_tiny_flux(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline for images of 32 x 32 into `folder`, and return `folder`."""
+def flux(seed: int) -> Any:
+    """Pipeline for images of 32 x 32."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = FluxPipeline(
-            transformer=FluxTransformer2DModel(
-                patch_size=1,
-                in_channels=4 * CHANNELS,
-                num_layers=1,
-                num_single_layers=1,
-                attention_head_dim=16,
-                num_attention_heads=4,
-                joint_attention_dim=FLUX_T5_SIZE,
-                pooled_projection_dim=FLUX_CLIP_SIZE,
-                axes_dims_rope=(4, 4, 8),
-                guidance_embeds=True,
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-            vae=image_vae(),
-            text_encoder=plain_clip_encoder(clip, FLUX_CLIP_SIZE),
-            tokenizer=clip,
-            text_encoder_2=t5_encoder(t5, FLUX_T5_SIZE),
-            tokenizer_2=t5,
-        )
-    pipeline.save_pretrained(folder)
-    return folder
+    return FluxPipeline(
+        transformer=FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=4 * CHANNELS,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=FLUX_T5_SIZE,
+            pooled_projection_dim=FLUX_CLIP_SIZE,
+            axes_dims_rope=(4, 4, 8),
+            guidance_embeds=True,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=image_vae(),
+        text_encoder=plain_clip_encoder(clip, FLUX_CLIP_SIZE),
+        tokenizer=clip,
+        text_encoder_2=t5_encoder(t5, FLUX_T5_SIZE),
+        tokenizer_2=t5,
+    )
 
 
-def write_tiny_qwen_image(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline for images of 32 x 32 and more into `folder`, and return `folder`."""
+def qwen_image(seed: int) -> Any:
+    """Pipeline for images of 32 x 32 and more."""
     encoder, tokenizer = qwen_encoder(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = QwenImagePipeline(
-            transformer=QwenImageTransformer2DModel(
-                in_channels=4 * CHANNELS,
-                out_channels=CHANNELS,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=4,
-                joint_attention_dim=encoder.config.get_text_config().hidden_size,
-                axes_dims_rope=(8, 4, 4),
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-            vae=qwen_image_vae(),
-            text_encoder=encoder,
-            tokenizer=tokenizer,
-        )
-    pipeline.save_pretrained(folder)
-    return folder
+    return QwenImagePipeline(
+        transformer=QwenImageTransformer2DModel(
+            in_channels=4 * CHANNELS,
+            out_channels=CHANNELS,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=encoder.config.get_text_config().hidden_size,
+            axes_dims_rope=(8, 4, 4),
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=qwen_image_vae(),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+    )
 
 
 SANA_CHANNELS = 8  # of latents
-
-
 GEMMA_SIZE = 32
 
 
-def write_tiny_sana(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline for images of 32 x 32 into `folder`, and return `folder`."""
+def sana(seed: int) -> Any:
+    """Pipeline for images of 32 x 32."""
     tokenizer = gemma_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = SanaPipeline(
-            tokenizer=tokenizer,
-            text_encoder=gemma_encoder(tokenizer, GEMMA_SIZE),
-            vae=deep_vae(SANA_CHANNELS),
-            transformer=SanaTransformer2DModel(
-                in_channels=SANA_CHANNELS,
-                out_channels=SANA_CHANNELS,
-                num_attention_heads=4,
-                attention_head_dim=16,
-                num_layers=2,
-                num_cross_attention_heads=4,
-                cross_attention_head_dim=16,
-                cross_attention_dim=64,
-                caption_channels=GEMMA_SIZE,
-                sample_size=16,
-            ),
-            scheduler=DPMSolverMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-            ),
-        )
-    pipeline.save_pretrained(folder)
-    return folder
+    return SanaPipeline(
+        tokenizer=tokenizer,
+        text_encoder=gemma_encoder(tokenizer, GEMMA_SIZE),
+        vae=deep_vae(SANA_CHANNELS),
+        transformer=SanaTransformer2DModel(
+            in_channels=SANA_CHANNELS,
+            out_channels=SANA_CHANNELS,
+            num_attention_heads=4,
+            attention_head_dim=16,
+            num_layers=2,
+            num_cross_attention_heads=4,
+            cross_attention_head_dim=16,
+            cross_attention_dim=64,
+            caption_channels=GEMMA_SIZE,
+            sample_size=16,
+        ),
+        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    )
 
 
 WAN_T5_SIZE = 32
 
 
-def write_tiny_wan(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline for videos of 32 x 32 and more into `folder`, and return `folder`."""
+def wan(seed: int) -> Any:
+    """Pipeline for videos of 32 x 32 and more."""
     tokenizer = t5_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = WanPipeline(
-            tokenizer=tokenizer,
-            text_encoder=umt5_encoder(tokenizer, WAN_T5_SIZE),
-            vae=video_vae(),
-            scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-            transformer=WanTransformer3DModel(
-                in_channels=CHANNELS,
-                out_channels=CHANNELS,
-                num_attention_heads=4,
-                attention_head_dim=24,
-                text_dim=WAN_T5_SIZE,
-                freq_dim=32,
-                ffn_dim=128,
-                num_layers=2,
-                rope_max_seq_len=64,
-            ),
-        )
-    pipeline.save_pretrained(folder)
-    return folder
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=umt5_encoder(tokenizer, WAN_T5_SIZE),
+        vae=video_vae(),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        transformer=WanTransformer3DModel(
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            num_attention_heads=4,
+            attention_head_dim=24,
+            text_dim=WAN_T5_SIZE,
+            freq_dim=32,
+            ffn_dim=128,
+            num_layers=2,
+            rope_max_seq_len=64,
+        ),
+    )
 
 
 # Cosmos Predict 2 and 2.5 of random weights: a T5 or the tiny Qwen2.5-VL, Wan's video VAE, and two blocks.
@@ -215,43 +347,41 @@ def write_tiny_wan(folder: Path, *, seed: int = 0) -> Path:
 COSMOS_T5_SIZE = 64
 
 
-def write_tiny_cosmos2(folder: Path, *, seed: int = 0) -> Path:
-    """Write a Cosmos Predict 2 for images of 32 x 32 and more into `folder`, and return `folder`."""
+def cosmos2(seed: int) -> Any:
+    """Cosmos Predict 2 for images of 32 x 32 and more."""
     tokenizer = t5_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = Cosmos2TextToImagePipeline(
-            text_encoder=t5_encoder(tokenizer, COSMOS_T5_SIZE),
-            tokenizer=tokenizer,
-            transformer=_transformer_cosmos(CHANNELS, COSMOS_T5_SIZE),
-            vae=video_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
-            safety_checker=nn.Identity(),
-        )
-    return _saved(pipeline, folder)
+    pipeline = Cosmos2TextToImagePipeline(
+        text_encoder=t5_encoder(tokenizer, COSMOS_T5_SIZE),
+        tokenizer=tokenizer,
+        transformer=_transformer_cosmos(CHANNELS, COSMOS_T5_SIZE),
+        vae=video_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        safety_checker=nn.Identity(),
+    )
+    pipeline.register_modules(safety_checker=None)
+    return pipeline
 
 
-def write_tiny_cosmos2_5(folder: Path, *, seed: int = 0) -> Path:
-    """Write a Cosmos Predict 2.5 for videos of 32 x 32 and more into `folder`, and return `folder`."""
+def cosmos2_5(seed: int) -> Any:
+    """Cosmos Predict 2.5 for videos of 32 x 32 and more."""
     encoder, tokenizer = qwen_encoder(seed)
     text = encoder.config.get_text_config()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = Cosmos2_5_PredictBasePipeline(
-            text_encoder=encoder,
-            tokenizer=tokenizer,
-            transformer=_transformer_cosmos(
-                CHANNELS + 1,  # latents and which of them are given
-                COSMOS_T5_SIZE,
-                use_crossattn_projection=True,
-                crossattn_proj_in_channels=text.num_hidden_layers * text.hidden_size,
-                encoder_hidden_states_channels=COSMOS_T5_SIZE,
-            ),
-            vae=video_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
-            safety_checker=nn.Identity(),
-        )
-    return _saved(pipeline, folder)
+    pipeline = Cosmos2_5_PredictBasePipeline(
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        transformer=_transformer_cosmos(
+            CHANNELS + 1,  # latents and which of them are given
+            COSMOS_T5_SIZE,
+            use_crossattn_projection=True,
+            crossattn_proj_in_channels=text.num_hidden_layers * text.hidden_size,
+            encoder_hidden_states_channels=COSMOS_T5_SIZE,
+        ),
+        vae=video_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        safety_checker=nn.Identity(),
+    )
+    pipeline.register_modules(safety_checker=None)
+    return pipeline
 
 
 def _transformer_cosmos(in_channels: int, text_size: int, **own: Any) -> CosmosTransformer3DModel:
@@ -273,47 +403,31 @@ def _transformer_cosmos(in_channels: int, text_size: int, **own: Any) -> CosmosT
     )
 
 
-def _saved(pipeline: Any, folder: Path) -> Path:
-    pipeline.register_modules(safety_checker=None)
-    pipeline.save_pretrained(folder)
-    return folder
-
-
 SIDE, PATCH = 16, 4  # pixels
-
-
 SD3_GLYPHS_CLIP_SIZE, SD3_GLYPHS_HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS = 32, 64, 3, 4
-
-
-CLIP_TOKENS = 10  # `write 42` takes nine
-
-
+GLYPHS_CLIP_TOKENS = 10  # `write 42` takes nine
 SCALE = 0.1  # of latents in the decoder, whose tanh is a straight line there
 
 
-def write_tiny_sd3_glyphs(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline of 0.6 M parameters into `folder`, for images of 16 x 16, and return `folder`.
+def sd3_glyphs(seed: int) -> Any:
+    """Pipeline of 0.6 M parameters, for images of 16 x 16.
 
     Its text encoders are frozen, so they are made to tell prompts apart: weights are drawn large. Blocks and output of
     the transformer begin at 0, as in Scalable Diffusion Models with Transformers, arXiv:2212.09748.
     """
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    clip.model_max_length = CLIP_TOKENS
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = StableDiffusion3Pipeline(
-            transformer=_transformer_sd3_glyphs(),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=grey_codec(),
-            text_encoder=_loud_clip(clip),
-            tokenizer=clip,
-            text_encoder_2=_loud_clip(clip),
-            tokenizer_2=clip,
-            text_encoder_3=t5_encoder(t5, SD3_GLYPHS_HIDDEN_SIZE),
-            tokenizer_3=t5,
-        )
-    pipeline.save_pretrained(folder)
-    return folder
+    clip.model_max_length = GLYPHS_CLIP_TOKENS
+    return StableDiffusion3Pipeline(
+        transformer=_transformer_sd3_glyphs(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=grey_codec(),
+        text_encoder=_loud_clip(clip),
+        tokenizer=clip,
+        text_encoder_2=_loud_clip(clip),
+        tokenizer_2=clip,
+        text_encoder_3=t5_encoder(t5, SD3_GLYPHS_HIDDEN_SIZE),
+        tokenizer_3=t5,
+    )
 
 
 @torch.no_grad()

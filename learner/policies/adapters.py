@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 # each from its model. Source: arXiv:2106.09685.
 
 A, B = "lora_A.weight", "lora_B.weight"
-
-
 WEIGHT = "weight"
-
-
 DTYPE = "float32"  # as in training: rounded factors would round the product twice
 
 
@@ -163,23 +159,11 @@ def changed_weights(received: Iterable[tuple[str, Tensor]], base: AdapterBase) -
 
 
 NAME = "default"  # PEFT's name of the only adapter
-
-
 PEFT_PREFIX = "base_model.model."  # prefix of module names in a saved adapter
-
-
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-
-
 DIFFUSERS_PREFIX = "transformer."  # the pipeline's component with the adapter
-
-
 Factors = Mapping[tuple[str, str], Tensor]
-
-
 """(module, A or B) -> factor."""
-
-
 FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.cluster.records.media import MediaHandle
 
@@ -127,4 +128,4 @@ class Policy(nn.Module):
 
     def blocks(self) -> Iterator[nn.Module]:
         """The repeated blocks of the network, the units of sharding."""
-        raise NotImplementedError
+        return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))

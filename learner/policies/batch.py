@@ -183,20 +183,20 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
     spans = [[(span.start, span.end) for span in s.media_spans] for s in sequences]
     return TokenBatch(
-        input_ids=_tensor(input_ids, device),
+        input_ids=on_device(input_ids, device),
         row_lengths=tuple(s.num_tokens for s in sequences),
         host_ids=input_ids,
         in_media=in_media,
         in_video=in_video,
-        targets=_tensor(targets, device),
-        target_mask=_tensor(target_mask, device),
+        targets=on_device(targets, device),
+        target_mask=on_device(target_mask, device),
         prefixes=shared_prefixes(_distinct_ids(sequences), spans),
         before_targets=(rows, columns),
-        hidden_rows=_tensor(rows, device),
-        hidden_columns=_tensor(columns, device),
-        target_columns=_tensor(steps, device),
-        kept_ids=_tensor(np.concatenate(kept_ids or [np.empty(0)]).astype(np.int64), device),
-        kept_rows=_tensor(np.repeat(np.arange(len(counts)), counts), device),
+        hidden_rows=on_device(rows, device),
+        hidden_columns=on_device(columns, device),
+        target_columns=on_device(steps, device),
+        kept_ids=on_device(np.concatenate(kept_ids or [np.empty(0)]).astype(np.int64), device),
+        kept_rows=on_device(np.repeat(np.arange(len(counts)), counts), device),
         kept_ends=counts.cumsum(),
         media=_media_batch(sequences, media, device, IMAGE),
         videos=_media_batch(sequences, media, device, VIDEO),
@@ -239,7 +239,7 @@ def _media_batch(
     spans = {handle.key: (row, span.start, span.end) for row, handle, span in placed}
     return MediaBatch(
         inputs={
-            n: _tensor(_own(joined([m.inputs[n] for m in own.values()])), HOST if n in POSITION_INPUTS else device)
+            n: on_device(_own(joined([m.inputs[n] for m in own.values()])), HOST if n in POSITION_INPUTS else device)
             for n in names
         },
         num_parts=tuple(next(iter(m.inputs.values())).shape[0] for m in own.values()),
@@ -308,7 +308,3 @@ def _placed(sequence: TokenSequence) -> list[tuple[MediaHandle, MediaSpan]]:
 def _own(array: np.ndarray) -> np.ndarray:
     """The array, copied if it is read-only."""
     return np.require(array, requirements="W")
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return on_device(array, device)

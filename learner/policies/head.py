@@ -14,8 +14,6 @@ from torch.nn.functional import linear
 from mobula.learner.policies.base import on_device
 
 BAN_BIAS = -100.0  # engines add it to the logit of a banned token, before the temperature
-
-
 NEVER = -1e30  # logit of an excluded token; finite, so that its entropy term and gradient are 0, not NaN
 
 

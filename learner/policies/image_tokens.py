@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -23,7 +22,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Tokenizer,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.base import Policy, PolicyOutput
@@ -46,8 +44,6 @@ from mobula.learner.policies.tiny.writing import (
 # policy share these functions. Source: Janus-Pro, arXiv:2501.17811.
 
 TRAINED = ("model.language_model.", "model.generation_")
-
-
 """Beginnings of the parameters that image tokens are predicted by."""
 
 
@@ -106,9 +102,6 @@ class ImageTokenPolicy(Policy):
         self._guidance = guidance
         self._chunk_tokens = config.logprob_chunk_tokens
 
-    def blocks(self) -> Iterator[nn.Module]:
-        return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
-
     def forward(
         self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
     ) -> PolicyOutput:
@@ -147,17 +140,9 @@ def freeze_the_rest(model: PreTrainedModel) -> PreTrainedModel:
 
 
 TINY_JANUS = "janus"  # `mobula init-model` without `tiny-`
-
-
 SIDE, PATCH, NUM_CODES = 16, 4, 64
-
-
 NUM_TOKENS = (SIDE // PATCH) ** 2
-
-
 HIDDEN_SIZE = 64
-
-
 NAMES = {
     "bos": "<|begin|>",
     "image_token": "<|image_pad|>",

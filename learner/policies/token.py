@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.attention.packed import RowPlaces
@@ -52,9 +49,6 @@ class TokenModel(Policy):
         self._shares = config.share_prompts and self.family.shares_prefixes
         is_packed = config.packing is not False or sequence_ranks is not None
         self._packing = RowPacking(model, sequence_ranks) if is_packed else None
-
-    def blocks(self) -> Iterator[nn.Module]:
-        return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
 
     def states(self, batch: TokenBatch) -> Tensor:
         """Returns [N, H]: the decoder's last state before each target, in the order of `batch.target_mask`; with

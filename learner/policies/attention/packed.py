@@ -136,30 +136,16 @@ def shared_prefixes(rows: Sequence[np.ndarray], spans: Sequence[Sequence[tuple[i
 # Name of `packed_attention` in transformers. Vision towers of transformers pass window bounds to implementations with
 # "flash" in their name; for other implementations they split queries, keys and values themselves.
 PACKED = "packed_flash"
-
-
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-
-
 """Values of `policy.attention` -> the package that has the kernel."""
-
-
 MAX_HEAD_DIM = 256  # of the kernel
-
-
 HALF = (torch.float16, torch.bfloat16)
-
-
 OLDEST = (8, 0)  # compute capability (Ampere)
 
 
 # torch 2.11 supports grouped heads without an argument.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
 QUERY_BLOCK = 512  # queries under one mask
-
-
 MIN_WINDOW_BLOCK = 128  # the same, if the window is shorter
 
 

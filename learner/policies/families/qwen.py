@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from itertools import groupby
 from math import ceil
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.base import Clip, Size, VideoFamily
-from mobula.learner.policies.families.vision import VisionFamily, method, place, submodel
+from mobula.learner.policies.families.vision import VisionFamily, changed, method, placed, submodel
 
 MEDIA_TOKENS = r"<\|(image_pad|video_pad|vision_start|vision_end|vision_pad)\|>"
 
@@ -161,9 +161,9 @@ class QwenVideos(GridFamily, VideoFamily):
         together = self.encode_shared(core, config, batch, ranks, inputs, list(found.values()))
         encoded, start = {}, 0
         for modality, media in found.items():
-            encoded[modality] = _part_of(together, start, start + len(media.num_parts))
-            place(encoded[modality], media)
-            start += len(media.num_parts)
+            own = slice(start, start + len(media.num_parts))
+            encoded[modality] = placed(changed(together, itemgetter(own)), media)
+            start = own.stop
         return encoded
 
 
@@ -280,15 +280,6 @@ def _metadata(clip: Clip) -> VideoMetadata:
         fps=1.0,
         frames_indices=list(clip.timestamps),  # type: ignore[arg-type]  # the same
     )
-
-
-def _part_of(encoded: ModelOutput, start: int, end: int) -> ModelOutput:
-    """The features of the media [start, end)."""
-    part = copy(encoded)
-    part["pooler_output"] = encoded["pooler_output"][start:end]
-    if "deepstack_features" in encoded:
-        part["deepstack_features"] = [layer[start:end] for layer in encoded["deepstack_features"]]
-    return part
 
 
 def _rows(grids: Tensor | None, places: Tensor) -> list[list[int]]:

@@ -40,8 +40,6 @@ REFUSED = {
     "gemma3n": "its decoder takes embeddings of every layer, which a learner does not compute here",
     "gemma2": "its logits are capped behind the output embeddings, which is not computed here",
 }
-
-
 """`model_type` -> why."""
 
 
@@ -129,11 +127,7 @@ class Janus(Family):
 
 
 BLANK_SIDE = 56  # pixels of the image that a batch without images shows the tower
-
-
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
-
-
 GRIDS = ("image_grid_thw", "image_sizes")  # arguments of forward() that say how large each image is
 
 
@@ -238,49 +232,21 @@ FAMILIES: tuple[Family, ...] = (
     TextFamily(),
     Janus(),
 )
-
-
 UNKNOWN = UnknownFamily()
-
-
 LANGUAGE = "language"  # the decoder, a part of every family where adapters are placed
-
-
 PART_NAMES = frozenset({LANGUAGE, *(part for family in FAMILIES for part in family.parts)})
-
-
 LOGIT_SCALES = (
     "final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
 )  # fmt: skip
-
-
 """Keys of config.json that change logits or attention scores."""
-
-
 WINDOWS_BY_LAYER = ("gemma3", "gemma3_text")  # text types whose `layer_types` vLLM follows layer by layer
-
-
 WINDOWS_EVERYWHERE = ("mistral",)  # text types without `layer_types`, in which transformers applies the window too
-
-
 BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
-
-
 INNER = {kind: family for family in FAMILIES for kind in family.inner_types}
-
-
 VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_images)
-
-
 VIDEO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, VideoFamily))
-
-
 AUDIO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, AudioFamily))
-
-
 DRAWING_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.makes_images)
-
-
 TEXT_FAMILIES = tuple(kind for kind in BY_MODEL_TYPE if kind not in (*VISION_FAMILIES, *AUDIO_TYPES, *DRAWING_TYPES))
 
 

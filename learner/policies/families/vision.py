@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from inspect import signature
 from typing import Any
 
@@ -85,8 +86,7 @@ class VisionFamily(ImageFamily):
         if not batch.media.inputs:
             return {"image": self.encode_nothing(core, config, batch.input_ids.device)}
         encoded = self.encode_shared(core, config, batch, ranks, batch.media.inputs, [batch.media])
-        place(encoded, batch.media)
-        return {"image": encoded}
+        return {"image": placed(encoded, batch.media)}
 
     def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
         """The features in the form that the model's forward() takes; `token_types` as in `decoder_inputs`."""
@@ -98,9 +98,7 @@ class VisionFamily(ImageFamily):
         Modules are entered and inputs have gradients as in a batch with images: ZeRO-3 gathers parameters in the order
         of both passes, and the order must be equal on all ranks.
         """
-        encoded = self.encode(core, self.blank_image(config, device))
-        place_nothing(encoded)
-        return encoded
+        return changed(self.encode(core, self.blank_image(config, device)), _none_of)
 
     def encode_shared(
         self,
@@ -125,11 +123,7 @@ class VisionFamily(ImageFamily):
             encoded = self.encode(core, _chosen(inputs, num_parts, own))
         else:
             encoded = self.encode_nothing(core, config, batch.input_ids.device)
-        encoded["pooler_output"] = _gathered(encoded["pooler_output"], num_tokens, shares, ranks)
-        if "deepstack_features" in encoded:
-            layers = encoded["deepstack_features"]
-            encoded["deepstack_features"] = [_gathered(layer, num_tokens, shares, ranks) for layer in layers]
-        return encoded
+        return changed(encoded, lambda features: _gathered(features, num_tokens, shares, ranks))
 
     def core(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model without its output embeddings."""
@@ -172,11 +166,22 @@ def image_settings(processor: ProcessorMixin) -> dict[str, Any]:
     return dict(defaults.get("images_kwargs", {}))
 
 
-def place(encoded: ModelOutput, media: MediaBatch) -> None:
-    """Repeats features of unique images for all their positions, in batch order, in place."""
-    encoded["pooler_output"] = _in_order(encoded["pooler_output"], media)
+Features = Tensor | Sequence[Tensor]
+"""Of all media in one tensor, or one tensor each."""
+
+
+def changed(encoded: ModelOutput, change: Callable[[Features], Features]) -> ModelOutput:
+    """Returns a tower's output with changed features, of its last layer and of the layers that the decoder reads."""
+    output = copy(encoded)
+    output["pooler_output"] = change(encoded["pooler_output"])
     if "deepstack_features" in encoded:
-        encoded["deepstack_features"] = [_in_order(layer, media) for layer in encoded["deepstack_features"]]
+        output["deepstack_features"] = [change(layer) for layer in encoded["deepstack_features"]]
+    return output
+
+
+def placed(encoded: ModelOutput, media: MediaBatch) -> ModelOutput:
+    """Repeats features of unique media for all their positions, in batch order."""
+    return changed(encoded, lambda features: _in_order(features, media))
 
 
 def interleaved(encoded: Mapping[str, ModelOutput], token_types: Tensor) -> Tensor:
@@ -191,7 +196,7 @@ def interleaved(encoded: Mapping[str, ModelOutput], token_types: Tensor) -> Tens
     return features
 
 
-def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+def _flat(features: Features) -> Tensor:
     parts = [features] if isinstance(features, Tensor) else features
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
@@ -202,9 +207,7 @@ def _chosen(inputs: Mapping[str, Tensor], num_parts: list[int], chosen: list[int
     return {name: torch.cat([parts[i] for i in chosen]) for name, parts in split.items()}
 
 
-def _gathered(
-    own: Tensor | Sequence[Tensor], num_tokens: list[int], shares: list[list[int]], ranks: SequenceRanks
-) -> Tensor | list[Tensor]:
+def _gathered(own: Features, num_tokens: list[int], shares: list[list[int]], ranks: SequenceRanks) -> Features:
     """Gathers the features of each rank's share to the features of all media, in order and in the same form."""
     flat = ranks.features(_flat(own), [sum(num_tokens[i] for i in share) for share in shares])
     order = [i for share in shares for i in share]
@@ -213,18 +216,12 @@ def _gathered(
     return torch.cat(features).view(-1, *own.shape[1:]) if isinstance(own, Tensor) else features
 
 
-def place_nothing(encoded: ModelOutput) -> None:
+def _none_of(features: Features) -> Features:
     """Reduces features of an image to zero rows, through which gradients are zeros."""
-    encoded["pooler_output"] = _none_of(encoded["pooler_output"])
-    if "deepstack_features" in encoded:
-        encoded["deepstack_features"] = [_none_of(layer) for layer in encoded["deepstack_features"]]
-
-
-def _none_of(features: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
     return features[:0] if isinstance(features, Tensor) else [part[:0] for part in features]
 
 
-def _in_order(features: Tensor | Sequence[Tensor], media: MediaBatch) -> Tensor | list[Tensor]:
+def _in_order(features: Features, media: MediaBatch) -> Features:
     """Models give one tensor an image, or all parts (tiles) of all images in one."""
     if not isinstance(features, Tensor):
         return [features[i] for i in media.order]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from math import ceil, isqrt
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,11 @@ from mobula.learner.policies.families.base import Clip, Size, VideoFamily
 from mobula.learner.policies.families.qwen import LongVideos, PatchProcessor, tower_inputs
 from mobula.learner.policies.families.vision import (
     VisionFamily,
+    changed,
     image_settings,
     interleaved,
     method,
-    place,
+    placed,
     refuse_long,
     submodel,
 )
@@ -293,13 +295,9 @@ class InternVL(VisionFamily, VideoFamily):
         tiles = batch.media.inputs.get("pixel_values", frames[:0])
         inputs = {"pixel_values": torch.cat([tiles, frames])}
         together = self.encode_shared(core, config, batch, ranks, inputs, [batch.media, batch.videos])
-        encoded = {"image": copy(together), "video": copy(together)}
-        encoded["image"]["pooler_output"] = together["pooler_output"][: len(tiles)]
-        encoded["video"]["pooler_output"] = together["pooler_output"][len(tiles) :]
-        place(encoded["video"], batch.videos)
-        if not batch.media.inputs:
-            return {"video": encoded["video"]}
-        place(encoded["image"], batch.media)
+        encoded = {"video": placed(changed(together, itemgetter(slice(len(tiles), None))), batch.videos)}
+        if batch.media.inputs:
+            encoded["image"] = placed(changed(together, itemgetter(slice(len(tiles)))), batch.media)
         return encoded
 
     def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
@@ -388,12 +386,10 @@ class LlavaOneVision(VisionFamily, VideoFamily):
             torch.stack([frame[:-1] for frame in features])
         )  # [frames, tokens / 4, H]
         videos = [torch.cat([video.flatten(0, 1), end_of_line]) for video in pooled.split(list(batch.videos.num_parts))]
-        encoded = {"image": copy(together), "video": copy(together)}
-        encoded["image"]["pooler_output"] = together["pooler_output"][: len(sizes)]
+        encoded = {"video": copy(together)}
         encoded["video"]["pooler_output"] = torch.cat([videos[i] for i in batch.videos.order])[None]
-        if not len(sizes):
-            return {"video": encoded["video"]}
-        place(encoded["image"], batch.media)
+        if len(sizes):
+            encoded["image"] = placed(changed(together, itemgetter(slice(len(sizes)))), batch.media)
         return encoded
 
     def _tiles(self, config: PreTrainedConfig, batch: TokenBatch) -> tuple[list[Tensor], Tensor]:

@@ -28,8 +28,6 @@ MAX_POSITIONS = 4096
 # About 1/sqrt(width). The usual 0.02 suits widths of thousands; at this width it leaves every block next to silent, and
 # learning starts several times slower.
 INITIALIZER_RANGE = 0.08
-
-
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -53,8 +51,6 @@ WORDS = (
     "Which", "What", " digit", " digits", " is", " this", " the", " sum", " of", " in", " are", " these",
     " Answer", " answer",
 )  # fmt: skip
-
-
 VISION_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}

@@ -13,11 +13,11 @@ from mobula.rewards.isolation.process import Isolated
 from mobula.rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models import torch
-    "aerorl_contains": "mobula.rewards.functions.answers.aerorl:AeroRLContains",
-    "aerorl_cost": "mobula.rewards.functions.answers.aerorl:AeroRLCost",
-    "aerorl_format": "mobula.rewards.functions.answers.aerorl:AeroRLFormat",
-    "aerorl_grounding": "mobula.rewards.functions.answers.aerorl:AeroRLGrounding",
-    "aerorl_verifier": "mobula.rewards.functions.answers.aerorl:AeroRLVerifier",
+    "aerorl_contains": "mobula.examples.aerorl.aerorl:AeroRLContains",
+    "aerorl_cost": "mobula.examples.aerorl.aerorl:AeroRLCost",
+    "aerorl_format": "mobula.examples.aerorl.aerorl:AeroRLFormat",
+    "aerorl_grounding": "mobula.examples.aerorl.aerorl:AeroRLGrounding",
+    "aerorl_verifier": "mobula.examples.aerorl.aerorl:AeroRLVerifier",
     "aesthetic": "mobula.rewards.models.image_scores:Aesthetic",
     "anls": "mobula.rewards.functions.answers.short_answers:Anls",
     "clip_score": "mobula.rewards.models.image_scores:ClipScore",

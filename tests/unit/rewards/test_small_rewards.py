@@ -84,8 +84,7 @@ def test_a_response_without_an_image_or_with_a_damaged_one_has_no_reward() -> No
 
 
 ANSWERS = "mobula.rewards.functions.answers."
-RULES = [name for name, target in BUILT_IN.items() if target.startswith(ANSWERS) and not name.startswith("aerorl_")]
-"""aeroRL's rules are the parts of one preset, `rewards=aerorl`."""
+RULES = [name for name, target in BUILT_IN.items() if target.startswith(ANSWERS)]
 
 
 @pytest.mark.parametrize("name", RULES)

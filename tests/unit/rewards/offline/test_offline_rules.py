@@ -9,8 +9,8 @@ from score_data import answer, record
 
 from mobula.cluster.errors import RewardError
 from mobula.configs.load import load_config
+from mobula.examples.aerorl.aerorl import aliases
 from mobula.rewards.functions import build_function
-from mobula.rewards.functions.answers.aerorl import aliases
 from mobula.rewards.offline.rows import read_row
 from mobula.rewards.tools import Tools
 

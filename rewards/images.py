@@ -15,8 +15,6 @@ from mobula.cluster.records.media import FORMATS, to_rgb
 _MARKERS = re.compile(
     r"<\|[^|<>\s]{1,64}\|>|<\uff5c[^\uff5c<>]{1,64}\uff5c>|<(?:start_of_turn|end_of_turn|image|IMG_CONTEXT)>"
 )
-
-
 _EDGES = re.compile(r"^(?:\s*<(?:/?s|bos|eos|pad|unk)>)+|(?:<(?:/?s|bos|eos|pad|unk)>\s*)+$")
 
 
@@ -26,11 +24,7 @@ def without_markers(text: str) -> str:
 
 
 MAX_PIXELS = 100_000_000  # 300 MB when decoded; a larger image is refused before a pixel is read
-
-
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
-
-
 _MEDIA_TYPES = {"JPEG": "image/jpeg", "PNG": "image/png"}
 
 

@@ -19,8 +19,7 @@ from mobula.configs.load import load_config, load_resolved, load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.functions import READ_LENGTHS
 from mobula.rewards.offline.rows import Source, open_source
-from mobula.rewards.offline.run import score_source
-from mobula.rewards.offline.scorer import ScoringOptions
+from mobula.rewards.offline.scorer import ScoringOptions, score_source
 
 PROGRESS_PER_S = 5.0
 

@@ -50,11 +50,7 @@ def follow(
 
 
 LATE_S = 15.0  # a driver that has not said anything for so long is busy or hangs
-
-
 STATE_COLORS = {WorkerState.SERVING: "green", WorkerState.WAITING: "yellow", WorkerState.QUARANTINED: "red"}
-
-
 MIB, GIB = 2**20, 2**30
 
 

@@ -105,8 +105,6 @@ class LocalPolicy:
 
 
 ASSISTANT = "assistant"
-
-
 TIMEOUT_S = 60.0  # of the log's fetch, which finds everything in this process
 
 

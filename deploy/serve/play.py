@@ -30,8 +30,6 @@ from mobula.deploy.serve.conversations import LocalPolicy
 from mobula.deploy.wiring.rollouts import sampling_settings
 
 Player = Callable[[Sequence[Message]], Awaitable[str]]  # a conversation to the next message of the policy
-
-
 ASSISTANT = "assistant"
 
 
@@ -119,11 +117,7 @@ class Game:
 
 
 MAX_COLUMNS = 56  # of an image
-
-
 HALF_BLOCK = "\u2580"  # its upper half has the colour of the text, its lower half that of the background
-
-
 HELP = "A line is your turn. :policy lets the policy act, :reset [SEED] begins again, :quit ends."
 
 

@@ -27,14 +27,8 @@ from mobula.deploy.serve.conversations import Completion, Conversations, LocalPo
 from mobula.deploy.wiring.rollouts import sampling_settings
 
 MAX_REQUEST_BYTES = 64 << 20
-
-
 READ_S = 60.0
-
-
 MAX_SEED = 2**31 - 1
-
-
 Session = Annotated[str | None, Header(alias="X-Mobula-Session")]
 
 

@@ -13,20 +13,13 @@ from mobula.cluster.serving import Address, run_server
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
-from mobula.rewards.components import RewardScoring
+from mobula.rewards.components import ComponentError, RewardScoring
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
-from mobula.rewards.http.thread_pool import ScorerThreads
-from mobula.rewards.isolation.process import InTime, IsolatedPool
-from mobula.rewards.recipes import ComponentError
-from mobula.rewards.tools import Tools
+from mobula.rewards.http.server import RewardServer, ScorerThreads, ServerLimits, make_app
+from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
 
 FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
-
-
 MAX_STUCK = 8  # hanging computations after which a scorer refuses requests: each blocks a thread and holds its memory
-
-
 START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's own deadline comes first
 
 

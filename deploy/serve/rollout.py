@@ -40,8 +40,6 @@ from mobula.deploy.wiring.preparation import Prepared, require_model
 from mobula.deploy.wiring.rollouts import sampling_settings
 
 JSON_FILE, PAGE_FILE, IMAGES = "transcripts.json", "transcripts.html", "images"
-
-
 TEMPLATE = "transcripts.html.j2"
 
 

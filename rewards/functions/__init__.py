@@ -9,8 +9,7 @@ from typing import Any
 from mobula.cluster.user_code import check_options, did_you_mean, file_at, is_user_code, load
 from mobula.rewards.contract import BatchRewardFunction, RewardFunction
 from mobula.rewards.functions.plugin import CALL, Plugin, users_signature
-from mobula.rewards.isolation.process import Isolated
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import Isolated, Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models import torch
     "aerorl_contains": "mobula.examples.aerorl.aerorl:AeroRLContains",
@@ -19,30 +18,30 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "aerorl_grounding": "mobula.examples.aerorl.aerorl:AeroRLGrounding",
     "aerorl_verifier": "mobula.examples.aerorl.aerorl:AeroRLVerifier",
     "aesthetic": "mobula.rewards.models.image_scores:Aesthetic",
-    "anls": "mobula.rewards.functions.answers.short_answers:Anls",
+    "anls": "mobula.rewards.functions.short_answers:Anls",
     "clip_score": "mobula.rewards.models.image_scores:ClipScore",
     "cost": "mobula.rewards.functions.response_form:Cost",
     "environment": "mobula.rewards.functions.plugin:EnvironmentReward",
-    "exact_match": "mobula.rewards.functions.answers.short_answers:ExactMatch",
+    "exact_match": "mobula.rewards.functions.short_answers:ExactMatch",
     "format": "mobula.rewards.functions.response_form:Format",
     "grounding": "mobula.rewards.functions.grounding:Grounding",
     "http": "mobula.rewards.http.client:HttpReward",
     "iou": "mobula.rewards.functions.grounding:Iou",
-    "jpeg_size": "mobula.rewards.functions.jpeg_size:JpegSize",
-    "judge": "mobula.rewards.models.judges.server_judge:Judge",
-    "keywords": "mobula.rewards.functions.answers.short_answers:Keywords",
+    "jpeg_size": "mobula.rewards.functions.response_form:JpegSize",
+    "judge": "mobula.rewards.models.server_judge:Judge",
+    "keywords": "mobula.rewards.functions.short_answers:Keywords",
     "language": "mobula.rewards.functions.language:Language",
-    "math_answer": "mobula.rewards.functions.answers.math_answer:MathAnswer",
-    "multiple_choice": "mobula.rewards.functions.answers.choices:MultipleChoice",
+    "math_answer": "mobula.rewards.functions.math_answer:MathAnswer",
+    "multiple_choice": "mobula.rewards.functions.choices:MultipleChoice",
     "ocr": "mobula.rewards.functions.ocr:Ocr",
     "overlong": "mobula.rewards.functions.response_form:Overlong",
     "pick_score": "mobula.rewards.models.image_scores:PickScore",
     "reflection": "mobula.rewards.functions.response_form:Reflection",
-    "relaxed_accuracy": "mobula.rewards.functions.answers.short_answers:RelaxedAccuracy",
+    "relaxed_accuracy": "mobula.rewards.functions.short_answers:RelaxedAccuracy",
     "reward_model": "mobula.rewards.models.reward_model:RewardModel",
     "script_share": "mobula.rewards.functions.response_form:ScriptShare",
-    "true_false": "mobula.rewards.functions.answers.choices:TrueFalse",
-    "vllm_judge": "mobula.rewards.models.judges.vllm_judge:VllmJudge",
+    "true_false": "mobula.rewards.functions.choices:TrueFalse",
+    "vllm_judge": "mobula.rewards.models.vllm_judge:VllmJudge",
 }
 READ_LENGTHS = ("cost", "http", "overlong")
 """Functions that read the number of tokens of a response, as a user's function may."""

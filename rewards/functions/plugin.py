@@ -11,21 +11,16 @@ from mobula.cluster.records.trajectory import Response
 from mobula.cluster.user_code import load
 from mobula.rewards.contract import Outcome, RewardRequest, Score, TimedOutError
 from mobula.rewards.functions.parsing.references import check_number
-from mobula.rewards.isolation.process import Isolated, call_each
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import Isolated, Tools, call_each
 
 _PARAMETERS = "mobula.rewards.functions.plugin:parameters"
-
 
 CALL = (
     "a reward function is called as function(request, **options) and reads request.prompt_text, request.response.text, "
     "request.references and request.metadata"
 )
 
-
 EXAMPLE = RewardRequest(Response("", 0, is_truncated=False), (), {}, "")
-
-
 OF_OTHER_TRAINERS = ("completions", "prompts", "responses", "data_source", "solution_str", "solution_strs")
 
 

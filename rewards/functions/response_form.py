@@ -1,4 +1,4 @@
-"""Rewards of the form of a response: format, reflection, length, cost, script."""
+"""Rewards of the form of a response: format, reflection, length, cost, script, size of its images."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from io import BytesIO
 from numbers import Real
+from typing import Literal
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import Outcome, RewardRequest, Score
-from mobula.rewards.functions.parsing.extraction import read_json, type_name
-from mobula.rewards.functions.parsing.latex_boxes import find_boxes
+from mobula.rewards.functions.parsing.extraction import find_boxes, read_json, type_name
 from mobula.rewards.functions.parsing.references import check_number, given_metadata
-from mobula.rewards.isolation.process import call_each
-from mobula.rewards.tools import Tools
+from mobula.rewards.images import decode_image
+from mobula.rewards.isolation.process import Tools, call_each
 
 _FULL_MATCH = "mobula.rewards.functions.response_form:full_match"
 
-
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
-
 
 _TAG = re.compile(rf"<({_TAG_NAME.pattern})>")
 
-
 THINK_ANSWER = ("think", "answer")
-
 
 Flaw = Callable[[str], str]  # response -> its format error, or ""
 
@@ -166,7 +163,6 @@ PRESETS: Mapping[str, Flaw] = {
     "fenced_json": partial(json_flaw, None, fenced=True),
 }
 
-
 MAYE_WORDS = (
     "re-check", "re-evaluate", "re-examine", "re-think", "recheck", "reevaluate", "reexamine", "reevaluation",
     "rethink", "check again", "think again", "try again", "verify", "wait", "yet",
@@ -266,3 +262,38 @@ class ScriptShare:
         text = request.response.text
         num_inside = sum(self._first <= ord(character) <= self._last for character in text)
         return Score(num_inside / len(text) if text else 0.0)
+
+
+BYTES = 1000  # of a kilobyte
+
+
+class JpegSize:
+    """value = -k / `scale` with `wanted: small`, k / `scale` with `large`; k is the size in kB as a JPEG of `quality`.
+
+    Several images (frames of a video) give the mean. Needs no model and no reference, which makes it a cheap test of a
+    flow model. DDPO's compressibility (arXiv:2305.13301) uses quality 95; Flow-GRPO also divides by 500.
+    """
+
+    def __init__(self, tools: Tools, *, wanted: Literal["small", "large"], quality: int, scale: float) -> None:
+        if wanted not in ("small", "large"):
+            raise ValueError(f"wanted={wanted!r} is unknown: use small or large")
+        if isinstance(quality, bool) or not isinstance(quality, int) or not 1 <= quality <= 95:
+            raise ValueError(f"quality={quality!r} is unfit: give a whole number from 1 to 95")
+        check_number("scale", scale, low=0)
+        if scale == 0:
+            raise ValueError("scale=0 divides by nothing: give a number above 0")
+        self._per_kilobyte = (1 if wanted == "large" else -1) / scale
+        self._quality = quality
+
+    def __call__(self, request: RewardRequest) -> Score:
+        images = request.response.images
+        if not images:
+            raise RewardError("the response has no image to compress")
+        sizes = [self._size(image, f"image {n + 1} of the response") for n, image in enumerate(images)]
+        kilobytes = sum(sizes) / len(sizes)
+        return Score(self._per_kilobyte * kilobytes, f"{kilobytes:.1f} kB as JPEG")
+
+    def _size(self, image: bytes, what: str) -> float:
+        file = BytesIO()
+        decode_image(image, what).save(file, "JPEG", quality=self._quality)
+        return file.tell() / BYTES

@@ -11,10 +11,18 @@ from pydantic import ValidationError
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, failure_kind
-from mobula.rewards.http.endpoints import ColumnRow, LightrftReplyOfAnybody, QueryForm, join_rows
 from mobula.rewards.http.poster import JsonPoster, RefusedError
-from mobula.rewards.http.wire import Connection, ScoreReply, encode_sample, join_samples
-from mobula.rewards.tools import Tools
+from mobula.rewards.http.wire import (
+    ColumnRow,
+    Connection,
+    LightrftReplyOfAnybody,
+    QueryForm,
+    ScoreReply,
+    encode_sample,
+    join_rows,
+    join_samples,
+)
+from mobula.rewards.isolation.process import Tools
 
 FRAME_BYTES = 128  # overhead of a body beside its samples
 MAY_BE_ONE_SAMPLE = (413, 422)  # refusals that a single sample may cause

@@ -1,4 +1,4 @@
-"""Messages of reward servers and the connection to them."""
+"""Messages of reward servers, in Mobula's form and in LightRFT's, and the connection to them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    FiniteFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -28,6 +29,7 @@ from mobula.cluster.records.trajectory import Response
 from mobula.cluster.user_code import did_you_mean
 from mobula.configs.schema.base import Section
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
+from mobula.rewards.images import portable_image, without_markers
 
 _STATUSES: Mapping[FailureKind, Literal["failed", "timed_out", "not_finite"]] = {  # others are `failed`
     FailureKind.TIMED_OUT: "timed_out",
@@ -142,6 +144,104 @@ def encode_sample(request: RewardRequest) -> bytes:
 def join_samples(samples: Sequence[bytes]) -> bytes:
     """Joins encoded samples to one request body."""
     return b'{"samples":[' + b",".join(samples) + b"]}"
+
+
+QueryForm = Literal["full", "response"]
+
+
+class LightrftBody(WireModel):
+    """A request in columns, one row per sample; further fields of a client are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    queries: Annotated[list[str], Field(min_length=1)]
+    """Decoded prompt and response with special tokens and padding, or the response alone."""
+    prompts: list[str] | None = None
+    """The prompts, as in the queries."""
+    references: list[str | list[str] | None] | None = None
+    images: list[str | list[str] | None] | None = None
+    """Images of each sample as base64 files or data URLs; a single image needs no list."""
+
+    def requests(self, queries_are: QueryForm) -> list[RewardRequest]:
+        """Returns one request per query. The response is the text after the prompt."""
+        for name, column in self._columns().items():
+            if column is not None and len(column) != len(self.queries):
+                raise RewardError(f"{name} has {len(column)} rows for {len(self.queries)} queries: send one each")
+        return [self._request(row, queries_are) for row in range(len(self.queries))]
+
+    def _columns(self) -> dict[str, Sequence[Any] | None]:
+        return {"prompts": self.prompts, "references": self.references, "images": self.images}
+
+    def _request(self, row: int, queries_are: QueryForm) -> RewardRequest:
+        columns = {name: column[row] if column else None for name, column in self._columns().items()}
+        prompt = without_markers(columns["prompts"] or "")
+        text = without_markers(self.queries[row])
+        if queries_are == "full":
+            if self.prompts is None or not text.startswith(prompt):
+                raise RewardError(
+                    f"sample {row}: its query does not begin with its prompt, so where its response begins is unknown: "
+                    "send the prompt as it was decoded, or responses alone with ?queries=response"
+                )
+            text = without_markers(text[len(prompt) :])
+        references = columns["references"] or []
+        references = (references,) if isinstance(references, str) else tuple(references)
+        # The protocol has no token count, so the length of a response is its number of words.
+        response = Response(text.strip(), num_tokens=len(text.split()), is_truncated=False)
+        return RewardRequest(response, references, {}, prompt, _images(columns["images"], row))
+
+
+class LightrftReply(WireModel):
+    """A reply with one number per sample; it cannot express a failure."""
+
+    rewards: list[FiniteFloat]
+
+
+class LightrftReplyOfAnybody(BaseModel):
+    """A reply of any server: further fields are ignored, and each reward is checked separately."""
+
+    rewards: list[Any]
+
+    def outcomes(self) -> list[float | ScoringFailure]:
+        return [_outcome(reward) for reward in self.rewards]
+
+
+class ColumnRow:
+    """One request as encoded rows of the columns, so that its size is known."""
+
+    def __init__(self, request: RewardRequest, queries_are: QueryForm) -> None:
+        if request.response.images:
+            raise RewardError("this protocol has no place for generated images: use dialect mobula")
+        prompt = request.prompt_text
+        images = []
+        for number, image in enumerate(request.prompt_images, start=1):
+            _, file = portable_image(image, f"image {number} of the prompt")
+            images.append(encode_base64(file))
+        query = prompt + request.response.text if queries_are == "full" else request.response.text
+        values = {"queries": query, "prompts": prompt, "references": list(request.references), "images": images}
+        self.columns = {name: json.dumps(value).encode() for name, value in values.items()}
+
+    def __len__(self) -> int:
+        return sum(len(value) for value in self.columns.values())
+
+
+def join_rows(rows: Sequence[ColumnRow]) -> bytes:
+    """Joins rows to one request body."""
+    columns = (b'"%b":[%b]' % (name.encode(), b",".join(row.columns[name] for row in rows)) for name in rows[0].columns)
+    return b"{" + b",".join(columns) + b"}"
+
+
+def _outcome(reward: Any) -> float | ScoringFailure:
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        return ScoringFailure(FailureKind.FAILED, f"the service replied with {reward!r} for a reward")
+    return reward  # the contract refuses non-finite numbers
+
+
+def _images(images: str | list[str] | None, row: int) -> tuple[bytes, ...]:
+    files = [images] if isinstance(images, str) else images or []
+    try:
+        return tuple(decode_base64(f.partition(";base64,")[2] if f.startswith("data:") else f) for f in files)
+    except ValueError as error:
+        raise RewardError(f"sample {row}: an image is {error}: send base64 of whole files") from error
 
 
 class Connection(Section):

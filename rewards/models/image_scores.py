@@ -17,8 +17,11 @@ from torch import nn
 from transformers import AutoProcessor, CLIPModel
 
 from mobula.rewards.contract import Outcome, RewardRequest, Score
-from mobula.rewards.models.conversation import IMAGES_FROM, QuestionFinder, decoded_images
+from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.loading import (
+    IMAGES_FROM,
+    QuestionFinder,
+    decoded_images,
     existing_file,
     load_processor,
     load_strictly,
@@ -26,7 +29,6 @@ from mobula.rewards.models.loading import (
     positive_int,
     score_in_batches,
 )
-from mobula.rewards.tools import Tools
 
 # CLIP: similarity of images and a text, on a fixed scale (CLIPScore) or the learnt scale (PickScore).
 #
@@ -173,11 +175,7 @@ class PickScore(ClipScore):
 # in training, on the normalised embedding of CLIP ViT-L/14.
 
 WIDTHS = (768, 1024, 128, 64, 16, 1)
-
-
 _UNREADABLE = (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, TypeError, AttributeError)
-
-
 DROPOUTS = (0.2, 0.2, 0.1)  # after the first layers; inactive at inference, but counted in the names of the weights
 
 

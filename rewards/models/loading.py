@@ -1,19 +1,21 @@
-"""Loads and batches reward models."""
+"""What reward models share: loading, batches, options, and the question and images of a request."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
+from PIL import Image
 from transformers import PretrainedConfig, PreTrainedModel
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
-from mobula.rewards.isolation.process import InTime
-from mobula.rewards.tools import Tools
+from mobula.rewards.images import decode_image, without_markers
+from mobula.rewards.isolation.process import InTime, Tools
 
 T = TypeVar("T")
 
@@ -148,6 +150,45 @@ def existing_file(name: str, value: Any) -> Path:
     if not isinstance(value, str) or not Path(value).is_file():
         raise ValueError(f"options.{name}={value!r} is no file: name one")
     return Path(value)
+
+
+IMAGES_FROM = ("prompt", "response")
+
+
+class QuestionFinder:
+    r"""Reads the question out of `RewardRequest.prompt_text`.
+
+    `pattern` is a regular expression with a group `question`, searched in the rendered prompt, e.g.
+    `user\n(?P<question>.*?)<\|im_end\|>`; a dot matches newlines. None takes the whole prompt. Special tokens are
+    removed in both cases.
+    """
+
+    def __init__(self, pattern: str | None) -> None:
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"options.question_pattern={pattern!r} is no regular expression ({error})") from error
+        if self._pattern is not None and "question" not in self._pattern.groupindex:
+            raise ValueError(f"options.question_pattern={pattern!r} has no group (?P<question>...): add it")
+
+    def find(self, request: RewardRequest) -> str:
+        """Returns the question."""
+        if self._pattern is None:
+            return without_markers(request.prompt_text).strip()
+        match = self._pattern.search(request.prompt_text)
+        if match is None:
+            raise RewardError(f"the prompt does not match question_pattern={self._pattern.pattern!r}")
+        return without_markers(match["question"] or "").strip()
+
+
+def decoded_images(request: RewardRequest, source: str, frame_stride: int) -> tuple[Image.Image, ...]:
+    """Returns every `frame_stride`-th image of the prompt or of the response, starting with the first, as RGB."""
+    files = request.prompt_images if source == "prompt" else request.response.images
+    if not files:
+        hint = "set needs_images for the component" if source == "prompt" else "only generated images can be scored"
+        raise RewardError(f"the {source} has no images: {hint}")
+    chosen = list(enumerate(files, start=1))[::frame_stride]
+    return tuple(decode_image(file, f"image {n} of the {source}") for n, file in chosen)
 
 
 def _first_line(error: Exception) -> str:

@@ -21,23 +21,11 @@ from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import RewardRequest
 
 VIDEO_KEYS = ("video", "videos")
-
-
 FRAME_KEYS = ("frames", "video")  # of the frames in a mapping
-
-
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-
-
 MAX_BYTES = 64 << 20  # of one file
-
-
 MAX_CACHED = 64  # files of one process: responses to one prompt are consecutive
-
-
 _URL = "data:"
-
-
 VIDEO = "video"
 
 
@@ -49,8 +37,6 @@ class VideoFileName:
 
 
 Named = str | bytes | VideoFileName
-
-
 """A path, a data URL, the bytes of a file, or a video file."""
 
 
@@ -155,19 +141,10 @@ def _decoded(url: str) -> bytes:
 
 
 BATCH_BYTES = 4 << 20  # of one batch; a larger row is a batch alone
-
-
 BUFFER_BYTES = 1 << 20  # of a Parquet column read at a time
-
-
 TRAJECTORIES_FOLDER = "trajectories"  # in a run folder
-
-
 COLUMNS = ("id", "prompt", "response", "reference", "metadata")
-
-
 IMAGE_COLUMNS = ("image", "images", "video", "videos", "response_image", "response_images")
-
 
 # of cluster.records.arrow.SCHEMA: column -> field of a row
 TRAJECTORY_COLUMNS = {
@@ -181,10 +158,7 @@ TRAJECTORY_COLUMNS = {
     "media": "images",
 }
 
-
 Row = bytes | Mapping[str, Any]
-
-
 """A line of JSON, or the values of a Parquet row."""
 
 
@@ -313,8 +287,6 @@ def _columns(file: Path, names: Sequence[str], needs_images: bool) -> dict[str, 
 
 
 _decode = msgspec.json.Decoder().decode
-
-
 ReadImages = Callable[[Sequence[Any]], tuple[bytes, ...]]
 
 

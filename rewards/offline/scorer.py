@@ -1,38 +1,35 @@
-"""Scores rows and sums the scores up."""
+"""Scores rows in batches by several processes and sums the scores up; their number does not change the result."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, BinaryIO
 
 import msgspec
 
-from mobula.cluster.errors import PreflightError, RewardError
+from mobula.cluster.errors import DeadlineError, PreflightError, RewardError, WorkerDiedError
 from mobula.cluster.records.trajectory import Reward
+from mobula.cluster.runtime.child.process import ChildProcess
 from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.configs.schema.rewards import RewardsConfig
-from mobula.rewards.components import RewardScoring
+from mobula.rewards.components import ComponentError, RewardScoring
 from mobula.rewards.contract import FailureKind, RewardRequest
-from mobula.rewards.isolation.process import InTime, IsolatedPool
-from mobula.rewards.offline.rows import Batch, BrokenRowError, ImageFiles, Record, read_row
-from mobula.rewards.recipes import ComponentError
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
+from mobula.rewards.offline.rows import Batch, BrokenRowError, ImageFiles, Record, Source, read_row
 
 _UNIT = 1 << 60  # sums are integers in units of 2**-60: they do not depend on the order of their terms
 
-
 DIGITS = 6
 
-
 MAX_BROKEN = 20  # invalid rows in the report; all are counted
-
 
 RIGHT = 1.0  # smallest value of the accuracy component of a right response
 
@@ -129,24 +126,17 @@ def shortened(values: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
 
 START_TIMEOUT_S = 120.0  # to import modules of reward functions; the deadline of the batch may be earlier
 
-
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
-
 
 IMAGES = "images"  # component name in errors if the images of a record cannot be read
 
-
 DEVICE, DTYPE = "cpu", "float32"  # of models; each process has a copy
-
 
 MAX_TEXT_CHARS = 2000  # of a prompt or response in the report
 
-
 MAX_REFERENCES = 10
 
-
 GC_THRESHOLDS = 50_000, 20, 100  # records have no cycles; collecting every 700 objects takes a third of the time
-
 
 _encode = msgspec.json.Encoder().encode
 
@@ -303,3 +293,89 @@ def start(options: ScoringOptions) -> None:
 def score(batch: Batch) -> ScoredBatch:
     """Scores a batch in this process, after `start`."""
     return _scorer[0].score(batch)
+
+
+LEAST_ROWS, MOST_ROWS = 64, 4096  # of one batch
+
+SHORT_S, LONG_S = 1.0, 5.0  # after a shorter batch sizes double, after a longer batch they restart at LEAST_ROWS
+
+AHEAD = 3  # batches per process that may be pending, because results are yielded in order
+
+BUILD_TIMEOUT_S = 300.0  # to import and build the reward functions
+
+
+def score_source(
+    source: Source,
+    options: ScoringOptions,
+    *,
+    num_processes: int,
+    is_strict: bool = False,
+    rows: BinaryIO | None = None,
+    on_progress: Callable[[int], None] = lambda size: None,
+) -> ScoreSummary:
+    """Returns the summary of all records, in constant memory. Writes the result of each record to `rows`, in order."""
+    whole = ScoreSummary()
+    try:
+        for scored in _in_order(source, options, num_processes):
+            if rows is not None:
+                rows.write(scored.rows)
+            whole.merge(scored.summary, options.top_k, options.max_ids)
+            if is_strict and whole.num_broken:
+                row, fault = whole.broken[0]
+                raise PreflightError(f"{source.path}, row {row}: {fault}; fix it, or leave out --strict to skip it")
+            on_progress(scored.size)
+    except OSError as error:
+        if isinstance(error, DeadlineError):
+            raise
+        raise PreflightError(f"{source.path} cannot be read ({error}): give a whole file") from error
+    return whole
+
+
+def _in_order(source: Source, options: ScoringOptions, num_processes: int) -> Iterator[ScoredBatch]:
+    children = [ChildProcess() for _ in range(num_processes)]
+    idle: SimpleQueue[ChildProcess] = SimpleQueue()
+    for child in children:
+        idle.put(child)
+    num_rows = LEAST_ROWS
+
+    def run(batch: Batch) -> ScoredBatch:
+        nonlocal num_rows
+        child = idle.get()
+        rows = f"rows {batch.first:,} to {batch.first + len(batch.rows) - 1:,} of {source.path}"
+        try:
+            if not child.is_running:
+                child.call(BUILD_TIMEOUT_S, start, options)
+            started = time.monotonic()
+            scored = child.call(options.timeout_s, score, batch)
+            seconds = time.monotonic() - started
+            if not SHORT_S <= seconds < LONG_S:
+                num_rows = min(2 * num_rows, MOST_ROWS) if seconds < SHORT_S else LEAST_ROWS
+            if scored.is_stuck:
+                child.close()  # a hanging thread cannot be killed; the next batch starts a new process
+            return scored
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"{rows} took longer than {options.timeout_s:g} s: look for what hangs there"
+            ) from error
+        except WorkerDiedError as error:
+            reason = "it ran out of memory or was killed, try again with fewer processes"
+            raise WorkerDiedError(f"{rows}: {error}; {reason}") from error
+        finally:
+            idle.put(child)
+
+    pending: deque[Future[ScoredBatch]] = deque()
+    with ThreadPoolExecutor(num_processes) as threads:
+        try:
+            for batch in source.batches(lambda: num_rows):
+                pending.append(threads.submit(run, batch))
+                if len(pending) > AHEAD * num_processes:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+            for child in children:
+                child.kill()  # ends the waits of the threads
+    for child in children:
+        child.close()

@@ -13,10 +13,10 @@ from mobula.cluster.errors import LostReplyError, RewardError, UnscoredGroupErro
 from mobula.cluster.records.trajectory import Answers, EndedResponse, Reward
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.components import ComponentError, RecipeBook
 from mobula.rewards.contract import FailureKind, Outcome
 from mobula.rewards.pool.service import RewardService
 from mobula.rewards.pool.worker import Ahead, GroupOutcomes, Outcomes, Question, ScoringAhead
-from mobula.rewards.recipes import ComponentError, RecipeBook
 
 logger = logging.getLogger(__name__)
 

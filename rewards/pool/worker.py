@@ -17,18 +17,12 @@ from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Answers, EndedResponse, Prompt, Response, TrajectoryGroup
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema.rewards import RewardsConfig
-from mobula.rewards.components import RewardScoring
+from mobula.rewards.components import RewardScoring, is_judged
 from mobula.rewards.contract import Outcome, RewardRequest, Score
-from mobula.rewards.isolation.process import InTime, IsolatedPool
-from mobula.rewards.recipes import is_judged
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
 
 logger = logging.getLogger(__name__)
-
-
 Outcomes = Mapping[str, Outcome]
-
-
 """Component -> outcome, for one response."""
 
 

@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # Who may import each walled library, as patterns of paths.
 WALLS: dict[str, tuple[str, ...]] = {
     "ray": ("cluster/*", "deploy/*"),
-    "vllm": ("actors/samplers/vllm/*", "rewards/models/judges/vllm_engine.py"),
+    "vllm": ("actors/samplers/vllm/*", "rewards/models/vllm_judge.py"),
     "deepspeed": ("learner/backends/deepspeed.py",),
     "peft": ("learner/policies/adapters.py",),
     "diffusers": ("learner/policies/flow/*",),

@@ -15,8 +15,7 @@ import uvicorn
 
 from mobula.cluster.serving import Address
 from mobula.rewards.contract import Outcome, RewardRequest
-from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
-from mobula.rewards.http.thread_pool import ScorerThreads
+from mobula.rewards.http.server import RewardServer, ScorerThreads, ServerLimits, make_app
 
 CONNECTION: dict[str, Any] = {  # of a reward function that asks servers; `urls` and `max_attempts` are the test's own
     "max_concurrency": 4,

@@ -9,8 +9,7 @@ from typing import Any
 
 from mobula.configs.load import load_config
 from mobula.rewards.offline.rows import open_source
-from mobula.rewards.offline.run import score_source
-from mobula.rewards.offline.scorer import ScoringOptions
+from mobula.rewards.offline.scorer import ScoringOptions, score_source
 
 LONG = " ".join(f"word{i}" for i in range(22))
 AERORL = ("rewards=aerorl",)

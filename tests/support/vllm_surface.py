@@ -35,7 +35,7 @@ OBJECTS = {
         "self.vllm_config.scheduler_config": "vllm.config.scheduler.SchedulerConfig",
         "scheduler.kv_cache_manager": "vllm.v1.core.kv_cache_manager.KVCacheManager",
     },
-    "rewards/models/judges/vllm_engine.py": {"self._llm": "vllm.entrypoints.llm.LLM"},
+    "rewards/models/vllm_judge.py": {"self._llm": "vllm.entrypoints.llm.LLM"},
 }
 """Variables that hold objects of vLLM and whose type no annotation says: file -> expression -> class."""
 

@@ -23,9 +23,9 @@ from mobula.configs.schema.rewards import RewardsConfig
 from mobula.deploy.rehearsal.simulated.engine import SimulatedGroup
 from mobula.deploy.rehearsal.simulated.machine import Cores
 from mobula.learner.shares import Portion
+from mobula.rewards.components import RecipeBook
 from mobula.rewards.contract import Score
 from mobula.rewards.pool.worker import GroupOutcomes, Question
-from mobula.rewards.recipes import RecipeBook
 
 
 class SimulatedReply:

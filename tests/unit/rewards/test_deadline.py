@@ -22,12 +22,11 @@ from mobula.cluster.serving import Address
 from mobula.deploy.serve.rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
 from mobula.rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
 from mobula.rewards.functions import BUILT_IN
-from mobula.rewards.isolation.process import InTime
+from mobula.rewards.isolation.process import InTime, Tools
 from mobula.rewards.models.loading import score_in_batches
 from mobula.rewards.offline.rows import Batch
 from mobula.rewards.offline.scorer import RecordScorer, ScoringOptions
 from mobula.rewards.pool.worker import Question, RewardWorker
-from mobula.rewards.tools import Tools
 
 RELEASED = threading.Event()
 

@@ -22,8 +22,7 @@ from mobula.rewards.contract import (
     evaluate_batch,
 )
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedPool
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import IsolatedPool, Tools
 
 FORKS = """
 import os, time

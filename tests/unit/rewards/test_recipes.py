@@ -13,11 +13,9 @@ from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response, Reward
 from mobula.configs.rules.data import reward_contradictions
 from mobula.configs.schema import Gate, Recipe, RewardsConfig
-from mobula.rewards.components import Component, RewardScoring, content_key
+from mobula.rewards.components import Component, ComponentError, RecipeBook, RewardScoring, content_key
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.recipes import ComponentError, RecipeBook
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import IsolatedProcess, Tools
 
 
 def recipe(*components: str, **changes: Any) -> Recipe:

@@ -25,16 +25,14 @@ from mobula.rewards.contract import (
     evaluate_batch,
 )
 from mobula.rewards.functions import build_function
-from mobula.rewards.functions.answers.math_answer import MathAnswer
-from mobula.rewards.functions.answers.short_answers import ExactMatch
-from mobula.rewards.functions.parsing.latex_boxes import find_boxes, last_boxed
-from mobula.rewards.functions.parsing.math_equality import equals
+from mobula.rewards.functions.math_answer import MathAnswer, equals
+from mobula.rewards.functions.parsing.extraction import find_boxes, last_boxed
 from mobula.rewards.functions.parsing.math_tokens import plain
 from mobula.rewards.functions.parsing.references import given_references
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
 from mobula.rewards.functions.response_form import Format
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.tools import Tools
+from mobula.rewards.functions.short_answers import ExactMatch
+from mobula.rewards.isolation.process import IsolatedProcess, Tools
 
 
 class NoProcess(IsolatedProcess):

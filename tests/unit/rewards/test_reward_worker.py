@@ -24,12 +24,10 @@ from mobula.cluster.errors import RewardError
 from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 from mobula.cluster.records.trajectory import Answers, Reward, TrajectoryGroup
 from mobula.configs.schema import RewardComponent
-from mobula.rewards.components import RewardScoring
+from mobula.rewards.components import ComponentError, RecipeBook, RewardScoring
 from mobula.rewards.contract import FailureKind, Score, ScoringFailure, TimedOutError
-from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.isolation.process import IsolatedProcess, Tools
 from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker
-from mobula.rewards.recipes import ComponentError, RecipeBook
-from mobula.rewards.tools import Tools
 
 PLUGIN = '''
 import os, signal, time

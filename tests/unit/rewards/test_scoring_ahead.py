@@ -25,9 +25,9 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.configs.schema import Gate, Recipe
 from mobula.rewards.contract import RewardRequest
 from mobula.rewards.functions import BUILT_IN
+from mobula.rewards.isolation.process import Tools
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
 from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker, response_digest
-from mobula.rewards.tools import Tools
 
 CHUNK = 4
 LENGTHS = (3, 30)  # of the siblings, in tokens: the first one ends long before the second

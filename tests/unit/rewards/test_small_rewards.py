@@ -17,11 +17,10 @@ from mobula.configs.overrides import groups
 from mobula.rewards.components import RewardScoring
 from mobula.rewards.contract import RewardRequest, Score, evaluate
 from mobula.rewards.functions import BUILT_IN, build_function
-from mobula.rewards.functions.answers.short_answers import ExactMatch
 from mobula.rewards.functions.plugin import EnvironmentReward
 from mobula.rewards.functions.response_form import Format
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.tools import Tools
+from mobula.rewards.functions.short_answers import ExactMatch
+from mobula.rewards.isolation.process import IsolatedProcess, Tools
 
 
 def episode(*rewards: dict[str, float], failure: str = "") -> RewardRequest:
@@ -83,7 +82,7 @@ def test_a_response_without_an_image_or_with_a_damaged_one_has_no_reward() -> No
         evaluate(small, RewardRequest(Response("", 1, False, (b"\x89PNG",)), (), {}, ""))
 
 
-ANSWERS = "mobula.rewards.functions.answers."
+ANSWERS = tuple(f"mobula.rewards.functions.{name}:" for name in ("choices", "math_answer", "short_answers"))
 RULES = [name for name, target in BUILT_IN.items() if target.startswith(ANSWERS)]
 
 

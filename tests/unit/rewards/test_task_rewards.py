@@ -17,7 +17,7 @@ from mobula.examples.geospot.geospot_reward import Geospot
 from mobula.examples.geospot.place_answers import PlaceAnswer, read_place
 from mobula.examples.geospot.stages import STAGES
 from mobula.rewards.contract import RewardRequest, Score, evaluate
-from mobula.rewards.functions.answers.choices import read_truth
+from mobula.rewards.functions.choices import read_truth
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,9 @@ from reward_data import component, component_of, rewards_of
 from mobula.cluster.records.trajectory import Response, Reward
 from mobula.configs.rules.data import reward_contradictions
 from mobula.configs.schema import Gate, Recipe, RewardsConfig
-from mobula.rewards.components import RewardScoring
+from mobula.rewards.components import RecipeBook, RewardScoring, is_judged
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.recipes import RecipeBook, is_judged
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import IsolatedProcess, Tools
 
 LOOSE = component("loose", "exact_match", 0.5, ignore_case=True, whole_response=False)
 JUDGE = component_of(

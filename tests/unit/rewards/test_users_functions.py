@@ -20,8 +20,7 @@ from mobula.configs.load import load_config
 from mobula.deploy.wiring.preparation import prepare
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, checked, evaluate, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedPool, IsolatedProcess
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import IsolatedPool, IsolatedProcess, Tools
 
 FUNCTIONS = """
 import asyncio

@@ -16,8 +16,7 @@ import pytest
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import RewardRequest, Score, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedPool
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import IsolatedPool, Tools
 
 FIXTURES = Path(__file__).parent / "reward_fixtures"
 OPTIONS: dict[str, dict[str, Any]] = {

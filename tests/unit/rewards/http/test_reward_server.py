@@ -16,9 +16,8 @@ from waiting import wait_until
 
 from mobula.cluster.serving import Address
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from mobula.rewards.http.endpoints import LightrftBody
-from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
-from mobula.rewards.http.thread_pool import BusyError, ScorerThreads
+from mobula.rewards.http.server import BusyError, RewardServer, ScorerThreads, ServerLimits, make_app
+from mobula.rewards.http.wire import LightrftBody
 from mobula.rewards.images import without_markers
 
 SAMPLE = {"response": "abc", "num_tokens": 1}

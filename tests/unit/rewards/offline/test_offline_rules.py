@@ -11,8 +11,8 @@ from mobula.cluster.errors import RewardError
 from mobula.configs.load import load_config
 from mobula.examples.aerorl.aerorl import aliases
 from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import Tools
 from mobula.rewards.offline.rows import read_row
-from mobula.rewards.tools import Tools
 
 TOOLS = Tools(None, "cpu", "float32")
 

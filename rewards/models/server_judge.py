@@ -16,21 +16,16 @@ from mobula.rewards.functions.parsing.extraction import WAYS, Extractor, extract
 from mobula.rewards.http.poster import JsonPoster
 from mobula.rewards.http.wire import Connection
 from mobula.rewards.images import data_url
-from mobula.rewards.models.conversation import QuestionFinder
-from mobula.rewards.models.loading import one_of, positive_int
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import Tools
+from mobula.rewards.models.loading import QuestionFinder, one_of, positive_int
 
 PLACEHOLDERS = ("question", "response", "references")
 
-
 IMAGES = ("none", "prompt", "response", "both")
-
 
 QUOTED_CHARS = 300  # end of a reply that a reason quotes
 
-
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
-
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 

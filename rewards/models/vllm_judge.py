@@ -1,4 +1,4 @@
-"""ChatEngine: a vLLM engine inside this process that answers batches of conversations."""
+"""The reward function `vllm_judge`: a generative model in a vLLM engine of the reward worker scores an answer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from mobula.cluster.errors import EngineLostError, RewardError
 from mobula.cluster.failures import Failure
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.user_code import did_you_mean
-from mobula.rewards.tools import Tools
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
+from mobula.rewards.isolation.process import Tools
+from mobula.rewards.models.loading import positive_int
+from mobula.rewards.models.server_judge import Grading, checked_extra
 
 OWN_KEYS = ("model", "dtype", "runner", "distributed_executor_backend", "disable_log_stats")
+
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in-process core, which ends with this process
+
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the process already has its CPUs and number of threads
 
 
@@ -184,3 +189,88 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+OWN_FIELDS = ("max_tokens", "temperature", "n", "output_kind")
+
+TEMPLATE_FIELD = "chat_template_kwargs"
+
+
+class VllmJudge:
+    """Scores with the checkpoint `model`; all requests of a batch are answered together.
+
+    `engine` holds arguments of vLLM's engine: max_model_len, kv_cache_memory_bytes, gpu_memory_utilization,
+    tensor_parallel_size, limit_mm_per_prompt, ... Functions of one worker with the same `model` share the engine.
+    `extra` holds further fields of `vllm.SamplingParams`, e.g. {seed: 0, structured_outputs: {regex: "..."}}, and
+    `chat_template_kwargs`; defaults are the checkpoint's generation_config.json. See `Grading` for the conversation and
+    the verdict.
+    """
+
+    def __init__(
+        self,
+        tools: Tools,
+        *,
+        model: str,
+        engine: dict[str, Any],
+        system: str | None,
+        template: str,
+        images: str,
+        verdict: str,
+        minimum: float,
+        maximum: float,
+        max_tokens: int,
+        temperature: float,
+        extra: dict[str, Any],
+        question_pattern: str | None,
+        frame_stride: int = 1,
+    ) -> None:
+        self._grading = Grading(
+            system=system,
+            template=template,
+            images=images,
+            verdict=verdict,
+            minimum=minimum,
+            maximum=maximum,
+            question_pattern=question_pattern,
+            frame_stride=frame_stride,
+        )
+        limits = {"max_tokens": positive_int("max_tokens", max_tokens), "temperature": float(temperature)}
+        fields = limits | checked_extra(extra, OWN_FIELDS)
+        self._template_fields = fields.pop(TEMPLATE_FIELD, {})
+        sampling_params(fields)  # refused before a model is loaded
+        self._engine = shared_engine(model, engine, tools)
+        self._params = sampling_params({**self._engine.sampling_defaults, **fields})
+        self._in_time = tools.in_time
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
+        """Returns one outcome per request. A request that cannot be sent or answered does not affect the others."""
+        outcomes: dict[int, Outcome] = {}
+        asked: dict[int, list[dict[str, Any]]] = {}
+        for index, request in enumerate(requests):
+            try:
+                asked[index] = self._grading.messages(request)
+            except RewardError as error:
+                outcomes[index] = ScoringFailure(failure_kind(error), str(error))
+        if asked:
+            outcomes.update(zip(asked, self._scored(list(asked.values())), strict=True))
+        return [outcomes[index] for index in range(len(requests))]
+
+    def _scored(self, conversations: Sequence[list[dict[str, Any]]]) -> list[Outcome]:
+        num = len(conversations)
+        try:
+            replies = self._in_time.call(
+                lambda: self._engine.replies(conversations, self._params, self._template_fields),
+                f"{num} replies of the judge",
+                num,
+            )
+        except TimedOutError as error:
+            return [ScoringFailure(FailureKind.TIMED_OUT, str(error))] * num
+        return [self._outcome(reply) for reply in replies]
+
+    def _outcome(self, reply: Reply | RewardError) -> Outcome:
+        try:
+            if isinstance(reply, RewardError):
+                raise reply
+            return self._grading.score(reply.text, is_cut=reply.is_cut)
+        except RewardError as error:
+            return ScoringFailure(failure_kind(error), str(error))

@@ -8,18 +8,15 @@ from typing import Literal
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.functions.parsing.extraction import RequestExtractor
-from mobula.rewards.functions.parsing.latex_boxes import last_boxed
+from mobula.rewards.functions.parsing.extraction import RequestExtractor, last_boxed
 from mobula.rewards.functions.parsing.references import given_references
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import Tools
 
 # `no` is an answer only at the end of a clause: "no circle is red" answers nothing.
 _ANSWERS = re.compile(r"\b(?:(true|yes)|(false|no(?=\s*(?:[)*\"']|$))))\b", re.IGNORECASE)
 
-
 _CLAUSES = re.compile(r"([^,.;:!?\n]*)([,.;:!?\n]|$)")
-
 
 _NEGATIONS = re.compile(
     r"^\W*nor\b|\b(?:not(?! only)|\w+n't|cannot|never|neither|hardly|scarcely|barely|no (?:means|way|circumstances)"
@@ -27,12 +24,10 @@ _NEGATIONS = re.compile(
     re.IGNORECASE,
 )
 
-
 _TRUE_FALSE_RETRACTION = re.compile(
     r"\b(?:wait|actually|scratch that|on second thoughts?|correction|mistaken|never ?mind|(?:it|that) back)\b",
     re.IGNORECASE,
 )
-
 
 _MAX_CHARS = 100_000
 
@@ -108,22 +103,16 @@ _MULTIPLE_CHOICE_RETRACTION = re.compile(
     re.IGNORECASE,
 )
 
-
 _ABOUT_AN_OPTION = re.compile(r"[\s*]*(?:is|was|are|has|does|did|seems|looks|would|could|should|may|might|or|and)\b")
-
 
 # After a cue, as in "answer: B was refuted"; "answer: B is ..." chooses B.
 _NOT_A_CHOICE = re.compile(r"[\s*]*(?:was|has|does|did|seems|looks|would|could|should|may|might)\b")
 
-
 _MAX_ALONE_CHARS = 60  # of a letter with brackets and quotes: matching takes quadratic time
-
 
 _CLAUSE = re.compile(r"[,.;:!?]|\b(?:so|then|thus|hence|therefore|because|but)\b")
 
-
 _SPACE = re.compile(r"\\[ ,;:!]|\\q?quad(?![A-Za-z])|~")
-
 
 _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 

@@ -19,25 +19,20 @@ from mobula.rewards.functions.parsing.references import (
     given_references,
 )
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
-from mobula.rewards.tools import Tools
+from mobula.rewards.isolation.process import Tools
 
 # A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
 # Chinese and Japanese write no spaces: 7 is in 答案是7个, but 京 is not in 东京.
 _IN_WORD = r"[^\W\u3040-\u30ff\u3400-\u9fff]"
 
-
 _NUMBER_BEGINS = re.compile(rf"(?<!{_IN_WORD})" r"(?<![-+.\N{MINUS SIGN}\N{EN DASH}])(?<![0-9][,:/^*])")
 
-
 _NUMBER_ENDS = re.compile(r"(?![-+.,:/^*\N{EN DASH}][0-9])(?!\s?%)" rf"(?!{_IN_WORD})")
-
 
 # A word at the edge must be complete: Germany is not in wrong-Germany, red not in red-haired.
 _WORD_BEGINS = re.compile(r"(?<!\w)(?<!\w-)")
 
-
 _WORD_ENDS = re.compile(r"(?!-\w)(?!\w)")
-
 
 _MAX_SCANNED = 32  # occurrences that are checked one by one before a pattern is compiled
 

@@ -1,1 +1,0 @@
-"""Reward functions that compare a response with reference answers."""

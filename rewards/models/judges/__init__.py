@@ -1,1 +1,0 @@
-"""Generative judges: conversations about a response, and scores read from the replies."""

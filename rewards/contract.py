@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from mobula.cluster.errors import RewardError, StuckError
 
 if TYPE_CHECKING:  # the records pull in the object store, which a reward function's own process never needs
     from mobula.cluster.records.trajectory import Response
 
+
+T = TypeVar("T")
 
 # At the start of a line or after a special token: a question may also end with the name of a tag.
 _OPENED_BY_PROMPT = re.compile(r"(?:^|(?<=[\n>|\]\uff5c]))(<([A-Za-z][\w-]*)>(?:\s*|\s+</think>\s*))\Z")
@@ -100,11 +102,32 @@ class NotFiniteError(RewardError):
     """A reward function returned NaN, an infinity, or a number above `MAX_VALUE`."""
 
 
-def failure_kind(error: RewardError) -> FailureKind:
-    """Returns the kind under which an error is counted."""
-    if isinstance(error, TimedOutError):
-        return FailureKind.TIMED_OUT
-    return FailureKind.NOT_FINITE if isinstance(error, NotFiniteError) else FailureKind.FAILED
+def failure(error: RewardError) -> ScoringFailure:
+    """Converts a `RewardError` to an outcome."""
+    kinds = {TimedOutError: FailureKind.TIMED_OUT, NotFiniteError: FailureKind.NOT_FINITE}
+    kind = next((kind for error_class, kind in kinds.items() if isinstance(error, error_class)), FailureKind.FAILED)
+    return ScoringFailure(kind, str(error))
+
+
+def score_prepared(
+    requests: Sequence[RewardRequest],
+    prepare: Callable[[RewardRequest], T],
+    score: Callable[[Sequence[T]], Sequence[float | Outcome]],
+) -> list[float | Outcome]:
+    """Returns one outcome per request, in order: from `score` for the requests that `prepare` accepts, else a failure.
+
+    `prepare` refuses a request with a `RewardError`. Without an accepted request `score` is not called.
+    """
+    outcomes: dict[int, float | Outcome] = {}
+    prepared: dict[int, T] = {}
+    for index, request in enumerate(requests):
+        try:
+            prepared[index] = prepare(request)
+        except RewardError as error:
+            outcomes[index] = failure(error)
+    if prepared:
+        outcomes.update(zip(prepared, score(list(prepared.values())), strict=True))
+    return [outcomes[index] for index in range(len(requests))]
 
 
 def evaluate(function: RewardFunction, request: RewardRequest) -> Score:
@@ -140,7 +163,7 @@ def evaluate_batch(
     except StuckError:
         raise
     except RewardError as error:
-        return (ScoringFailure(failure_kind(error), str(error)),) * len(requests)
+        return (failure(error),) * len(requests)
     except Exception as error:  # as in `evaluate`
         return (ScoringFailure(FailureKind.FAILED, f"raised {type(error).__name__}: {error}"),) * len(requests)
     return tuple(result if isinstance(result, ScoringFailure) else _outcome(checked, result) for result in results)
@@ -231,6 +254,6 @@ def _outcome(score: Callable[..., Score], *given: Any) -> Outcome:
     try:
         return score(*given)
     except RewardError as error:
-        return ScoringFailure(failure_kind(error), str(error))
+        return failure(error)
     except Exception as error:  # a result may be of any type, and its methods may raise anything
         return ScoringFailure(FailureKind.FAILED, f"returned what raises {type(error).__name__}: {error}")

@@ -7,18 +7,13 @@ import base64
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment as Templates
 from jinja2 import FileSystemLoader
-
-from mobula.cluster.files import write_atomically
-from mobula.cluster.metrics.step_records import strict
-from mobula.cluster.records.media import MediaHandle
-from mobula.cluster.records.trajectory import Prompt, Reward, Trajectory
 
 from mobula.deploy.run import runtime  # isort: skip  (first: sets what ray reads)
 import numpy as np
@@ -27,8 +22,11 @@ from rich.table import Table
 
 from mobula.actors.datasets.prompts import InDriver, fixed_prompts
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import write_atomically
+from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.records.actions import TokenActions
-from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.media import MediaHandle, MediaReader
+from mobula.cluster.records.trajectory import Prompt, Reward, Trajectory
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.object_store import fetch
@@ -41,110 +39,6 @@ from mobula.deploy.wiring.rollouts import sampling_settings
 
 JSON_FILE, PAGE_FILE, IMAGES = "transcripts.json", "transcripts.html", "images"
 TEMPLATE = "transcripts.html.j2"
-
-
-@dataclass(frozen=True)
-class TranscriptTurn:
-    """One turn: what the policy wrote, what followed, and what was paid for it."""
-
-    action: str
-    observation: str
-    images: tuple[str, ...]  # of the observation; their names
-    rewards: Mapping[str, float]
-    status: str  # of its tool calls
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """One episode, or one answer of a task without an environment. `reward` is None where it could not be scored."""
-
-    prompt_id: str
-    sample_id: str
-    seed: int
-    prompt: str
-    images: tuple[str, ...]
-    references: tuple[str, ...]
-    turns: tuple[TranscriptTurn, ...]
-    finish_reason: str
-    failure: str
-    num_tokens: int
-    reward: float | None
-    components: Mapping[str, float]
-    reasons: Mapping[str, str]
-    seconds: float
-
-
-class TranscriptWriter:
-    """Collects transcripts. `thumbnails` has the images (PNG) of prompts and observations by their keys."""
-
-    def __init__(self, thumbnails: Mapping[str, bytes]) -> None:
-        self._thumbnails = thumbnails
-        self._transcripts: list[Transcript] = []
-        self._images: dict[str, bytes] = {}  # by the names of their files
-
-    def add(
-        self,
-        prompt: Prompt,
-        trajectory: Trajectory,
-        reward: Reward | None,
-        *,
-        seed: int,
-        seconds: float,
-    ) -> None:
-        response = trajectory.response
-        self._transcripts.append(
-            Transcript(
-                prompt_id=prompt.prompt_id,
-                sample_id=prompt.sample_id,
-                seed=seed,
-                prompt=prompt.text,
-                images=self._named(prompt.media),
-                references=tuple(reference for reference in prompt.references if reference),
-                turns=self._turns(trajectory),
-                finish_reason=trajectory.finish_reason.value,
-                failure=response.failure,
-                num_tokens=response.num_tokens,
-                reward=None if reward is None else reward.value,
-                components={} if reward is None else dict(reward.components),
-                reasons={} if reward is None else dict(reward.reasons),
-                seconds=round(seconds, 3),
-            )
-        )
-
-    def write(self, folder: Path, summary: Mapping[str, Any]) -> None:
-        """Write `transcripts.json`, `transcripts.html` and the folder `images`."""
-        (folder / IMAGES).mkdir(parents=True, exist_ok=True)
-        for name, content in self._images.items():
-            (folder / IMAGES / name).write_bytes(content)
-        episodes = [asdict(transcript) for transcript in self._transcripts]
-        document = strict({"summary": dict(summary), "episodes": episodes})
-        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-        write_atomically(folder / JSON_FILE, text + "\n")
-        write_atomically(folder / PAGE_FILE, self._page(summary))
-
-    def _turns(self, trajectory: Trajectory) -> tuple[TranscriptTurn, ...]:
-        response = trajectory.response
-        if not response.turns:
-            return (TranscriptTurn(response.text, "", (), {}, "none"),)
-        return tuple(
-            TranscriptTurn(turn.action, turn.observation, self._named(media), dict(turn.rewards), turn.status)
-            for turn, media in zip(response.turns, trajectory.turn_media, strict=True)
-        )
-
-    def _named(self, handles: Sequence[MediaHandle]) -> tuple[str, ...]:
-        names = []
-        for handle in handles:
-            name = f"{handle.key[:32]}.png"
-            self._images[name] = self._thumbnails[handle.key]
-            names.append(name)
-        return tuple(names)
-
-    def _page(self, summary: Mapping[str, Any]) -> str:
-        inlined = {name: base64.b64encode(content).decode("ascii") for name, content in self._images.items()}
-        templates = Templates(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-        return templates.get_template(TEMPLATE).render(summary=summary, transcripts=self._transcripts, images=inlined)
-
-
 MEDIA_IN_MEMORY = 256
 
 
@@ -172,6 +66,58 @@ class Rolled:
     seconds: float
 
 
+def transcript(episode: Rolled) -> dict[str, Any]:
+    """One episode, or one answer of a task without an environment, as in `transcripts.json`."""
+    prompt, trajectory, reward = episode.prompt, episode.trajectory, episode.reward
+    response = trajectory.response
+    turns: list[dict[str, Any]] = [
+        {
+            "action": turn.action,
+            "observation": turn.observation,
+            "images": [_image_name(handle) for handle in media],
+            "rewards": dict(turn.rewards),
+            "status": turn.status,  # of its tool calls
+        }
+        for turn, media in zip(response.turns, trajectory.turn_media, strict=True)
+    ]
+    return {
+        "prompt_id": prompt.prompt_id,
+        "sample_id": prompt.sample_id,
+        "seed": episode.seed,
+        "prompt": prompt.text,
+        "images": [_image_name(handle) for handle in prompt.media],
+        "references": [reference for reference in prompt.references if reference],
+        "turns": turns or [{"action": response.text, "observation": "", "images": [], "rewards": {}, "status": "none"}],
+        "finish_reason": trajectory.finish_reason.value,
+        "failure": response.failure,
+        "num_tokens": response.num_tokens,
+        "reward": None if reward is None else reward.value,
+        "components": {} if reward is None else dict(reward.components),
+        "reasons": {} if reward is None else dict(reward.reasons),
+        "seconds": round(episode.seconds, 3),
+    }
+
+
+def _image_name(handle: MediaHandle) -> str:
+    return f"{handle.key[:32]}.png"
+
+
+def write_transcripts(
+    folder: Path, rolled: Sequence[Rolled], images: Mapping[str, bytes], summary: Mapping[str, Any]
+) -> None:
+    """Writes `transcripts.json`, `transcripts.html` and the directory `images` of PNG files by name."""
+    (folder / IMAGES).mkdir(parents=True, exist_ok=True)
+    for name, content in images.items():
+        (folder / IMAGES / name).write_bytes(content)
+    transcripts = [transcript(episode) for episode in rolled]
+    document = strict({"summary": dict(summary), "episodes": transcripts})
+    write_atomically(folder / JSON_FILE, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    inlined = {name: base64.b64encode(content).decode("ascii") for name, content in images.items()}
+    templates = Templates(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    page = templates.get_template(TEMPLATE).render(summary=summary, transcripts=transcripts, images=inlined)
+    write_atomically(folder / PAGE_FILE, page)
+
+
 def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: Console) -> int:
     """Run the episodes, print a table, and write transcripts to `folder`; returns the exit code.
 
@@ -182,13 +128,10 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
         raise PreflightError("mobula rollout writes down texts: use sampler=huggingface or vllm, or mobula evaluate")
     started = time.perf_counter()
     rolled, images = runtime.with_engines(config, partial(_episodes, options))
-    writer = TranscriptWriter(images)
-    for episode in rolled:
-        writer.add(episode.prompt, episode.trajectory, episode.reward, seed=episode.seed, seconds=episode.seconds)
     summary = summarise(config, options, rolled, time.perf_counter() - started)
     with file_access(config):
         folder.mkdir(parents=True, exist_ok=True)
-        writer.write(folder, summary)
+        write_transcripts(folder, rolled, images, summary)
     console.print(_table(rolled))
     for label, value in summary.items():
         console.print(f"{label}: {value}", markup=False, highlight=False)
@@ -219,7 +162,7 @@ def summarise(config: RunConfig, options: RolloutOptions, rolled: Sequence[Rolle
 async def _episodes(
     options: RolloutOptions, prepared: Prepared, inference: Inference
 ) -> tuple[list[Rolled], dict[str, bytes]]:
-    """The episodes, and the images that they show by their keys."""
+    """Returns the episodes, and the images (PNG) that they show by the names of their files."""
     config = prepared.config
     split = config.evaluation.split
     prompts = fixed_prompts(prepared.usable(split), InDriver(prepared.processor), options.num_episodes)
@@ -232,7 +175,7 @@ async def _episodes(
         [trajectory] = whole.trajectories
         handles = [*prompt.media, *(trajectory.actions.media if isinstance(trajectory.actions, TokenActions) else ())]
         media = reader.read(handles)
-        images.update({handle.key: medium.thumbnail for handle, medium in zip(handles, media, strict=True)})
+        images.update({_image_name(handle): medium.thumbnail for handle, medium in zip(handles, media, strict=True)})
         return trajectory
 
     async def one(number: int) -> Rolled:

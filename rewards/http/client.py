@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence, Sized
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
 from mobula.cluster.errors import RewardError
-from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, failure_kind
+from mobula.rewards.contract import Outcome, RewardRequest, failure, score_prepared
 from mobula.rewards.http.poster import JsonPoster, RefusedError
 from mobula.rewards.http.wire import (
     ColumnRow,
     Connection,
-    LightrftReplyOfAnybody,
     QueryForm,
     ScoreReply,
     encode_sample,
     join_rows,
     join_samples,
+    read_lightrft_reply,
 )
 from mobula.rewards.isolation.process import Tools
 
@@ -28,53 +28,26 @@ FRAME_BYTES = 128  # overhead of a body beside its samples
 MAY_BE_ONE_SAMPLE = (413, 422)  # refusals that a single sample may cause
 
 
-class Dialect(Protocol):
-    """Encodes requests and decodes replies."""
+@dataclass(frozen=True)
+class Dialect:
+    """A protocol: encodes one request, whose length is its size in a body, joins a body, and decodes a reply, which may
+    have the wrong number of outcomes.
+    """
 
-    def encode(self, request: RewardRequest) -> Sized:
-        """Encodes one request; its length is its size in a body."""
-        ...
-
-    def body(self, samples: Sequence[Any]) -> bytes: ...
-
-    def outcomes(self, reply: bytes) -> Sequence[float | Outcome]:
-        """Decodes a reply, which may have the wrong number of outcomes."""
-        ...
+    encode: Callable[[RewardRequest], Sized]
+    body: Callable[[Sequence[Any]], bytes]
+    outcomes: Callable[[bytes], Sequence[float | Outcome]]
 
 
-class MobulaDialect:
-    """Samples in, outcomes out; see `rewards/http/wire.py`."""
-
-    def encode(self, request: RewardRequest) -> bytes:
-        return encode_sample(request)
-
-    def body(self, samples: Sequence[bytes]) -> bytes:
-        return join_samples(samples)
-
-    def outcomes(self, reply: bytes) -> list[Outcome]:
-        return [outcome.outcome() for outcome in ScoreReply.model_validate_json(reply).outcomes]
-
-
-class LightrftDialect:
+def _lightrft(queries_are: QueryForm) -> Dialect:
     """LightRFT's protocol: columns in, numbers out. Queries hold prompt and response, or the response alone."""
-
-    def __init__(self, queries_are: QueryForm) -> None:
-        self._queries_are = queries_are
-
-    def encode(self, request: RewardRequest) -> ColumnRow:
-        return ColumnRow(request, self._queries_are)
-
-    def body(self, samples: Sequence[ColumnRow]) -> bytes:
-        return join_rows(samples)
-
-    def outcomes(self, reply: bytes) -> list[float | ScoringFailure]:
-        return LightrftReplyOfAnybody.model_validate_json(reply).outcomes()
+    return Dialect(lambda request: ColumnRow(request, queries_are), join_rows, read_lightrft_reply)
 
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {
-    "mobula": MobulaDialect,
-    "lightrft": partial(LightrftDialect, "full"),
-    "lightrft_responses": partial(LightrftDialect, "response"),
+DIALECTS: dict[str, Dialect] = {
+    "mobula": Dialect(encode_sample, join_samples, lambda reply: ScoreReply.model_validate_json(reply).read()),
+    "lightrft": _lightrft("full"),
+    "lightrft_responses": _lightrft("response"),
 }
 
 
@@ -92,24 +65,14 @@ class HttpReward:
             raise ValueError(f"options.dialect={dialect!r} is unknown: use {', '.join(DIALECTS)}")
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise ValueError(f"options.batch_size={batch_size!r} is no number of samples: give 1 or more")
-        self._dialect = DIALECTS[dialect]()
+        self._dialect = DIALECTS[dialect]
         self._batch_size = batch_size
         self._connection = Connection.of("http", connection)
         self._poster = JsonPoster(self._connection)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
         """Returns one outcome per request, within `total_timeout_s`."""
-        outcomes: dict[int, float | Outcome] = {}
-        samples: dict[int, Sized] = {}
-        for index, request in enumerate(requests):
-            try:
-                samples[index] = self._encode(request)
-            except RewardError as error:
-                outcomes[index] = ScoringFailure(failure_kind(error), str(error))
-        if samples:
-            answers = self._poster.run(lambda: self._post_all(list(samples.values())))
-            outcomes.update(zip(samples, answers, strict=True))
-        return [outcomes[index] for index in range(len(requests))]
+        return score_prepared(requests, self._encode, lambda samples: self._poster.run(lambda: self._post_all(samples)))
 
     def _encode(self, request: RewardRequest) -> Sized:
         sample, limit = self._dialect.encode(request), self._connection.max_request_bytes
@@ -138,15 +101,13 @@ class HttpReward:
     async def _post(self, batch: Sequence[Sized], deadline: float) -> Sequence[float | Outcome]:
         try:
             return self._read(await self._poster.post(self._dialect.body(batch), deadline), len(batch))
-        except RefusedError as error:
-            if error.status in MAY_BE_ONE_SAMPLE and len(batch) > 1:
-                middle = len(batch) // 2
-                halves = (self._post(half, deadline) for half in (batch[:middle], batch[middle:]))
-                return [outcome for half in await asyncio.gather(*halves) for outcome in half]
-            failure = ScoringFailure(FailureKind.FAILED, str(error))
         except RewardError as error:
-            failure = ScoringFailure(failure_kind(error), str(error))
-        return [failure] * len(batch)
+            is_refused = isinstance(error, RefusedError) and error.status in MAY_BE_ONE_SAMPLE
+            if not is_refused or len(batch) == 1:
+                return [failure(error)] * len(batch)
+        middle = len(batch) // 2
+        halves = await asyncio.gather(*(self._post(half, deadline) for half in (batch[:middle], batch[middle:])))
+        return [outcome for half in halves for outcome in half]
 
     def _read(self, reply: bytes, num_samples: int) -> Sequence[float | Outcome]:
         urls = ", ".join(self._connection.urls)

@@ -192,7 +192,11 @@ class JsonPoster:
                 async with self._slots:
                     return await self._try(body, deadline)
         except TimeoutError as error:
-            raise self._too_late() from error
+            urls = ", ".join(self._connection.urls)
+            raise TimedOutError(
+                f"waited {self._connection.total_timeout_s:g} s (total_timeout_s) for {urls}: raise it, "
+                "or start more servers"
+            ) from error
 
     async def _enter(self, work: Callable[[], Awaitable[T]]) -> T:
         if self._session is None:
@@ -220,16 +224,13 @@ class JsonPoster:
             else:
                 self._endpoints.succeeded(endpoint)
                 return reply
-            self._note(endpoint, last.retry_after_s)
+            if last.retry_after_s is None:
+                self._endpoints.failed(endpoint)
+            else:
+                self._endpoints.rested(endpoint, last.retry_after_s)
             if attempt + 1 < self._connection.max_attempts:
                 await self._pause(attempt, last, deadline)
         raise last.error
-
-    def _note(self, endpoint: Endpoint, retry_after_s: float | None) -> None:
-        if retry_after_s is None:
-            self._endpoints.failed(endpoint)
-        else:
-            self._endpoints.rested(endpoint, retry_after_s)
 
     async def _pause(self, attempt: int, last: _AgainError, deadline: float) -> None:
         pause_s = random.uniform(0, min(self._connection.max_backoff_s, self._connection.backoff_s * 2**attempt))
@@ -266,13 +267,6 @@ class JsonPoster:
                 raise RewardError(f"{response.url} replied with more than max_reply_bytes={limit}: raise it")
             chunks.append(chunk)
         return b"".join(chunks)
-
-    def _too_late(self) -> TimedOutError:
-        connection = self._connection
-        return TimedOutError(
-            f"waited {connection.total_timeout_s:g} s (total_timeout_s) for {', '.join(connection.urls)}: raise it, "
-            "or start more servers"
-        )
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:

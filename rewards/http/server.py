@@ -242,20 +242,16 @@ def _add_watching(app: FastAPI, service: RewardServer) -> None:
 
 async def _answered(service: RewardServer, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
     with service.metrics.seconds.time():
-        return await _reply(service, body, queries)
-
-
-async def _reply(service: RewardServer, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
-    try:
-        if isinstance(body, ScoreBody):
-            outcomes = await service.score([sample.request() for sample in body.samples])
-            reply = ScoreReply(outcomes=[OutcomeMessage.of(outcome) for outcome in outcomes])
-            return Response(reply.model_dump_json(), media_type="application/json")
-        return _numbers(await service.score(body.requests(queries)))
-    except BusyError as error:
-        return JSONResponse({"detail": f"busy: {error}"}, 503, {"Retry-After": RETRY_AFTER_S})
-    except RewardError as error:
-        return JSONResponse({"detail": str(error)}, 422)
+        try:
+            if isinstance(body, ScoreBody):
+                outcomes = await service.score([sample.request() for sample in body.samples])
+                reply = ScoreReply(outcomes=[OutcomeMessage.of(outcome) for outcome in outcomes])
+                return Response(reply.model_dump_json(), media_type="application/json")
+            return _numbers(await service.score(body.requests(queries)))
+        except BusyError as error:
+            return JSONResponse({"detail": f"busy: {error}"}, 503, {"Retry-After": RETRY_AFTER_S})
+        except RewardError as error:
+            return JSONResponse({"detail": str(error)}, 422)
 
 
 async def _name_the_field(_: Request, error: RequestValidationError) -> Response:

@@ -121,6 +121,9 @@ class ScoreReply(WireModel):
 
     outcomes: list[OutcomeMessage]
 
+    def read(self) -> list[Outcome]:
+        return [message.outcome() for message in self.outcomes]
+
 
 def encode_sample(request: RewardRequest) -> bytes:
     """Encodes one request as JSON."""
@@ -196,13 +199,18 @@ class LightrftReply(WireModel):
     rewards: list[FiniteFloat]
 
 
-class LightrftReplyOfAnybody(BaseModel):
-    """A reply of any server: further fields are ignored, and each reward is checked separately."""
-
+class _AnyLightrftReply(BaseModel):
     rewards: list[Any]
 
-    def outcomes(self) -> list[float | ScoringFailure]:
-        return [_outcome(reward) for reward in self.rewards]
+
+def read_lightrft_reply(reply: bytes) -> list[float | Outcome]:
+    """Reads a reply of any server: further fields are ignored, and each reward is checked separately."""
+    return [
+        ScoringFailure(FailureKind.FAILED, f"the service replied with {reward!r} for a reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float)
+        else reward  # the contract refuses non-finite numbers
+        for reward in _AnyLightrftReply.model_validate_json(reply).rewards
+    ]
 
 
 class ColumnRow:
@@ -228,12 +236,6 @@ def join_rows(rows: Sequence[ColumnRow]) -> bytes:
     """Joins rows to one request body."""
     columns = (b'"%b":[%b]' % (name.encode(), b",".join(row.columns[name] for row in rows)) for name in rows[0].columns)
     return b"{" + b",".join(columns) + b"}"
-
-
-def _outcome(reward: Any) -> float | ScoringFailure:
-    if isinstance(reward, bool) or not isinstance(reward, int | float):
-        return ScoringFailure(FailureKind.FAILED, f"the service replied with {reward!r} for a reward")
-    return reward  # the contract refuses non-finite numbers
 
 
 def _images(images: str | list[str] | None, row: int) -> tuple[bytes, ...]:
@@ -279,8 +281,9 @@ class Connection(Section):
             if option not in cls.model_fields:
                 hint = did_you_mean(option, cls.model_fields)
                 raise ValueError(f"{name} has no option {option!r}{hint}: it has {', '.join(cls.model_fields)}")
+        urls = options.get("urls")
         try:
-            connection = cls.model_validate({**options, "urls": _as_list(options.get("urls"))})
+            connection = cls.model_validate({**options, "urls": [urls] if isinstance(urls, str) else urls})
         except ValidationError as error:
             raise ValueError("; ".join(_sentence(dict(detail)) for detail in error.errors())) from error
         connection.headers()
@@ -310,11 +313,6 @@ class Connection(Section):
         if not token:
             raise ValueError(f"options.token_env={self.token_env!r} is not set in the environment: set it or use null")
         return {"Authorization": f"Bearer {token}"}
-
-
-def _as_list(urls: Any) -> Any:
-    """Converts a single URL to a list; otherwise it would be read as a sequence of characters."""
-    return [urls] if isinstance(urls, str) else urls
 
 
 def _sentence(detail: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from mobula.cluster.errors import DeadlineError, RewardError, WorkerDiedError
 from mobula.cluster.runtime.child.process import ChildProcess
 from mobula.cluster.runtime.concurrency import DaemonThread
-from mobula.rewards.contract import Outcome, ScoringFailure, TimedOutError, failure_kind
+from mobula.rewards.contract import Outcome, TimedOutError, failure
 from mobula.rewards.isolation import child
 
 T = TypeVar("T")
@@ -213,11 +213,6 @@ def call_each(
     """Returns `score` of each call's result, or its `ScoringFailure`, in order; a pool runs the calls concurrently."""
     results = isolated.call_many(target, calls, **kwargs)
     return [failure(result) if isinstance(result, RewardError) else score(result) for result in results]
-
-
-def failure(error: RewardError) -> ScoringFailure:
-    """Converts a `RewardError` to an outcome."""
-    return ScoringFailure(failure_kind(error), str(error))
 
 
 class IsolatedPool:

@@ -13,7 +13,15 @@ from PIL import Image
 from transformers import PretrainedConfig, PreTrainedModel
 
 from mobula.cluster.errors import RewardError
-from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
+from mobula.rewards.contract import (
+    FailureKind,
+    Outcome,
+    RewardRequest,
+    ScoringFailure,
+    TimedOutError,
+    failure,
+    score_prepared,
+)
 from mobula.rewards.images import decode_image, without_markers
 from mobula.rewards.isolation.process import InTime, Tools
 
@@ -34,18 +42,16 @@ def score_in_batches(
     A batch that raises, for example out of memory, or times out, fails alone. Batches have requests of similar `size`
     to minimise padding, the largest first, so that a lack of memory shows at once.
     """
-    outcomes: dict[int, Outcome | float] = {}
-    encoded: dict[int, T] = {}
-    for index, request in enumerate(requests):
-        try:
-            encoded[index] = encode(request)
-        except RewardError as error:
-            outcomes[index] = ScoringFailure(failure_kind(error), str(error))
-    order = sorted(encoded, key=lambda index: size(encoded[index]), reverse=True)
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        outcomes.update(zip(batch, _scored(score, [encoded[index] for index in batch], in_time), strict=True))
-    return [outcomes[index] for index in range(len(requests))]
+
+    def scored(encoded: Sequence[T]) -> list[Outcome | float]:
+        order = sorted(range(len(encoded)), key=lambda index: size(encoded[index]), reverse=True)
+        outcomes: dict[int, Outcome | float] = {}
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            outcomes.update(zip(batch, _scored(score, [encoded[index] for index in batch], in_time), strict=True))
+        return [outcomes[index] for index in range(len(encoded))]
+
+    return score_prepared(requests, encode, scored)
 
 
 def _scored(
@@ -58,7 +64,7 @@ def _scored(
     try:
         return in_time.call(compute, f"a batch of {len(batch)}", len(batch))
     except TimedOutError as error:
-        return (ScoringFailure(FailureKind.TIMED_OUT, str(error)),) * len(batch)
+        return (failure(error),) * len(batch)
     except Exception as error:  # any error of a model fails its batch only
         reason = f"a batch of {len(batch)} raised {type(error).__name__}: {error}"
         return (ScoringFailure(FailureKind.FAILED, reason),) * len(batch)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from mobula.cluster.errors import RewardError
-from mobula.rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, failure_kind
+from mobula.rewards.contract import Outcome, RewardRequest, Score, failure
 from mobula.rewards.functions.parsing.extraction import WAYS, Extractor, extractor
 from mobula.rewards.http.poster import JsonPoster
 from mobula.rewards.http.wire import Connection
@@ -218,7 +218,7 @@ class Judge:
                 raise RewardError(f"the request has {len(body)} bytes, max_request_bytes is {limit}: raise it")
             return self._read(await self._poster.post(body, deadline))
         except RewardError as error:
-            return ScoringFailure(failure_kind(error), str(error))
+            return failure(error)
 
     def _read(self, reply: bytes) -> Score:
         """Reads the score in a reply."""

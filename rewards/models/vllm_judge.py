@@ -20,7 +20,7 @@ from mobula.cluster.errors import EngineLostError, RewardError
 from mobula.cluster.failures import Failure
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.user_code import did_you_mean
-from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
+from mobula.rewards.contract import Outcome, RewardRequest, TimedOutError, failure, score_prepared
 from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.loading import positive_int
 from mobula.rewards.models.server_judge import Grading, checked_extra
@@ -242,18 +242,9 @@ class VllmJudge:
         self._params = sampling_params({**self._engine.sampling_defaults, **fields})
         self._in_time = tools.in_time
 
-    def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
         """Returns one outcome per request. A request that cannot be sent or answered does not affect the others."""
-        outcomes: dict[int, Outcome] = {}
-        asked: dict[int, list[dict[str, Any]]] = {}
-        for index, request in enumerate(requests):
-            try:
-                asked[index] = self._grading.messages(request)
-            except RewardError as error:
-                outcomes[index] = ScoringFailure(failure_kind(error), str(error))
-        if asked:
-            outcomes.update(zip(asked, self._scored(list(asked.values())), strict=True))
-        return [outcomes[index] for index in range(len(requests))]
+        return score_prepared(requests, self._grading.messages, self._scored)
 
     def _scored(self, conversations: Sequence[list[dict[str, Any]]]) -> list[Outcome]:
         num = len(conversations)
@@ -264,13 +255,13 @@ class VllmJudge:
                 num,
             )
         except TimedOutError as error:
-            return [ScoringFailure(FailureKind.TIMED_OUT, str(error))] * num
+            return [failure(error)] * num
         return [self._outcome(reply) for reply in replies]
 
     def _outcome(self, reply: Reply | RewardError) -> Outcome:
+        if isinstance(reply, RewardError):
+            return failure(reply)
         try:
-            if isinstance(reply, RewardError):
-                raise reply
             return self._grading.score(reply.text, is_cut=reply.is_cut)
         except RewardError as error:
-            return ScoringFailure(failure_kind(error), str(error))
+            return failure(error)

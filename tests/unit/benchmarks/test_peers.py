@@ -1,14 +1,18 @@
 """Benchmarks beside other trainers: sides take turns, ratios go round by round, results survive their file."""
 
+from __future__ import annotations
+
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import peers
+from benchmarks.harness.apart import apart
 from benchmarks.peers.__main__ import left
 from benchmarks.peers.rounds import MIB, Round, Side, counted, ratios, run_once, take_turns
 from benchmarks.peers.skewed import write_questions
@@ -119,3 +123,18 @@ def test_results_are_read_as_they_were_written_and_have_a_row_a_side(tmp_path: P
         "| `digits` | ours | 64.00 | 512 | 100 | 40 (1 of 1 runs) | 2.00 (2.00 to 2.00) | 1.5 | yes |",
         "| `digits` | theirs | 32.00 | 256 | 50 |  |  |  |  |",
     ]
+
+
+def meet(own: Path, other: Path) -> Callable[[int], int]:
+    """Builds a worker once the other process builds one too, as members of a process group do."""
+    own.touch()
+    while not other.exists():
+        time.sleep(0.01)
+    return abs
+
+
+@pytest.mark.timeout(120)
+def test_workers_that_wait_for_each_other_are_built(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    with apart(meet, one, two, env={}) as first, apart(meet, two, one, env={}) as second:
+        assert (first.ask(-3), second.ask(-4), first.ask(5)) == (3, 4, 5)

@@ -27,7 +27,7 @@ from mobula.cluster.rollout.response_files import ResponseFiles
 from mobula.configs.load import dump_config, load_config
 from mobula.deploy.cli import app
 from mobula.deploy.data import score as scoring
-from mobula.rewards.offline import run
+from mobula.rewards.offline import scorer
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "pyarrow", "jinja2")
 RECIPE = """
@@ -295,8 +295,8 @@ def test_a_recipe_sees_the_images_of_records_and_what_hangs_is_counted(tmp_path:
 
 
 def test_a_slow_function_is_not_late_while_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LEAST_ROWS", 4)
-    monkeypatch.setattr(run, "MOST_ROWS", 4)
+    monkeypatch.setattr(scorer, "LEAST_ROWS", 4)
+    monkeypatch.setattr(scorer, "MOST_ROWS", 4)
     (tmp_path / "plugin.py").write_text("import time\n\ndef score(request):\n    time.sleep(0.2)\n    return 1.0\n")
     recipe = IMAGES_RECIPE.replace("FILE", f'"{tmp_path}/plugin.py:score"').replace("processes: 2", "processes: 1")
     (tmp_path / "recipe.yaml").write_text(recipe)

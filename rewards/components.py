@@ -117,7 +117,6 @@ class RecipeBook:
         self._recipes = {label: _ready(rewards, recipe) for label, recipe in rewards.active_recipes.items()}
 
     def label(self, metadata: Mapping[str, Any]) -> str:
-        """Returns the label in a row's metadata."""
         return self._rewards.label_of(metadata)
 
     def find(self, label: str) -> BuiltRecipe | None:
@@ -130,7 +129,6 @@ class RecipeBook:
         return {n: o for n, o in outcomes.items() if n in judges and isinstance(o, ScoringFailure)}
 
     def reward(self, label: str, outcomes: Mapping[str, Outcome]) -> Reward:
-        """Returns the reward of a response."""
         recipe = self.find(label)
         if recipe is None:
             known = ", ".join(self._recipes)
@@ -238,7 +236,6 @@ class RewardScoring:
 
     @property
     def num_retried(self) -> int:
-        """Number of retried responses so far."""
         return sum(component.num_retried for component in self.components)
 
     def outcomes(

@@ -59,7 +59,6 @@ def data_url(content: bytes, what: str) -> str:
 
 
 def _open(content: bytes, what: str) -> Image.Image:
-    """Reads the header without decoding pixels."""
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
     except Exception as error:  # a damaged header raises errors of nearly any type

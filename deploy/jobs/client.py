@@ -21,8 +21,6 @@ LOST = 1
 
 @dataclass(frozen=True)
 class JobSummary:
-    """One job as it is listed."""
-
     submission_id: str
     status: str
     run: str  # the run's name, empty for a job that mobula did not submit

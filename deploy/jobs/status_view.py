@@ -36,7 +36,6 @@ def follow(
     sleep: Callable[[float], None],
     now: Callable[[], float],
 ) -> str:
-    """Redraws the table with each status."""
     with Live(console=console, auto_refresh=False, transient=False) as live:
         try:
             for status in statuses:

@@ -40,8 +40,6 @@ MEDIA_IN_MEMORY = 64
 
 @dataclass(frozen=True)
 class PolicyAnswer:
-    """The policy's answer to a prompt."""
-
     prompt: Prompt
     sampled: SampledSequence
     text: str
@@ -68,7 +66,6 @@ class LocalPolicy:
         self._num_asked = 0
 
     async def start(self) -> None:
-        """Load the engine."""
         await self._sampler.start()
 
     async def close(self) -> None:
@@ -89,7 +86,6 @@ class LocalPolicy:
         return self.chat.prepare(row, name)
 
     async def sample(self, prompt: Prompt, settings: SamplingSettings) -> PolicyAnswer:
-        """One answer to a prompt."""
         self._num_asked += 1
         media = self._media.read(prompt.media)
         with self._sampler.coming():
@@ -100,7 +96,6 @@ class LocalPolicy:
         return PolicyAnswer(prompt, sampled, self.chat.decode(sampled.actions.token_ids))
 
     async def answer(self, messages: Sequence[Message], settings: SamplingSettings) -> PolicyAnswer:
-        """One answer to a conversation."""
         return await self.sample(self.prompt(messages, f"conversation-{self._num_asked}"), settings)
 
 
@@ -254,7 +249,6 @@ class Conversations:
             self._log.append(self._step, scored)
 
     def _write_images(self, groups: Sequence[ScoredGroup]) -> None:
-        """Writes each image file once."""
         assert self._images is not None, "groups are written"
         self._images.mkdir(parents=True, exist_ok=True)
         for scored in groups:

@@ -76,7 +76,6 @@ class Game:
         return episode
 
     async def act(self, text: str) -> PlayedEpisode:
-        """Take a turn with this text."""
         episode, session = self.episode, self._session
         if episode is None or session is None or episode.outcome:
             raise ValueError("no episode goes on: begin one")
@@ -97,7 +96,6 @@ class Game:
         return episode
 
     async def let_policy_act(self) -> PlayedEpisode:
-        """Take a turn with the policy's message."""
         if self._player is None or self.episode is None:
             raise ValueError("no policy plays: give --policy FOLDER")
         return await self.act(await self._player(self.episode.messages))
@@ -205,7 +203,6 @@ def play_config(name: str, overrides: Sequence[str], policy: str | None) -> RunC
 
 
 def start(config: RunConfig, *, seed: int, plays_itself: bool, has_policy: bool, console: Console) -> None:
-    """Plays until the person ends it."""
     if plays_itself and not has_policy:
         raise PreflightError("--watch lets a policy play, and there is none: give --policy FOLDER")
     policy = LocalPolicy(config) if has_policy else None

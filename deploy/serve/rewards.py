@@ -25,8 +25,6 @@ START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's o
 
 @dataclass(frozen=True)
 class ServeRewardsOptions:
-    """The options of `serve-rewards`."""
-
     address: Address
     threads: int
     max_waiting: int

@@ -192,7 +192,6 @@ async def _episodes(
 
 
 def settings_of(config: RunConfig, options: RolloutOptions, seed: int) -> SamplingSettings:
-    """Returns the sampling settings of one episode."""
     sampler = config.sampler
     return replace(
         sampling_settings(config),

@@ -144,8 +144,6 @@ class MultipleChoice:
 
 
 class _Choices:
-    """Reads the chosen letter out of a text."""
-
     def __init__(self, letters: str) -> None:
         either = f"[{letters}{letters.lower()}]"
         alone = rf"[\s\"'`*$(\[{{]*(?:(?i:option|choice) )?[\"'`*$(\[{{]*({either})[\s\"'`*$)\]}}.:,;]*"

@@ -82,7 +82,6 @@ def iou(a: BoundingBox, b: BoundingBox) -> float:
 
 
 def rescaled(box: BoundingBox, across: float, down: float) -> BoundingBox:
-    """Multiplies the horizontal and vertical coordinates of a box."""
     return BoundingBox(box.left * across, box.top * down, box.right * across, box.bottom * down)
 
 

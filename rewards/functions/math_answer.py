@@ -30,7 +30,6 @@ Region = tuple[str, frozenset[Any], Callable[[Any], bool]]  # name of the unknow
 
 
 def equals(answer: str, reference: str) -> bool:
-    """Whether an answer equals a reference."""
     ours, theirs = readings(answer), readings(reference)
     if len(ours) > 1 and len(theirs) > 1:  # both write numbers in the same way
         ours, theirs = ours[:1], theirs[:1]

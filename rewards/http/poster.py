@@ -105,7 +105,6 @@ class Endpoints:
         return endpoint
 
     def is_any_free(self) -> bool:
-        """Whether an endpoint is not set aside."""
         return bool(self._free())
 
     def succeeded(self, endpoint: Endpoint) -> None:

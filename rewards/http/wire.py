@@ -108,7 +108,6 @@ class OutcomeMessage(WireModel):
         return cls(status=_STATUSES.get(outcome.kind, "failed"), reason=outcome.reason)
 
     def outcome(self) -> Outcome:
-        """Converts the message to an outcome of the contract."""
         if self.status != "ok":
             return ScoringFailure(FailureKind(self.status), self.reason)
         if self.value is None:
@@ -126,7 +125,6 @@ class ScoreReply(WireModel):
 
 
 def encode_sample(request: RewardRequest) -> bytes:
-    """Encodes one request as JSON."""
     response = request.response
     sample = {
         "response": response.text,
@@ -145,7 +143,6 @@ def encode_sample(request: RewardRequest) -> bytes:
 
 
 def join_samples(samples: Sequence[bytes]) -> bytes:
-    """Joins encoded samples to one request body."""
     return b'{"samples":[' + b",".join(samples) + b"]}"
 
 
@@ -233,7 +230,6 @@ class ColumnRow:
 
 
 def join_rows(rows: Sequence[ColumnRow]) -> bytes:
-    """Joins rows to one request body."""
     columns = (b'"%b":[%b]' % (name.encode(), b",".join(row.columns[name] for row in rows)) for name in rows[0].columns)
     return b"{" + b",".join(columns) + b"}"
 
@@ -306,7 +302,6 @@ class Connection(Section):
         return self
 
     def headers(self) -> dict[str, str]:
-        """Returns the authorization header."""
         if self.token_env is None:
             return {}
         token = os.environ.get(self.token_env, "")

@@ -91,8 +91,6 @@ class Isolated(Protocol):
 
 @dataclass(frozen=True)
 class _Import:
-    """An import in progress."""
-
     target: str
     until: float  # deadline (`time.monotonic`)
 

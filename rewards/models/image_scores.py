@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ class ClipEmbedder:
         embeddings = self.model.get_image_features(pixel_values=pixels.to(self._device, self.model.dtype)).pooler_output
         return torch.nn.functional.normalize(embeddings.float(), dim=-1)
 
+    def embed_batch(self, batch: Sequence[_Images]) -> Sequence[torch.Tensor]:
+        """Embeds the images of each request, [images, D] each."""
+        embeddings = self.embed_images([image for one in batch for image in one.images])
+        return embeddings.split([len(one.images) for one in batch])
+
     def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
         """Embeds texts, truncated to `max_tokens`."""
         tokens = self._processor.tokenizer(
@@ -67,13 +73,41 @@ class ClipEmbedder:
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _Images:
+    """Images of one request, with the text that they are compared with."""
+
     images: tuple[Image.Image, ...]
-    text: str
-    note: str
+    text: str = ""
+    note: str = ""
 
 
-class ClipScore:
+class _ImageScorer(ABC):
+    """Scores every `frame_stride`-th image of the prompt or of the response in batches of `batch_size` requests."""
+
+    def __init__(self, tools: Tools, images: str, batch_size: int, frame_stride: int) -> None:
+        self._in_time = tools.in_time
+        self._images = one_of("images", images, IMAGES_FROM)
+        self._batch_size = positive_int("batch_size", batch_size)
+        self._frame_stride = positive_int("frame_stride", frame_stride)
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
+        return score_in_batches(
+            requests,
+            encode=self._encode,
+            size=lambda encoded: len(encoded.images),
+            score=self._score,
+            batch_size=self._batch_size,
+            in_time=self._in_time,
+        )
+
+    def _encode(self, request: RewardRequest) -> _Images:
+        return _Images(decoded_images(request, self._images, self._frame_stride))
+
+    @abstractmethod
+    def _score(self, batch: Sequence[_Images]) -> list[Outcome]: ...
+
+
+class ClipScore(_ImageScorer):
     """scale * cos(image, text), averaged over the images of a request.
 
     `model` is a CLIP checkpoint; `processor` another checkpoint with tokenizer and image processor, or null. `text` is
@@ -101,41 +135,26 @@ class ClipScore:
             raise ValueError(f"options.scale={scale!r} is no number above 0: use 100, 2.5 or 1")
         if not isinstance(clamp, bool):
             raise ValueError(f"options.clamp={clamp!r} is neither true nor false")
-        self._in_time = tools.in_time
+        super().__init__(tools, images, batch_size, frame_stride)
         self._scale = float(scale)
         self._clamp = clamp
         self._text = one_of("text", text, TEXTS_FROM)
-        self._images = one_of("images", images, IMAGES_FROM)
         self._questions = QuestionFinder(question_pattern)
-        self._batch_size = positive_int("batch_size", batch_size)
-        self._frame_stride = positive_int("frame_stride", frame_stride)
         self._clip = ClipEmbedder(model, processor, tools)
 
-    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
-        """Returns one outcome per request."""
-        return score_in_batches(
-            requests,
-            encode=self._encode,
-            size=lambda pair: len(pair.images),
-            score=self._score,
-            batch_size=self._batch_size,
-            in_time=self._in_time,
-        )
-
-    def _encode(self, request: RewardRequest) -> _Pair:
+    def _encode(self, request: RewardRequest) -> _Images:
         text = request.response.text if self._text == "response" else self._questions.find(request)
         num_tokens, limit = self._clip.num_tokens(text), self._clip.max_tokens
         note = f"the text was cut from {num_tokens} to {limit} tokens" if num_tokens > limit else ""
-        return _Pair(decoded_images(request, self._images, self._frame_stride), text, note)
+        return replace(super()._encode(request), text=text, note=note)
 
-    def _score(self, pairs: Sequence[_Pair]) -> list[Outcome]:
-        texts = self._clip.embed_texts([pair.text for pair in pairs])  # [B, D]
-        images = self._clip.embed_images([image for pair in pairs for image in pair.images])  # [images, D]
+    def _score(self, batch: Sequence[_Images]) -> list[Outcome]:
+        texts = self._clip.embed_texts([one.text for one in batch])  # [B, D]
         outcomes: list[Outcome] = []
-        for pair, text, own in zip(pairs, texts, images.split([len(pair.images) for pair in pairs]), strict=True):
+        for one, text, own in zip(batch, texts, self._clip.embed_batch(batch), strict=True):
             values = self._scale * (own @ text)
             values = values.clamp(min=0) if self._clamp else values
-            outcomes.append(Score(float(values.mean()), pair.note))
+            outcomes.append(Score(float(values.mean()), one.note))
         return outcomes
 
 
@@ -195,7 +214,7 @@ class AestheticHead(nn.Module):
         return self.layers(embeddings).squeeze(-1)
 
 
-class Aesthetic:
+class Aesthetic(_ImageScorer):
     """The rating of the head, averaged over the images of a request.
 
     `model` is the CLIP checkpoint (ViT-L/14, whose projection has 768 dimensions), `processor` another checkpoint with
@@ -215,10 +234,7 @@ class Aesthetic:
         batch_size: int,
         frame_stride: int = 1,
     ) -> None:
-        self._in_time = tools.in_time
-        self._images = one_of("images", images, IMAGES_FROM)
-        self._batch_size = positive_int("batch_size", batch_size)
-        self._frame_stride = positive_int("frame_stride", frame_stride)
+        super().__init__(tools, images, batch_size, frame_stride)
         self._head = load_head(existing_file("head", head)).to(tools.device)
         self._clip = ClipEmbedder(model, processor, tools)
         width = self._clip.model.config.projection_dim
@@ -227,23 +243,10 @@ class Aesthetic:
                 f"options.model={model!r} projects to {width} dimensions, the head takes {WIDTHS[0]}: use CLIP ViT-L/14"
             )
 
-    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
-        """Returns one outcome per request."""
-        return score_in_batches(
-            requests,
-            encode=self._encode,
-            size=len,
-            score=self._score,
-            batch_size=self._batch_size,
-            in_time=self._in_time,
-        )
-
-    def _encode(self, request: RewardRequest) -> tuple[Image.Image, ...]:
-        return decoded_images(request, self._images, self._frame_stride)
-
-    def _score(self, batch: Sequence[tuple[Image.Image, ...]]) -> list[Outcome]:
-        ratings = self._head(self._clip.embed_images([image for images in batch for image in images]))
-        return [Score(float(own.mean())) for own in ratings.split([len(images) for images in batch])]
+    def _score(self, batch: Sequence[_Images]) -> list[Outcome]:
+        embedded = self._clip.embed_batch(batch)
+        ratings = self._head(torch.cat(list(embedded))).split([len(own) for own in embedded])
+        return [Score(float(own.mean())) for own in ratings]
 
 
 def load_head(file: Path) -> AestheticHead:

@@ -122,7 +122,6 @@ def _refuse_quantised(name: str) -> None:
 
 
 def load_processor(processor_class: Any, name: str) -> Any:
-    """Loads a tokenizer or processor."""
     try:
         return processor_class.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -130,7 +129,6 @@ def load_processor(processor_class: Any, name: str) -> Any:
 
 
 def torch_dtype(tools: Tools) -> torch.dtype:
-    """Converts `tools.dtype` to a torch dtype."""
     dtype = getattr(torch, tools.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={tools.dtype!r} is none of torch's: use float32, bfloat16 or float16")
@@ -138,21 +136,18 @@ def torch_dtype(tools: Tools) -> torch.dtype:
 
 
 def positive_int(name: str, value: Any) -> int:
-    """Checks an option that is a positive integer, and returns it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"options.{name}={value!r} is no number above 0")
     return value
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """Checks an option with the values `known`, and returns it."""
     if value not in known:
         raise ValueError(f"options.{name}={value!r} is unknown: use {', '.join(known)}")
     return str(value)
 
 
 def existing_file(name: str, value: Any) -> Path:
-    """Checks an option that is the path of a file, and returns the path."""
     if not isinstance(value, str) or not Path(value).is_file():
         raise ValueError(f"options.{name}={value!r} is no file: name one")
     return Path(value)
@@ -178,7 +173,6 @@ class QuestionFinder:
             raise ValueError(f"options.question_pattern={pattern!r} has no group (?P<question>...): add it")
 
     def find(self, request: RewardRequest) -> str:
-        """Returns the question."""
         if self._pattern is None:
             return without_markers(request.prompt_text).strip()
         match = self._pattern.search(request.prompt_text)

@@ -36,7 +36,6 @@ from mobula.rewards.models.loading import (
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """Reads the configuration of a checkpoint."""
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -245,7 +244,6 @@ class RewardModel:
         self._device = torch.device(tools.device)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
-        """Returns one outcome per request."""
         return score_in_batches(
             requests,
             encode=self._reader.read,

@@ -107,7 +107,6 @@ class Grading:
 
 
 def checked_extra(extra: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """Returns `options.extra`."""
     clash = sorted(set(extra) & set(own))
     if clash:
         raise ValueError(f"options.extra has {', '.join(clash)}, which the judge sets itself: use its own options")
@@ -221,7 +220,6 @@ class Judge:
             return failure(error)
 
     def _read(self, reply: bytes) -> Score:
-        """Reads the score in a reply."""
         try:
             choice = _ChatReply.model_validate_json(reply).choices[0]
         except ValidationError as error:

@@ -48,7 +48,6 @@ class ChatEngine:
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], tools: Tools) -> None:
-        """Loads the model."""
         self.options = dict(options)
         arguments = _arguments(model, self.options, tools)
         self._thread = DaemonThread("vllm-engine")
@@ -127,7 +126,6 @@ def reason_of(error: Exception) -> str:
 
 
 def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
-    """Returns the arguments of `vllm.LLM`."""
     own = sorted(set(options) & set(OWN_KEYS))
     if own:
         raise ValueError(

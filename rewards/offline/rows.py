@@ -105,7 +105,6 @@ class ImageFiles:
         self._read = lru_cache(maxsize=MAX_CACHED)(self._read_file)
 
     def read(self, named: Sequence[Named]) -> tuple[bytes, ...]:
-        """Returns the contents of the files, in order."""
         for name in named:
             if isinstance(name, VideoFileName):
                 raise RewardError(

@@ -280,7 +280,6 @@ _scorer: list[RecordScorer] = []  # at most one, the scorer of this process
 
 
 def start(options: ScoringOptions) -> None:
-    """Builds the scorer of this process."""
     try:
         with ThreadPoolExecutor(1) as thread:  # a forked child hangs in OpenMP that its parent's main thread used
             _scorer.append(thread.submit(RecordScorer, options).result())

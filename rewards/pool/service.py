@@ -38,8 +38,6 @@ class ServiceSettings:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A question in the queue or at a worker."""
-
     question: Question
     result: asyncio.Future[GroupOutcomes]
     lost: list[str] = field(default_factory=list)  # reasons of lost workers or replies
@@ -91,7 +89,6 @@ class RewardService:
 
     @property
     def workers(self) -> tuple[Any, ...]:
-        """The handles of the serving workers."""
         return self._work.handles
 
     async def score(self, question: Question) -> GroupOutcomes:

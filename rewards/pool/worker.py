@@ -188,7 +188,6 @@ class RewardWorker:
         return True
 
     def close(self) -> None:
-        """Ends the isolated processes."""
         self._isolated.close()
 
     def _images(self, prompt: Prompt) -> tuple[bytes, ...]:

@@ -62,7 +62,6 @@ class Expression:
         self.is_computed = False
 
     def whole(self) -> Any:
-        """Returns the value of all tokens."""
         if len(chosen := split(self._tokens, ("\\choose",))) == 2:
             return _binomial(*map(self._read, chosen))
         result = self._sum()
@@ -309,7 +308,6 @@ def sample(name: str, point: int) -> Fraction:
 
 
 def rows(found: Sequence[Token]) -> list[list[list[Token]]]:
-    """Splits the tokens of a matrix into rows of cells."""
     return [split(row, ("&",)) for row in split(found, ("\\\\",)) if row]
 
 

@@ -123,5 +123,4 @@ def _base(symbol: str) -> list[tuple[str, int]]:
 
 
 def singular(word: str) -> str:
-    """Removes the plural s of an English word."""
     return word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word

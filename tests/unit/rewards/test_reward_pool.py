@@ -656,7 +656,7 @@ async def test_what_could_not_be_brought_to_a_worker_is_scored_with_its_group(
     assert bench.pool.scored_ahead == {"used": 0, "unused": 1}
 
 
-async def test_gates_see_what_was_scored_ahead_and_each_service_is_asked_once() -> None:
+async def test_gates_see_what_was_scored_ahead_and_each_service_is_asked_once(functions: None) -> None:
     gate = Gate(component="length", needs="is_long", at_least=1.0)
     recipe = Recipe(components=("is_long", "length"), weights={}, gates=(gate,), normalise=False)
     config = rewards_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +40,12 @@ MEDIA_IN_MEMORY = 64
 
 @dataclass(frozen=True)
 class PolicyAnswer:
+    """`is_continued`: the prompt is the exact tokens of an earlier call, and what followed."""
+
     prompt: Prompt
     sampled: SampledSequence
     text: str
+    is_continued: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -107,19 +110,6 @@ class UnknownSessionError(MobulaError):
     """No session of this name is open."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One answer and the prompt tokens of its call."""
-
-    text: str
-    prompt_ids: list[int]
-    token_ids: list[int]
-    tokens: list[str]
-    logprobs: list[float]
-    is_cut: bool  # by the limit of tokens
-    is_continued: bool  # the prompt is the exact tokens of an earlier call, and what followed
-
-
 @dataclass
 class _Branch:
     """A conversation up to an answer. `is_leaf` until a later call continues it."""
@@ -170,7 +160,7 @@ class Conversations:
 
     async def complete(
         self, session: str | None, messages: Sequence[Message], settings: SamplingSettings
-    ) -> Completion:
+    ) -> PolicyAnswer:
         """Answer the last message; without a session nothing is kept."""
         held = self._session(session) if session is not None else None
         branch = self._continued(held, messages) if held is not None else None
@@ -184,15 +174,7 @@ class Conversations:
         branch.episode.note_step(begin, Action(answer.text), Step((), 0.0, False, False, {}))
         if held is not None:
             held.branches[_digest([*messages, Message(ASSISTANT, answer.text)])] = branch
-        return Completion(
-            text=answer.text,
-            prompt_ids=prompt.expanded_ids.tolist(),
-            token_ids=answer.token_ids,
-            tokens=[self._policy.chat.decode([token]) for token in answer.token_ids],
-            logprobs=answer.sampled.logprobs.tolist(),
-            is_cut=answer.sampled.finish_reason is FinishReason.LENGTH,
-            is_continued=is_continued,
-        )
+        return replace(answer, is_continued=is_continued)
 
     def finish(self, session: str, reward: Reward | None) -> int:
         """End a session; the number of trajectories that came of it. Without a reward there are none."""
@@ -269,17 +251,9 @@ def _start_of(prompt: Prompt) -> str:
 
 
 def _copied(episode: Episode) -> Episode:
-    """Copies an episode, so that several calls can continue it."""
-    return replace(
-        episode,
-        token_ids=[*episode.token_ids],
-        logprobs=[*episode.logprobs],
-        mask=[*episode.mask],
-        weight_spans=[*episode.weight_spans],
-        media=[*episode.media],
-        media_spans=[*episode.media_spans],
-        turns=[*episode.turns],
-    )
+    """Copies an episode with its lists, so that several calls can continue it."""
+    values = {part.name: getattr(episode, part.name) for part in fields(episode)}
+    return replace(episode, **{name: [*value] for name, value in values.items() if isinstance(value, list)})
 
 
 def _trajectory(name: str, branch: _Branch, reward: Reward) -> Trajectory:

@@ -18,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from mobula.actors.environments.base import EpisodeError
 from mobula.actors.environments.wire import answer_of, events_of, message_of
 from mobula.cluster.errors import SkippedSample
-from mobula.cluster.records.trajectory import Reward
+from mobula.cluster.records.trajectory import FinishReason, Reward
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.serving import Address, RequestGate, run_server
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.host.run_folder import file_access
-from mobula.deploy.serve.conversations import Completion, Conversations, LocalPolicy, UnknownSessionError
+from mobula.deploy.serve.conversations import Conversations, LocalPolicy, PolicyAnswer, UnknownSessionError
 from mobula.deploy.wiring.rollouts import sampling_settings
 
 MAX_REQUEST_BYTES = 64 << 20
@@ -116,12 +116,12 @@ def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
             messages = [message_of(message.role, message.content) for message in body.messages]
             name = session or body.user
             settings = settings_of(policy.config, body, is_kept=name is not None)
-            completion = await conversations.complete(name, messages, settings)
+            answer = await conversations.complete(name, messages, settings)
         except UnknownSessionError as error:
             return _error(404, str(error), "unknown_session")
         except (SkippedSample, EpisodeError, ValueError) as error:
             return _error(400, str(error), "invalid_request_error")
-        reply = _reply(model, completion)
+        reply = _reply(policy, answer)
         if body.stream:
             return StreamingResponse(events_of(reply), media_type="text/event-stream")
         return JSONResponse(reply)
@@ -179,22 +179,24 @@ def settings_of(config: RunConfig, body: ChatBody, *, is_kept: bool) -> Sampling
     return replace(settings, keeps_sets=is_kept and is_cut)
 
 
-def _reply(model: str, completion: Completion) -> dict[str, Any]:
+def _reply(policy: LocalPolicy, answer: PolicyAnswer) -> dict[str, Any]:
     """OpenAI's form; `prompt_token_ids` and `token_ids` are ours, named as vLLM names them."""
-    pairs = zip(completion.tokens, completion.logprobs, strict=True)
+    prompt_ids, token_ids = answer.prompt.expanded_ids.tolist(), answer.token_ids
+    tokens = [policy.chat.decode([token]) for token in token_ids]
     content = [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in pairs
+        for token, logprob in zip(tokens, answer.sampled.logprobs.tolist(), strict=True)
     ]
-    num_prompt, num_new = len(completion.prompt_ids), len(completion.token_ids)
-    answer = answer_of(model, completion.text, is_cut=completion.is_cut)
-    [choice] = answer["choices"]
-    choice |= {"logprobs": {"content": content}, "token_ids": completion.token_ids}
+    is_cut = answer.sampled.finish_reason is FinishReason.LENGTH
+    reply = answer_of(policy.config.policy.model, answer.text, is_cut=is_cut)
+    [choice] = reply["choices"]
+    choice |= {"logprobs": {"content": content}, "token_ids": token_ids}
+    num_tokens = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(token_ids)}
     return {
-        **answer,
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
-        "prompt_token_ids": completion.prompt_ids,
-        "is_continued": completion.is_continued,
+        **reply,
+        "usage": {**num_tokens, "total_tokens": len(prompt_ids) + len(token_ids)},
+        "prompt_token_ids": prompt_ids,
+        "is_continued": answer.is_continued,
     }
 
 

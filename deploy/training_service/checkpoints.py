@@ -51,7 +51,8 @@ class CheckpointStore:
 
     async def load(self) -> None:
         """Reads the records."""
-        self._records = {record.path: record for record in await self._database.checkpoints()}
+        records = await self._database.all(CheckpointRecord)
+        self._records = {record.path: record for record in sorted(records, key=lambda record: record.created_s)}
 
     def any(self, path: str) -> CheckpointRecord | None:
         """Returns the checkpoint, of whatever tenant."""
@@ -156,7 +157,7 @@ class CheckpointStore:
 
     async def put(self, record: CheckpointRecord) -> None:
         """Adds or changes a record."""
-        await self._database.add_checkpoint(record)
+        await self._database.put(record)
         self._records[record.path] = record
 
     async def copy(self, source: CheckpointRecord, model_id: str, tenant: str, ttl_s: int | None) -> CheckpointRecord:
@@ -179,7 +180,7 @@ class CheckpointStore:
 
     async def remove(self, record: CheckpointRecord) -> None:
         """Removes the record, then the files."""
-        await self._database.remove_checkpoint(record.path)
+        await self._database.remove(CheckpointRecord, [record.path])
         self._records.pop(record.path, None)
         await asyncio.to_thread(shutil.rmtree, record.folder, ignore_errors=True)
 

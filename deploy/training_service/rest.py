@@ -18,7 +18,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 
 from mobula.deploy.training_service.checkpoints import EXTERNAL, SAMPLER, SCHEME, TRAINING, expiry
 from mobula.deploy.training_service.service import TrainingService
-from mobula.deploy.training_service.store import CheckpointRecord, ModelRecord, Session
+from mobula.deploy.training_service.store import CheckpointRecord, CopyRecord, ModelRecord, Session
 from mobula.deploy.training_service.tenants import RefusedRequestError
 from mobula.deploy.training_service.wire.training import TtlBody, WeightsBody, parsed
 
@@ -126,11 +126,12 @@ def _add_checkpoints(app: FastAPI, service: TrainingService) -> None:
     async def copy_weights(request: Request) -> Response:
         message, tenant = parsed(tk.CopyWeightsRequest, await request.body()), tenant_of(request)
         key = f"{tenant}/{request.headers.get('x-idempotency-key', secrets.token_hex(16))}"
-        path = await service.database.copy(key)
-        if path is None:
+        copy = await service.database.find(CopyRecord, key)
+        if copy is None:
             path = await service.add_copy(message.source_path, tenant, message.session_id, message.ttl_seconds)
-            await service.database.add_copy(key, path)
-        return JSONResponse({"tinker_path": path})
+            copy = CopyRecord(key, path)
+            await service.database.add(copy)
+        return JSONResponse({"tinker_path": copy.path})
 
 
 def _add_files(app: FastAPI, service: TrainingService) -> None:

@@ -77,8 +77,8 @@ class Samplers:
 
     async def load(self) -> None:
         """Reads the sessions and starts the requests that were not finished."""
-        self._samplers = {sampler.sampler_id: sampler for sampler in await self._database.samplers()}
-        for record in await self._database.samples():
+        self._samplers = {sampler.sampler_id: sampler for sampler in await self._database.all(SamplingSession)}
+        for record in await self._database.all(PendingSample):
             if record.sampler_id in self._samplers:
                 self._start(record, self._samplers[record.sampler_id])
 
@@ -90,7 +90,7 @@ class Samplers:
     async def put(self, sampler: SamplingSession) -> None:
         """Adds a session; one with the same id stays."""
         if sampler.sampler_id not in self._samplers:
-            await self._database.put_sampler(sampler)
+            await self._database.put(sampler)
             self._samplers[sampler.sampler_id] = sampler
 
     def get(self, sampler_id: str, tenant: str) -> SamplingSession:
@@ -132,7 +132,7 @@ class Samplers:
         sampler = self.get(sampler_id, tenant)
         joined = replace(sampler, num_clones=sampler.num_clones + 1)
         self._samplers[sampler_id] = joined
-        await self._database.put_sampler(joined)
+        await self._database.put(joined)
         return joined.num_clones
 
     async def submit(self, body: bytes, tenant: str) -> tuple[str, list[str]]:
@@ -157,7 +157,7 @@ class Samplers:
             raise RefusedRequestError(429, f"{num_open} sequences are open, {self._limits.max_samples} are allowed")
         record = PendingSample(request_id, sampler.sampler_id, body)
         self._start(record, sampler, request)
-        await self._database.add_sample(record)
+        await self._database.add(record)
         return request_id, ids
 
     async def retrieved(self, request_ids: Sequence[str]) -> None:
@@ -165,7 +165,7 @@ class Samplers:
         if request_ids:
             for request_id in request_ids:
                 self._futures.forget(request_id)
-            await self._database.remove_samples(request_ids)
+            await self._database.remove(PendingSample, request_ids)
 
     async def completions(
         self, sampler_id: str, clone: int, cursor: int, timeout_s: float

@@ -91,9 +91,9 @@ class TrainingService:
     async def start(self) -> None:
         """Reads the records and continues with the requests that were not finished."""
         await self.checkpoints.load()
-        self._sessions = {session.session_id: session for session in await self.database.sessions()}
+        self._sessions = {session.session_id: session for session in await self.database.all(Session)}
         self._seen = dict.fromkeys(self._sessions, time.monotonic())
-        for record in await self.database.models():
+        for record in await self.database.all(ModelRecord):
             self._models[record.model_id] = record
             if record.is_trainable:
                 self._queues[record.model_id] = await self._stored_queue(record)
@@ -122,7 +122,7 @@ class TrainingService:
             user_metadata=request.user_metadata,
             display_name=request.display_name,
         )
-        await self.database.add_session(session)
+        await self.database.add(session)
         self._sessions[session.session_id] = session
         self._seen[session.session_id] = time.monotonic()
         return session.session_id
@@ -226,7 +226,7 @@ class TrainingService:
         session = self.session(session_id, tenant)
         model_id = f"{session.session_id}:copy:{secrets.token_hex(4)}"
         record = ModelRecord(model_id, tenant, session.session_id, source.spec, time.time(), is_trainable=False)
-        await self.database.add_model(record, None)
+        await self.database.add(record)
         self._models[model_id] = record
         return (await self.checkpoints.copy(source, model_id, tenant, ttl_s)).path
 
@@ -249,14 +249,14 @@ class TrainingService:
         if seq_id < queue.next_seq:
             return request.request_id  # sent again
         if seq_id in queue.requests:
-            await self.database.add_request(queue.requests[seq_id])  # on disk, whether the first one is answered or not
+            await self.database.add(queue.requests[seq_id])  # on disk, whether the first one is answered or not
             return request.request_id
         if len(queue.requests) >= self.limits.max_queued and seq_id > queue.first_missing:
             raise RefusedRequestError(429, f"{len(queue.requests)} requests of {model_id} are open: wait for results")
         self.futures.open(request.request_id)
         queue.requests[seq_id] = request
         self._last_request[model_id] = time.time()
-        await self.database.add_request(request)
+        await self.database.add(request)
         self._scheduler.wake()
         return request.request_id
 
@@ -312,7 +312,7 @@ class TrainingService:
         queue = ModelQueue(record, 0)
         queue.requests[0] = first
         self.futures.open(first.request_id)
-        await self.database.add_model(record, first)
+        await self.database.add(record, first)
         self._queues[model_id] = queue
         self._scheduler.wake()
         return first.request_id

@@ -1,4 +1,4 @@
-"""Durable rows of the training service."""
+"""Durable records of the training service: a table for each kind of record, in one SQLite file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from mobula.cluster.training_service.interfaces import AdapterSpec
 
@@ -140,36 +143,30 @@ class PendingSample:
     body: bytes
 
 
-# Database: the durable records of the service in one SQLite file.
-#
-# Every method is one transaction, on disk when the method returns (write-ahead log, synchronous=FULL), except `finish`:
-# outcomes survive the end of the process, and after a power failure the newest are computed again. The methods run in
-# one
-# thread of their own.
+@dataclass(frozen=True)
+class CopyRecord:
+    """The answer to a request to copy weights, for a client that sends it again."""
 
+    idempotency_key: str
+    path: str
+
+
+Record = Session | ModelRecord | CheckpointRecord | SamplingSession | PendingSample | CopyRecord
+R = TypeVar("R", Session, ModelRecord, CheckpointRecord, SamplingSession, PendingSample, CopyRecord)
 T = TypeVar("T")
 
-
 FORMAT = 2
-
-
-TABLES = """
-CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY, tenant TEXT, created_s REAL, user_metadata TEXT,
-    display_name TEXT);
-CREATE TABLE IF NOT EXISTS models (model_id TEXT PRIMARY KEY, tenant TEXT, session_id TEXT, spec TEXT, created_s REAL,
-    user_metadata TEXT, snapshot_seq INTEGER, snapshot TEXT, is_trainable INTEGER);
-CREATE TABLE IF NOT EXISTS requests (model_id TEXT, seq_id INTEGER, kind TEXT, body BLOB, status TEXT, result BLOB,
-    is_proto INTEGER, error TEXT, category TEXT, finished_s REAL, PRIMARY KEY (model_id, seq_id));
-CREATE TABLE IF NOT EXISTS checkpoints (path TEXT PRIMARY KEY, model_id TEXT, tenant TEXT, kind TEXT, name TEXT,
-    folder TEXT, spec TEXT, created_s REAL, num_bytes INTEGER, user_metadata TEXT, expires_s REAL, is_public INTEGER,
-    is_ephemeral INTEGER);
-CREATE TABLE IF NOT EXISTS samplers (sampler_id TEXT PRIMARY KEY, tenant TEXT, session_id TEXT, path TEXT,
-    inflight_model TEXT, num_clones INTEGER);
-CREATE TABLE IF NOT EXISTS samples (request_id TEXT PRIMARY KEY, sampler_id TEXT, body BLOB);
-CREATE TABLE IF NOT EXISTS copies (idempotency_key TEXT PRIMARY KEY, path TEXT);
-"""
-
-
+TABLES: Mapping[type[Any], str] = {  # the first field of a record is the key of its table
+    Session: "sessions",
+    ModelRecord: "models",
+    CheckpointRecord: "checkpoints",
+    SamplingSession: "samplers",
+    PendingSample: "samples",
+    CopyRecord: "copies",
+}
+JSON_COLUMNS = ("spec", "user_metadata")
+REQUESTS = """CREATE TABLE IF NOT EXISTS requests (model_id TEXT, seq_id INTEGER, kind TEXT, body BLOB, status TEXT,
+    result BLOB, is_proto INTEGER, error TEXT, category TEXT, finished_s REAL, PRIMARY KEY (model_id, seq_id))"""
 CLEARS = (Kind.STEP, Kind.LOAD, Kind.CREATE_FROM)  # requests after which the gradient is 0
 
 
@@ -184,7 +181,12 @@ class Position:
 
 
 class Database:
-    """Sessions, models, requests, checkpoints and samplers."""
+    """Records by kind, and the requests of models.
+
+    Every method is one transaction, on disk when the method returns (write-ahead log, synchronous=FULL), except
+    `finish`: outcomes survive the end of the process, and after a power failure the newest are computed again. The
+    methods run in one thread of their own.
+    """
 
     def __init__(self, file: Path) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training-service-store")
@@ -194,55 +196,42 @@ class Database:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
 
-    async def add_session(self, session: Session) -> None:
-        await self._insert("sessions", {**asdict(session), "user_metadata": _text(session.user_metadata)})
+    async def add(self, *records: Record | RequestRecord) -> None:
+        """Adds records; one whose key exists stays as it is."""
+        await self._insert("IGNORE", records)
 
-    async def sessions(self) -> list[Session]:
-        rows = await self._rows("SELECT * FROM sessions")
-        return [Session(**{**row, "user_metadata": _value(row["user_metadata"])}) for row in rows]
+    async def put(self, record: Record) -> None:
+        """Adds a record, in place of one with the same key."""
+        await self._insert("REPLACE", [record])
 
-    async def add_model(self, model: ModelRecord, first: RequestRecord | None) -> None:
-        """Adds a model and its first request; does nothing if the model exists."""
+    async def all(self, kind: type[R]) -> list[R]:
+        """Returns all records of a kind."""
+        return [_record(kind, row) for row in await self._rows(f"SELECT * FROM {TABLES[kind]}")]
 
-        def write(db: sqlite3.Connection) -> None:
-            _insert(db, "models", _model_row(model))
-            if first is not None:
-                _insert(db, "requests", _request_row(first))
+    async def find(self, kind: type[R], key: str) -> R | None:
+        rows = await self._rows(f"SELECT * FROM {TABLES[kind]} WHERE {_key(kind)}=?", key)
+        return _record(kind, rows[0]) if rows else None
 
-        await self._run(write)
-
-    async def models(self) -> list[ModelRecord]:
-        rows = await self._rows("SELECT * FROM models")
-        return [_model(row) for row in rows]
-
-    async def add_request(self, request: RequestRecord) -> None:
-        """Adds a request; does nothing if the model has one of this number."""
-        await self._insert("requests", _request_row(request))
+    async def remove(self, kind: type[Record], keys: Sequence[str]) -> None:
+        query = f"DELETE FROM {TABLES[kind]} WHERE {_key(kind)}=?"
+        await self._run(lambda db: db.executemany(query, [(key,) for key in keys]))
 
     async def finish(self, requests: Sequence[tuple[RequestRecord, RequestOutcome]]) -> None:
         """Writes the outcomes of requests."""
         now = time.time()
-
-        def write(db: sqlite3.Connection) -> None:
-            db.executemany(
-                "UPDATE requests SET status=?, result=?, is_proto=?, error=?, category=?, finished_s=?"
-                " WHERE model_id=? AND seq_id=?",
-                [
-                    (
-                        Status.FAILED if outcome.is_failed else Status.DONE,
-                        outcome.body,
-                        outcome.is_proto,
-                        outcome.error,
-                        outcome.category,
-                        now,
-                        request.model_id,
-                        request.seq_id,
-                    )
-                    for request, outcome in requests
-                ],
+        values = [
+            (
+                Status.FAILED if outcome.is_failed else Status.DONE,
+                *(outcome.body, outcome.is_proto, outcome.error, outcome.category, now),
+                *(request.model_id, request.seq_id),
             )
-
-        await self._run(write, is_flushed=False)
+            for request, outcome in requests
+        ]
+        query = (
+            "UPDATE requests SET status=?, result=?, is_proto=?, error=?, category=?, finished_s=?"
+            " WHERE model_id=? AND seq_id=?"
+        )
+        await self._run(lambda db: db.executemany(query, values), is_flushed=False)
 
     async def request(self, model_id: str, seq_id: int) -> RequestRecord | None:
         rows = await self._rows("SELECT * FROM requests WHERE model_id=? AND seq_id=?", model_id, seq_id)
@@ -253,7 +242,7 @@ class Database:
         rows = await self._rows(
             "SELECT seq_id, kind, status FROM requests WHERE model_id=? AND status!=?", model_id, Status.QUEUED
         )
-        done = [row["seq_id"] for row in rows if row["kind"] in CLEARS and _is_done(row)]
+        done = [row["seq_id"] for row in rows if row["kind"] in CLEARS and row["status"] == Status.DONE]
         steps = [row["seq_id"] for row in rows if row["kind"] == Kind.STEP]  # also those that failed with the gradient
         last_clear = max([*done, *steps], default=0)
         failed = [
@@ -283,14 +272,9 @@ class Database:
 
     async def discard_gradient(self, model_id: str, after: int, before: int) -> None:
         """Marks the requests in (after, before) so that a restored model does not repeat their gradients."""
-
-        def write(db: sqlite3.Connection) -> None:
-            db.execute(
-                "UPDATE requests SET status=? WHERE model_id=? AND seq_id>? AND seq_id<? AND status=? AND kind=?",
-                (Status.VOID, model_id, after, before, Status.DONE, Kind.FORWARD_BACKWARD),
-            )
-
-        await self._run(write)
+        query = "UPDATE requests SET status=? WHERE model_id=? AND seq_id>? AND seq_id<? AND status=? AND kind=?"
+        values = (Status.VOID, model_id, after, before, Status.DONE, Kind.FORWARD_BACKWARD)
+        await self._run(lambda db: db.execute(query, values))
 
     async def set_snapshot(
         self, model: ModelRecord, seq_id: int, folder: str, keep_results: int, keep_results_s: float
@@ -312,46 +296,14 @@ class Database:
         await self._run(write)
         return replace(model, snapshot_seq=seq_id, snapshot=folder)
 
-    async def add_checkpoint(self, checkpoint: CheckpointRecord) -> None:
-        """Adds a checkpoint, in place of one with the same path."""
-        row = {
-            **asdict(checkpoint),
-            "spec": _text(asdict(checkpoint.spec)),
-            "user_metadata": _text(checkpoint.user_metadata),
-        }
-        await self._run(lambda db: _insert(db, "checkpoints", row, "REPLACE"))
+    async def _insert(self, conflict: str, records: Sequence[Record | RequestRecord]) -> None:
+        def write(db: sqlite3.Connection) -> None:
+            for record in records:
+                table, row = TABLES.get(type(record), "requests"), _row(record)
+                marks = ", ".join("?" * len(row))
+                db.execute(f"INSERT OR {conflict} INTO {table} ({', '.join(row)}) VALUES ({marks})", [*row.values()])
 
-    async def checkpoints(self) -> list[CheckpointRecord]:
-        return [_checkpoint(row) for row in await self._rows("SELECT * FROM checkpoints ORDER BY created_s")]
-
-    async def remove_checkpoint(self, path: str) -> None:
-        await self._run(lambda db: db.execute("DELETE FROM checkpoints WHERE path=?", (path,)))
-
-    async def add_copy(self, idempotency_key: str, path: str) -> None:
-        await self._insert("copies", {"idempotency_key": idempotency_key, "path": path})
-
-    async def copy(self, idempotency_key: str) -> str | None:
-        rows = await self._rows("SELECT path FROM copies WHERE idempotency_key=?", idempotency_key)
-        return str(rows[0]["path"]) if rows else None
-
-    async def put_sampler(self, sampler: SamplingSession) -> None:
-        await self._run(lambda db: _insert(db, "samplers", asdict(sampler), "REPLACE"))
-
-    async def samplers(self) -> list[SamplingSession]:
-        return [SamplingSession(**row) for row in await self._rows("SELECT * FROM samplers")]
-
-    async def add_sample(self, sample: PendingSample) -> None:
-        await self._insert("samples", asdict(sample))
-
-    async def remove_samples(self, request_ids: Sequence[str]) -> None:
-        keys = [(request_id,) for request_id in request_ids]
-        await self._run(lambda db: db.executemany("DELETE FROM samples WHERE request_id=?", keys))
-
-    async def samples(self) -> list[PendingSample]:
-        return [PendingSample(**row) for row in await self._rows("SELECT * FROM samples")]
-
-    async def _insert(self, table: str, row: dict[str, Any]) -> None:
-        await self._run(lambda db: _insert(db, table, row))
+        await self._run(write)
 
     async def _rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         return await self._run(lambda db: [dict(row) for row in db.execute(query, values)])
@@ -379,52 +331,33 @@ def _opened(file: Path) -> sqlite3.Connection:
     [version] = db.execute("PRAGMA user_version").fetchone()
     if version not in (0, FORMAT):
         raise ValueError(f"{file} has format {version}, this version reads {FORMAT}: use another folder")
-    db.executescript(TABLES)
+    for kind, table in TABLES.items():
+        others = "".join(f", {field.name}" for field in fields(kind)[1:])
+        db.execute(f"CREATE TABLE IF NOT EXISTS {table} ({_key(kind)} PRIMARY KEY{others})")
+    db.execute(REQUESTS)
     db.execute(f"PRAGMA user_version={FORMAT}")
     db.commit()
     return db
 
 
-def _insert(db: sqlite3.Connection, table: str, row: dict[str, Any], conflict: str = "IGNORE") -> None:
-    names, marks = ", ".join(row), ", ".join("?" * len(row))
-    db.execute(f"INSERT OR {conflict} INTO {table} ({names}) VALUES ({marks})", tuple(row.values()))
+def _key(kind: type[Record]) -> str:
+    return fields(kind)[0].name
 
 
-def _is_done(row: dict[str, Any]) -> bool:
-    return bool(row["status"] == Status.DONE)
+def _row(record: Record | RequestRecord) -> dict[str, Any]:
+    row = asdict(record)
+    row.pop("outcome", None)  # of a request; `finish` writes it
+    return row | {name: json.dumps(row[name]) for name in JSON_COLUMNS if row.get(name) is not None}
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else json.dumps(value)
+def _record(kind: type[R], row: Mapping[str, Any]) -> R:
+    texts = {name: json.loads(row[name]) for name in JSON_COLUMNS if row.get(name) is not None}
+    return _adapter(kind).validate_python({**row, **texts})
 
 
-def _value(text: str | None) -> Any:
-    return None if text is None else json.loads(text)
-
-
-def _model_row(model: ModelRecord) -> dict[str, Any]:
-    return {**asdict(model), "spec": _text(asdict(model.spec)), "user_metadata": _text(model.user_metadata)}
-
-
-def _model(row: dict[str, Any]) -> ModelRecord:
-    return ModelRecord(
-        **{
-            **row,
-            "spec": AdapterSpec(**_value(row["spec"])),
-            "user_metadata": _value(row["user_metadata"]),
-            "is_trainable": bool(row["is_trainable"]),
-        }
-    )
-
-
-def _request_row(request: RequestRecord) -> dict[str, Any]:
-    return {
-        "model_id": request.model_id,
-        "seq_id": request.seq_id,
-        "kind": request.kind,
-        "body": request.body,
-        "status": request.status,
-    }
+@cache
+def _adapter(kind: type[R]) -> TypeAdapter[R]:
+    return TypeAdapter(kind)
 
 
 def _request(row: dict[str, Any]) -> RequestRecord:
@@ -433,15 +366,3 @@ def _request(row: dict[str, Any]) -> RequestRecord:
     if status is not Status.QUEUED and (row["category"] or row["result"] is not None):
         outcome = RequestOutcome(row["result"] or b"", bool(row["is_proto"]), row["error"], row["category"])
     return RequestRecord(row["model_id"], row["seq_id"], Kind(row["kind"]), row["body"], status, outcome)
-
-
-def _checkpoint(row: dict[str, Any]) -> CheckpointRecord:
-    return CheckpointRecord(
-        **{
-            **row,
-            "spec": AdapterSpec(**_value(row["spec"])),
-            "user_metadata": _value(row["user_metadata"]),
-            "is_public": bool(row["is_public"]),
-            "is_ephemeral": bool(row["is_ephemeral"]),
-        }
-    )

@@ -14,7 +14,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access, held_run_folder, make_run_folder
 from mobula.deploy.report.diagnose import command
-from mobula.deploy.training_service.store import Database
+from mobula.deploy.training_service.store import Database, Session
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ async def test_servers_change_the_folders_of_earlier_parts(tmp_path: Path) -> No
     config = config_of(tmp_path)
     with file_access(config, tmp_path / "service", tmp_path / "not there yet"):
         database = Database(tmp_path / "service" / "new" / "service.sqlite")
-        await database.sessions()
+        await database.all(Session)
         await database.close()
         assert modes(tmp_path / "service") == {"d700", "-600"}
 

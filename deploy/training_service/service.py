@@ -183,7 +183,7 @@ class TrainingService:
 
     def _spec(self, lora: tk.LoraConfig) -> AdapterSpec:
         """Returns what a new model trains."""
-        if self.limits.trains_all_weights:
+        if self.limits.weights == "full":
             return AdapterSpec(rank=0, alpha=self.limits.alpha, seed=0)
         if not 1 <= lora.rank <= self.limits.max_rank:
             raise RefusedRequestError(400, f"rank={lora.rank}: give 1 to {self.limits.max_rank}")

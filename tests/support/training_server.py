@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -22,7 +22,6 @@ from mobula.deploy.training_service.wire.inputs import InputBuilder
 NAME = "tiny/base"
 KEY = "tml-a-key-of-the-tests"
 LIMITS = ServiceLimits(
-    trains_all_weights=False,
     max_models=8,
     max_rank=64,
     max_rows=64,
@@ -58,7 +57,7 @@ class Running:
 
 def make_service(folder: Path, learner: TinyLearner, engines: TinyEngines, **limits: float) -> TrainingService:
     """Returns a service of tiny roles."""
-    bounds = replace(LIMITS, **limits)
+    bounds = LIMITS.model_copy(update=limits)
     inputs = InputBuilder(None, num_embeddings=VOCABULARY, max_tokens=128)
     base = BaseModel((NAME,), "tokenizer", 128)
     return TrainingService(base, learner, engines, inputs, bounds, folder)

@@ -33,11 +33,10 @@ from mobula.cluster.training_service.interfaces import (
 )
 from mobula.configs.load import load_config
 from mobula.deploy.training_service.app import make_app
-from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.inputs import InputBuilder
+from mobula.deploy.training_service.messages import read_call
 from mobula.deploy.training_service.service import BaseModel, TrainingService
-from mobula.deploy.training_service.tenants import Tenants, tenant_gate
-from mobula.deploy.training_service.wire.inputs import InputBuilder
-from mobula.deploy.training_service.wire.training import read_call
+from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 
 NUM_CALLS, QUICK_CALLS = 400, 40
 NUM_ROWS, NUM_TOKENS, VOCABULARY = 8, 128, 1000

@@ -11,11 +11,12 @@ import zstandard
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from mobula.deploy.training_service.checkpoints import SAVED
+from mobula.deploy.training_service.messages import parse_request, parsed
 from mobula.deploy.training_service.rest import add_rest_routes
 from mobula.deploy.training_service.service import TrainingService
 from mobula.deploy.training_service.store import Kind, RequestOutcome, SamplingSession
-from mobula.deploy.training_service.tenants import RefusedRequestError, RequestError
-from mobula.deploy.training_service.wire.training import parsed, read_header
+from mobula.deploy.training_service.tenants import RefusedRequestError, RequestError, tenant_of
 
 PROTO = "application/x-protobuf"
 PARSED_AT_ONCE = 1 << 18  # bytes, parsed in less than a millisecond
@@ -28,11 +29,10 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": False,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
-SaveRequest = tk.SaveWeightsRequest | tk.SaveWeightsForSamplerRequest | tk.SaveWeightsExternalRequest
-SAVES: Mapping[str, tuple[Kind, type[SaveRequest]]] = {
-    "/api/v1/save_weights": (Kind.SAVE, tk.SaveWeightsRequest),
-    "/api/v1/save_weights_for_sampler": (Kind.SAVE_SAMPLER, tk.SaveWeightsForSamplerRequest),
-    "/api/v1/save_weights_external": (Kind.SAVE_EXTERNAL, tk.SaveWeightsExternalRequest),
+SAVES: Mapping[str, Kind] = {
+    "/api/v1/save_weights": Kind.SAVE,
+    "/api/v1/save_weights_for_sampler": Kind.SAVE_SAMPLER,
+    "/api/v1/save_weights_external": Kind.SAVE_EXTERNAL,
 }
 
 
@@ -73,12 +73,6 @@ def make_app(service: TrainingService, roles: Callable[[], AbstractAsyncContextM
     return app
 
 
-def tenant_of(request: Request) -> str:
-    """The tenant that the gate has found."""
-    tenant: str = request.state.tenant
-    return tenant
-
-
 def _add_sessions(app: FastAPI, service: TrainingService) -> None:
     @app.post("/api/v1/client/config")
     async def client_config() -> Response:
@@ -93,8 +87,8 @@ def _add_sessions(app: FastAPI, service: TrainingService) -> None:
     @app.post("/api/v1/create_session")
     async def create_session(request: Request) -> Response:
         message = parsed(tk.CreateSessionRequest, await request.body())
-        session_id = await service.create_session(message, tenant_of(request))
-        return JSONResponse({"type": "create_session", "session_id": session_id})
+        session = await service.create_session(tenant_of(request), message.user_metadata, message.display_name)
+        return JSONResponse({"type": "create_session", "session_id": session.session_id})
 
     @app.post("/api/v1/session_heartbeat")
     async def heartbeat(request: Request) -> Response:
@@ -129,30 +123,20 @@ def _add_training(app: FastAPI, service: TrainingService) -> None:
     async def get_info(request: Request) -> Response:
         message = parsed(tk.GetInfoRequest, await request.body())
         record = service.model(message.model_id, tenant_of(request))
-        base = service.base
-        model_data = {
-            "arch": "lora" if record.spec.is_adapter else "full",
-            "model_name": base.names[0],
-            "tokenizer_id": base.tokenizer_id,
-        }
-        return JSONResponse(
-            {
-                "type": "get_info",
-                "model_data": model_data,
-                "model_id": record.model_id,
-                "is_lora": record.spec.is_adapter,
-                "lora_rank": record.spec.lora_rank,
-                "model_name": base.names[0],
-            }
-        )
+        name, is_lora = service.base.names[0], record.spec.is_adapter
+        arch = "lora" if is_lora else "full"
+        model_data = {"arch": arch, "model_name": name, "tokenizer_id": service.base.tokenizer_id}
+        lora = {"is_lora": is_lora, "lora_rank": record.spec.lora_rank}
+        info = {"type": "get_info", "model_data": model_data, "model_id": record.model_id, "model_name": name, **lora}
+        return JSONResponse(info)
 
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> Response:
         body = await _training_body(request, service.limits.max_request_bytes)
         is_large = len(body) > PARSED_AT_ONCE  # a thread costs more than parsing a small message
-        header = await asyncio.to_thread(read_header, body) if is_large else read_header(body)
-        kind = Kind.FORWARD if header.is_forward_only else Kind.FORWARD_BACKWARD
-        return _accepted(await service.submit(kind, header.model_id, header.seq_id, body, tenant_of(request)))
+        message = await asyncio.to_thread(parse_request, body) if is_large else parse_request(body)
+        kind = Kind.FORWARD if message.forward_only else Kind.FORWARD_BACKWARD
+        return _accepted(await service.submit(kind, message.model_id, message.seq_id, body, tenant_of(request)))
 
     @app.post("/api/v1/optim_step")
     async def optim_step(request: Request) -> Response:
@@ -172,14 +156,13 @@ def _add_training(app: FastAPI, service: TrainingService) -> None:
             raise RefusedRequestError(400, "load_weights needs model_id, or session_id and model_seq_id")
         return _accepted(await service.create_from(message, body, tenant_of(request)))
 
-    @app.post("/api/v1/save_weights")
-    @app.post("/api/v1/save_weights_for_sampler")
-    @app.post("/api/v1/save_weights_external")
     async def save(request: Request) -> Response:
-        kind, model = SAVES[request.url.path]
-        body = await request.body()
-        message = parsed(model, body)
+        kind, body = SAVES[request.url.path], await request.body()
+        message = parsed(SAVED[kind][1], body)
         return _accepted(await service.submit(kind, message.model_id, message.seq_id, body, tenant_of(request)))
+
+    for path in SAVES:
+        app.post(path)(save)
 
     @app.post("/api/v1/unload_model")
     async def unload_model(request: Request) -> Response:

@@ -6,12 +6,13 @@ import asyncio
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import tinker.types as tk
 
+from mobula.deploy.training_service.messages import json_outcome, parsed
 from mobula.deploy.training_service.store import (
     CheckpointRecord,
     Database,
@@ -22,15 +23,14 @@ from mobula.deploy.training_service.store import (
     SamplingSession,
 )
 from mobula.deploy.training_service.tenants import RefusedRequestError, RequestError
-from mobula.deploy.training_service.wire.training import json_outcome, parsed
 
 SCHEME = "tinker://"
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
-KINDS = {Kind.SAVE: TRAINING, Kind.SAVE_SAMPLER: SAMPLER, Kind.SAVE_EXTERNAL: EXTERNAL}
-REQUESTS: dict[Kind, type[tk.SaveWeightsRequest | tk.SaveWeightsForSamplerRequest | tk.SaveWeightsExternalRequest]] = {
-    Kind.SAVE: tk.SaveWeightsRequest,
-    Kind.SAVE_SAMPLER: tk.SaveWeightsForSamplerRequest,
-    Kind.SAVE_EXTERNAL: tk.SaveWeightsExternalRequest,
+SaveRequest = tk.SaveWeightsRequest | tk.SaveWeightsForSamplerRequest | tk.SaveWeightsExternalRequest
+SAVED: Mapping[Kind, tuple[str, type[SaveRequest]]] = {  # request -> middle part of the path, message of the client
+    Kind.SAVE: (TRAINING, tk.SaveWeightsRequest),
+    Kind.SAVE_SAMPLER: (SAMPLER, tk.SaveWeightsForSamplerRequest),
+    Kind.SAVE_EXTERNAL: (EXTERNAL, tk.SaveWeightsExternalRequest),
 }
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 INFLIGHT = "inflight-"  # prefix of the names of in-flight weights
@@ -70,14 +70,21 @@ class CheckpointStore:
         """Returns the tenant's checkpoint."""
         record = self.visible(path, tenant)
         if record is None or record.tenant != tenant:
-            raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
+            raise RefusedRequestError(404, _no_checkpoint(path))
+        return record
+
+    def readable(self, path: str, tenant: str) -> CheckpointRecord:
+        """Returns a checkpoint that the tenant may read."""
+        record = self.visible(path, tenant)
+        if record is None:
+            raise RefusedRequestError(404, _no_checkpoint(path))
         return record
 
     def trained(self, path: str, tenant: str) -> CheckpointRecord:
         """Returns a checkpoint from which training continues."""
         record = self.visible(path, tenant)
         if record is None:
-            raise RequestError(f"there is no checkpoint {path}, or it belongs to another tenant")
+            raise RequestError(_no_checkpoint(path))
         if record.kind != TRAINING:
             raise RequestError(f"{path} holds no optimizer state: load what save_state has written")
         return record
@@ -96,10 +103,10 @@ class CheckpointStore:
 
     async def save(self, model: ModelRecord, request: RequestRecord, write: Writer) -> RequestOutcome:
         """Writes a checkpoint with `write` and returns the client's answer."""
-        message = parsed(REQUESTS[request.kind], request.body)
+        kind, model_type = SAVED[request.kind]
+        message = parsed(model_type, request.body)
         if isinstance(message, tk.SaveWeightsExternalRequest) and message.age_encryption_recipients:
             raise RequestError("age_encryption_recipients is not supported: encrypt the files after the download")
-        kind = KINDS[request.kind]
         is_ephemeral = request.kind is Kind.SAVE_SAMPLER and message.path is None
         name = message.path or f"{'ephemeral-' if is_ephemeral else ''}{request.seq_id:06d}"
         if isinstance(message, tk.SaveWeightsForSamplerRequest) and message.kind == "inflight":
@@ -193,6 +200,10 @@ class CheckpointStore:
     def expired(self) -> list[CheckpointRecord]:
         now = time.time()
         return [record for record in self._records.values() if record.expires_s is not None and record.expires_s < now]
+
+
+def _no_checkpoint(path: str) -> str:
+    return f"there is no checkpoint {path}, or it belongs to another tenant"
 
 
 def expiry(ttl_s: int | None) -> float | None:

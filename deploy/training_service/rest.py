@@ -17,10 +17,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from mobula.deploy.training_service.checkpoints import EXTERNAL, SAMPLER, SCHEME, TRAINING, expiry
+from mobula.deploy.training_service.messages import TtlBody, WeightsBody, parsed
 from mobula.deploy.training_service.service import TrainingService
 from mobula.deploy.training_service.store import CheckpointRecord, CopyRecord, ModelRecord, Session
-from mobula.deploy.training_service.tenants import RefusedRequestError
-from mobula.deploy.training_service.wire.training import TtlBody, WeightsBody, parsed
+from mobula.deploy.training_service.tenants import RefusedRequestError, tenant_of
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 URL_LIFE_S = 3600
@@ -33,11 +33,6 @@ def add_rest_routes(app: FastAPI, service: TrainingService) -> None:
     _add_runs(app, service)
     _add_checkpoints(app, service)
     _add_files(app, service)
-
-
-def tenant_of(request: Request) -> str:
-    tenant: str = request.state.tenant
-    return tenant
 
 
 def _add_sessions(app: FastAPI, service: TrainingService) -> None:
@@ -88,15 +83,10 @@ def _add_checkpoints(app: FastAPI, service: TrainingService) -> None:
         return Response(status_code=204)
 
     @app.post(f"{CHECKPOINT}/publish")
+    @app.delete(f"{CHECKPOINT}/publish")
     async def publish(model_id: str, kind: str, name: str, request: Request) -> Response:
         record = checkpoints.owned(_path(model_id, kind, name), tenant_of(request))
-        await checkpoints.put(replace(record, is_public=True))
-        return Response(status_code=204)
-
-    @app.delete(f"{CHECKPOINT}/publish")
-    async def unpublish(model_id: str, kind: str, name: str, request: Request) -> Response:
-        record = checkpoints.owned(_path(model_id, kind, name), tenant_of(request))
-        await checkpoints.put(replace(record, is_public=False))
+        await checkpoints.put(replace(record, is_public=request.method == "POST"))
         return Response(status_code=204)
 
     @app.put(f"{CHECKPOINT}/ttl")
@@ -109,7 +99,7 @@ def _add_checkpoints(app: FastAPI, service: TrainingService) -> None:
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> Response:
         body = parsed(WeightsBody, await request.body())
-        record = _visible(service, body.tinker_path, tenant_of(request))
+        record = checkpoints.readable(body.tinker_path, tenant_of(request))
         spec = record.spec
         return JSONResponse(
             {
@@ -141,7 +131,7 @@ def _add_files(app: FastAPI, service: TrainingService) -> None:
     @app.get(f"{CHECKPOINT}/external_weights_urls")
     async def urls(model_id: str, kind: str, name: str, request: Request) -> Response:
         path = _path(model_id, kind, name)
-        record = _visible(service, path, tenant_of(request))
+        record = service.checkpoints.readable(path, tenant_of(request))
         if kind != EXTERNAL:
             raise RefusedRequestError(400, f"{path} is not an export: use save_weights_external")
         ends = int(time.time()) + URL_LIFE_S
@@ -166,13 +156,6 @@ def _add_files(app: FastAPI, service: TrainingService) -> None:
 
 def _sign(key: bytes, ends: int, path: str, file: str) -> str:
     return hmac.new(key, f"{ends}\n{path}\n{file}".encode(), hashlib.sha256).hexdigest()
-
-
-def _visible(service: TrainingService, path: str, tenant: str) -> CheckpointRecord:
-    record = service.checkpoints.visible(path, tenant)
-    if record is None:
-        raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
-    return record
 
 
 def _path(model_id: str, kind: str, name: str) -> str:

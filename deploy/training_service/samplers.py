@@ -17,7 +17,8 @@ import tinker.types as tk
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.training_service.interfaces import AdapterEngines
 from mobula.deploy.training_service.checkpoints import SAMPLER, CheckpointStore
-from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.inputs import InputBuilder
+from mobula.deploy.training_service.messages import parsed, read_sample, write_samples
 from mobula.deploy.training_service.store import (
     CheckpointRecord,
     Database,
@@ -25,9 +26,7 @@ from mobula.deploy.training_service.store import (
     RequestOutcome,
     SamplingSession,
 )
-from mobula.deploy.training_service.tenants import Futures, RefusedRequestError, RequestError, not_found
-from mobula.deploy.training_service.wire.inputs import InputBuilder
-from mobula.deploy.training_service.wire.sampling import parse_sample, read_sample, write_samples
+from mobula.deploy.training_service.tenants import Futures, RefusedRequestError, RequestError, ServiceLimits, not_found
 
 CLONE_SEQ_IDS = 1_000_000_000  # sequence numbers of one clone of a sampling client
 PREFIX = "sample-"
@@ -105,9 +104,7 @@ class Samplers:
 
     def check_path(self, path: str, tenant: str) -> CheckpointRecord:
         """Returns the weights to sample from."""
-        record = self._checkpoints.visible(path, tenant)
-        if record is None:
-            raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
+        record = self._checkpoints.readable(path, tenant)
         if record.kind != SAMPLER:
             raise RefusedRequestError(400, f"{path} cannot be sampled from: save with save_weights_for_sampler")
         return record
@@ -138,7 +135,7 @@ class Samplers:
     async def submit(self, body: bytes, tenant: str) -> tuple[str, list[str]]:
         """Accepts a request; returns its id, and an id for each sequence."""
         try:
-            request = parse_sample(body)
+            request = parsed(tk.SampleRequest, body)
         except RequestError as error:
             raise RefusedRequestError(422, str(error)) from error
         if request.sampling_session_id is None or request.seq_id is None:
@@ -198,7 +195,7 @@ class Samplers:
         outcome = RequestOutcome(error="the request was cancelled", category="user")
         num_samples = 0
         try:
-            request = request or parse_sample(record.body)
+            request = request or parsed(tk.SampleRequest, record.body)
             num_samples = request.num_samples
             self._num_open[sampler.tenant] = self._num_open.get(sampler.tenant, 0) + num_samples
             async with asyncio.timeout(self._limits.sample_s):

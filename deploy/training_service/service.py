@@ -8,7 +8,7 @@ import math
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ import tinker.types as tk
 
 from mobula.cluster.training_service.interfaces import AdapterEngines, AdapterLearner, AdapterSpec
 from mobula.deploy.training_service.checkpoints import CheckpointStore
-from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.execution import NOT_LOADED, Execution, ModelQueue, Scheduler
+from mobula.deploy.training_service.inputs import InputBuilder
+from mobula.deploy.training_service.messages import count_tokens
 from mobula.deploy.training_service.samplers import PREFIX, Samplers
 from mobula.deploy.training_service.store import (
     CheckpointRecord,
@@ -29,11 +31,7 @@ from mobula.deploy.training_service.store import (
     RequestRecord,
     Session,
 )
-from mobula.deploy.training_service.tenants import Futures, RefusedRequestError, RequestError, not_found
-from mobula.deploy.training_service.training.execution import NOT_LOADED, Execution, ModelQueue
-from mobula.deploy.training_service.training.scheduler import Scheduler
-from mobula.deploy.training_service.wire.inputs import InputBuilder
-from mobula.deploy.training_service.wire.training import count_tokens
+from mobula.deploy.training_service.tenants import Futures, RefusedRequestError, RequestError, ServiceLimits, not_found
 
 CLEANING_S = 30.0
 UNUSED_IDLES = 6  # times `session_idle_s`, after which superseded weights of a sampling session are removed
@@ -114,18 +112,14 @@ class TrainingService:
         if self.failure is not None:
             raise RefusedRequestError(503, f"the training service has failed: {self.failure!r}")
 
-    async def create_session(self, request: tk.CreateSessionRequest, tenant: str) -> str:
-        session = Session(
-            session_id=secrets.token_hex(12),
-            tenant=tenant,
-            created_s=time.time(),
-            user_metadata=request.user_metadata,
-            display_name=request.display_name,
-        )
+    async def create_session(
+        self, tenant: str, user_metadata: Mapping[str, Any] | None = None, display_name: str | None = None
+    ) -> Session:
+        session = Session(secrets.token_hex(12), tenant, time.time(), user_metadata, display_name)
         await self.database.add(session)
         self._sessions[session.session_id] = session
         self._seen[session.session_id] = time.monotonic()
-        return session.session_id
+        return session
 
     def session(self, session_id: str, tenant: str) -> Session:
         """Raises: RefusedRequestError: the tenant has no such session."""
@@ -216,14 +210,8 @@ class TrainingService:
 
     async def add_copy(self, path: str, tenant: str, session_id: str | None, ttl_s: int | None) -> str:
         """Copies a checkpoint to a new run that cannot be trained; returns its path."""
-        source = self.checkpoints.visible(path, tenant)
-        if source is None:
-            raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
-        if session_id is None:
-            session_id = await self.create_session(
-                tk.CreateSessionRequest(tags=[], user_metadata=None, sdk_version=""), tenant
-            )
-        session = self.session(session_id, tenant)
+        source = self.checkpoints.readable(path, tenant)
+        session = self.session(session_id, tenant) if session_id is not None else await self.create_session(tenant)
         model_id = f"{session.session_id}:copy:{secrets.token_hex(4)}"
         record = ModelRecord(model_id, tenant, session.session_id, source.spec, time.time(), is_trainable=False)
         await self.database.add(record)

@@ -28,11 +28,9 @@ from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.planning.clusters import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.training_service.app import make_app
-from mobula.deploy.training_service.images import ChatImages
-from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.inputs import ChatImages, InputBuilder
 from mobula.deploy.training_service.service import BaseModel, TrainingService
-from mobula.deploy.training_service.tenants import Tenants, tenant_gate
-from mobula.deploy.training_service.wire.inputs import InputBuilder
+from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 from mobula.deploy.wiring.preparation import Prepared, prepare_base, require_model
 from mobula.deploy.wiring.rollouts import adapter_engines, rollout_pool, swapped_engines
 from mobula.deploy.wiring.spawner import Spawner, learner_environment
@@ -46,16 +44,6 @@ GRACE_S = 2  # requests continue after a restart, so none is waited for
 LOGS = "logs"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ServeTrainingOptions:
-    """The options of `serve-training`."""
-
-    address: Address
-    tenants: Tenants
-    folder: Path
-    model_name: str | None
 
 
 @dataclass(frozen=True)
@@ -80,21 +68,28 @@ class Roles:
             await self.pool.close()
 
 
-def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[str], None]) -> None:
-    """Serves until SIGTERM or SIGINT. `announce` receives the URL."""
-    listener = options.address.listen(options.tenants, "--tenants")
-    _refuse_unfit(config, options.tenants)
+def serve(
+    config: RunConfig,
+    address: Address,
+    tenants: Tenants,
+    folder: Path,
+    model_name: str | None,
+    announce: Callable[[str], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT. `model_name` is a further name of the base model; `announce` receives the URL."""
+    listener = address.listen(tenants, "--tenants")
+    _refuse_unfit(config, tenants)
     prepared = served_model(config)
-    with file_access(config, options.folder), cluster_spawner(prepared, options.folder / LOGS) as (prepared, spawner):
-        service, roles = make_service(prepared, spawner, options)
+    with file_access(config, folder), cluster_spawner(prepared, folder / LOGS) as (prepared, spawner):
+        service, roles = make_service(prepared, spawner, folder, model_name)
         service.on_failure = _end_soon
-        tenants = replace(options.tenants, hosts=options.address.hosts)
+        tenants = replace(tenants, hosts=address.hosts)
         gate = tenant_gate(make_app(service, roles.running), tenants, service.limits.max_request_bytes)
         run_server(gate, listener, grace_s=GRACE_S, announce=announce)
     if service.failure is not None:
         raise ServiceFailedError(
             f"the training service has failed ({type(service.failure).__name__}: {service.failure}): the traceback is "
-            f"above; start it again with --folder {options.folder}"
+            f"above; start it again with --folder {folder}"
         )
 
 
@@ -148,7 +143,9 @@ def cluster_spawner(prepared: Prepared, logs: Path) -> Iterator[tuple[Prepared, 
             spawner.close()
 
 
-def make_service(prepared: Prepared, spawner: Spawner, options: ServeTrainingOptions) -> tuple[TrainingService, Roles]:
+def make_service(
+    prepared: Prepared, spawner: Spawner, folder: Path, model_name: str | None
+) -> tuple[TrainingService, Roles]:
     """Returns the service and its roles, not started."""
     config, chat = prepared.config, prepared.processor
     assert isinstance(chat, ChatProcessor), "only language models are served"
@@ -163,10 +160,10 @@ def make_service(prepared: Prepared, spawner: Spawner, options: ServeTrainingOpt
     learner = AdapterGroup(partial(_start_ranks, config, spawner), config.timeouts, ray.put)
     images = ChatImages(chat, config.sampler.max_images_per_prompt) if chat.takes_images else None
     inputs = InputBuilder(images, num_embeddings=chat.num_embeddings, max_tokens=config.sampler.max_model_len)
-    folder = str(prepared.model_folder.absolute())
-    names = (config.policy.model, options.model_name, folder)
-    base = BaseModel(tuple(dict.fromkeys(name for name in names if name)), folder, config.sampler.max_model_len)
-    service = TrainingService(base, learner, engines, inputs, ServiceLimits.of(config), options.folder.absolute())
+    base_folder = str(prepared.model_folder.absolute())
+    names = (config.policy.model, model_name, base_folder)
+    base = BaseModel(tuple(dict.fromkeys(name for name in names if name)), base_folder, config.sampler.max_model_len)
+    service = TrainingService(base, learner, engines, inputs, ServiceLimits.of(config), folder.absolute())
     return service, Roles(learner, pool)
 
 

@@ -1,4 +1,4 @@
-"""Tenants, futures and errors of the training service."""
+"""Tenants of the training service with their limits, futures and errors."""
 
 from __future__ import annotations
 
@@ -8,39 +8,32 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import yaml
+from starlette.requests import Request
 from starlette.types import ASGIApp, Scope
 
 from mobula.cluster.serving import Headers, RefusalError, RequestGate
 from mobula.configs.errors import ConfigError
+from mobula.configs.schema import RunConfig, TrainingServiceConfig
 from mobula.deploy.training_service.store import RequestOutcome
 
-# Errors that the service answers with.
-#
-#     ServiceError(Exception)
-#     ├── RefusedRequestError  the request is answered with an HTTP status; it leaves no trace
-#     └── RequestError         the request is accepted and its future fails, with the client's category `user`
-#
-# A request of a model with a sequence number never gets a RefusedRequestError for its content: the client counts it,
-# and
-# the model would wait for its number.
 
+class RefusedRequestError(Exception):
+    """A request that is answered with an HTTP status and leaves no trace. The client raises the error of this status.
 
-class ServiceError(Exception):
-    """Base class of the errors of the training service."""
-
-
-class RefusedRequestError(ServiceError):
-    """A request that is answered with an HTTP status. The client raises the error class of this status."""
+    A request of a model with a sequence number never gets one for its content: the client counts it, and the model
+    would wait for its number.
+    """
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status
 
 
-class RequestError(ServiceError, ValueError):
-    """A request that cannot be executed. Its future fails."""
+class RequestError(ValueError):
+    """A request that is accepted and cannot be executed. Its future fails with the client's category `user`."""
 
 
 def not_found(what: str, name: str) -> RefusedRequestError:
@@ -91,18 +84,13 @@ class Futures:
 
 PREFIX = "tml-"  # the client sends no other tokens
 
-
 LOCAL = "local"  # the tenant of a service without tokens
-
 
 OPEN_PATHS = ("/api/v1/healthz", "/health")
 
-
 SIGNED_PATHS = "/files/"  # addresses that hold a signature
 
-
 MEDIA_TYPES = {"/api/v1/forward_backward": "application/x-protobuf"}  # of bodies that are not JSON
-
 
 READ_S = 120.0  # of the body of one request
 
@@ -136,6 +124,12 @@ class Tenants:
         return found
 
 
+def tenant_of(request: Request) -> str:
+    """The tenant that the gate has found."""
+    tenant: str = request.state.tenant
+    return tenant
+
+
 def read_tenants(file: Path | None) -> Tenants:
     """Reads a YAML file of `tenant: token` lines; None gives a service without tokens."""
     if file is None:
@@ -160,3 +154,32 @@ def read_tenants(file: Path | None) -> Tenants:
 def tenant_gate(app: ASGIApp, tenants: Tenants, max_request_bytes: int) -> RequestGate:
     """Returns the service behind its gate."""
     return RequestGate(app, tenants, max_request_bytes, READ_S, MEDIA_TYPES)
+
+
+MAX_CHECKPOINTS = 4096  # of whole weights that can be sampled: engines hold one of them and load the others from disk
+
+
+class ServiceLimits(TrainingServiceConfig):
+    """The keys of `training_service`, and the bounds that follow from other keys."""
+
+    max_rank: int
+    """Of an adapter."""
+    max_served: int
+    """Adapters that the engines hold at once."""
+    learner_s: float
+    """Deadline of one call of the learner."""
+    sample_s: float
+    """Deadline of one sampling request."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Returns the bounds that a configuration sets."""
+        own, timeouts, adapters = config.training_service, config.timeouts, config.sampler.adapters
+        is_full = own.weights == "full"
+        return cls(
+            **dict(own) | {"max_models": 1 if is_full else own.max_models},
+            max_rank=adapters.max_rank,
+            max_served=MAX_CHECKPOINTS if is_full else adapters.max_served,
+            learner_s=timeouts.start_s + timeouts.update_s,  # ranks that were lost start again within a call
+            sample_s=own.recovery_s + timeouts.rollout_s,
+        )

@@ -14,10 +14,9 @@ import uvicorn
 from training_roles import VOCABULARY, TinyEngines, TinyLearner
 
 from mobula.deploy.training_service.app import make_app
-from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.inputs import InputBuilder
 from mobula.deploy.training_service.service import BaseModel, TrainingService
-from mobula.deploy.training_service.tenants import Tenants, tenant_gate
-from mobula.deploy.training_service.wire.inputs import InputBuilder
+from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 
 NAME = "tiny/base"
 KEY = "tml-a-key-of-the-tests"

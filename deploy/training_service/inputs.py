@@ -1,17 +1,21 @@
-"""InputBuilder: the chunks of a model input as a `Prompt`."""
+"""Model inputs of the client as prompts."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from mobula.actors.datasets.images import EncodedFile
+from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.records.trajectory import Prompt
 from mobula.deploy.training_service.tenants import RequestError
+from mobula.learner.policies.families.base import Size
 
 
 @dataclass(frozen=True)
@@ -40,23 +44,14 @@ class PlacedImage:
 
 
 class ImagePlacer(Protocol):
-    """Processes images for the model."""
+    """Processes images for the model. Both methods raise SkippedSample for an unfit image."""
 
-    @property
-    def max_images(self) -> int:
-        """Most images of one input."""
-        ...
+    max_images: int  # of one input
 
-    def place(self, content: bytes, name: str) -> PlacedImage:
-        """Raises: SkippedSample: the image is unfit, or the model takes none."""
-        ...
+    def place(self, content: bytes, name: str) -> PlacedImage: ...
 
     def count(self, content: bytes, name: str) -> int:
-        """Returns the number of tokens of an image, from the header of its file.
-
-        Raises:
-            SkippedSample: the image is unfit.
-        """
+        """Returns the number of tokens of an image, from the header of its file."""
         ...
 
 
@@ -69,7 +64,6 @@ class InputBuilder:
         self.max_tokens = max_tokens
 
     def build(self, chunks: Sequence[Chunk], name: str) -> Prompt:
-        """Returns the prompt of the chunks."""
         num_images = sum(isinstance(chunk, ImageChunk) for chunk in chunks)
         if num_images and self._images is None:
             raise RequestError(f"{name} has {num_images} images, and the model takes no images")
@@ -145,3 +139,33 @@ class InputBuilder:
                 f"{len(placed.expanded_ids)}: leave expected_tokens out, or count with the model's own processor"
             )
         return placed
+
+
+class ChatImages:
+    """Implements `ImagePlacer`. Called from several threads."""
+
+    def __init__(self, chat: ChatProcessor, max_images: int) -> None:
+        """`max_images` of one input is what the engines take."""
+        self.max_images = max_images
+        self._images = chat.images
+        assert self._images.placeholder_id is not None, "a model that takes images has a placeholder"
+        self._placeholder_id: int = self._images.placeholder_id
+        self._lock = threading.Lock()
+
+    def place(self, content: bytes, name: str) -> PlacedImage:
+        file = EncodedFile(content, name)
+        with self._lock:
+            self._images.check([file], name)
+            loaded = self._images.load(file)
+            expanded_ids = self._expanded(file, loaded.measure, name)
+            handle = self._images.store(loaded)
+        return PlacedImage(handle, self._placeholder_id, expanded_ids)
+
+    def count(self, content: bytes, name: str) -> int:
+        file = EncodedFile(content, name)
+        return len(self._expanded(file, self._images.measure(file), name))
+
+    def _expanded(self, file: EncodedFile, size: Size, name: str) -> np.ndarray:
+        """Returns int32 [E]: the tokens that stand for an image of this size."""
+        _, [expanded_ids] = self._images.expansions(np.array([self._placeholder_id]), [file], [size], name)
+        return expanded_ids

@@ -1,11 +1,10 @@
-"""Messages of the client: training, and answers."""
+"""Messages of the client: calls of the learner and the engines, and their results."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -14,16 +13,24 @@ import tinker.types as tk
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ValidationError
 from tinker.proto import tinker_public_pb2 as proto
+from tinker.types.topk_logprobs import MASK_LOGPROB
 
-from mobula.cluster.training_service.interfaces import AdamParameters, LossCall, LossResult, LossRow
-from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.training_service.interfaces import (
+    AdamParameters,
+    LossCall,
+    LossResult,
+    LossRow,
+    SampleCall,
+    SampleResult,
+    ScoredTokens,
+)
+from mobula.deploy.training_service.inputs import Chunk, ImageChunk, InputBuilder, TextChunk
 from mobula.deploy.training_service.store import RequestOutcome
-from mobula.deploy.training_service.tenants import RequestError
-from mobula.deploy.training_service.wire.inputs import Chunk, ImageChunk, InputBuilder, TextChunk
+from mobula.deploy.training_service.tenants import RequestError, ServiceLimits
 from mobula.learner.algorithms.summed_losses import SUMMED_LOSSES, SummedLoss
 
 MAX_INTEGER = 2**53  # of the database and of all JSON parsers
-
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -64,60 +71,24 @@ def read_adam(body: bytes) -> AdamParameters:
     return AdamParameters(**values)
 
 
-def read_load(body: bytes) -> tuple[str, bool]:
-    """Returns the checkpoint's path, and whether the optimizer's state is loaded."""
-    request = parsed(tk.LoadWeightsRequest, body)
-    return request.path, request.optimizer
-
-
-def created(model_id: str) -> RequestOutcome:
-    return json_outcome(type="create_model", model_id=model_id)
-
-
-def stepped(metrics: Mapping[str, float]) -> RequestOutcome:
-    """Metrics that are not finite are left out: JSON has no such numbers."""
-    return json_outcome(metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)})
-
-
-def loaded(path: str, model_id: str) -> RequestOutcome:
-    return json_outcome(type="load_weights", path=path, model_id=model_id)
-
-
 DTYPES: Mapping[int, np.dtype[Any]] = {
     proto.DTYPE_FLOAT32: np.dtype(np.float32),
     proto.DTYPE_INT64: np.dtype(np.int64),
     proto.DTYPE_INT32: np.dtype(np.int32),
 }
 
-
 TARGETS = "target_tokens"
-
 
 RECORD = "ArrayRecord"  # the client's name of outputs by row and name
 
 
-@dataclass(frozen=True)
-class TrainingHeader:
-    """The address of a forward or forward_backward request."""
-
-    model_id: str
-    seq_id: int
-    is_forward_only: bool
-
-
 def parse_request(body: bytes) -> proto.ForwardBackwardRequest:
-    """Parses the message."""
     message = proto.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise RequestError("the body is not a ForwardBackwardRequest: use tinker 0.38 or later") from error
     return message
-
-
-def read_header(body: bytes) -> TrainingHeader:
-    message = parse_request(body)
-    return TrainingHeader(message.model_id, message.seq_id, message.forward_only)
 
 
 def read_call(body: bytes, inputs: InputBuilder, limits: ServiceLimits) -> LossCall:
@@ -261,3 +232,109 @@ def _options(message: proto.ForwardBackwardRequest, loss: SummedLoss) -> dict[st
         known = ", ".join(sorted(loss.options)) or "none"
         raise RequestError(f"loss_fn_config {', '.join(sorted(unknown))}: options of {message.loss_fn} are {known}")
     return options
+
+
+STOPS = {"stop": proto.STOP_REASON_STOP, "length": proto.STOP_REASON_LENGTH}
+
+
+def read_sample(
+    request: tk.SampleRequest, adapter: str | None, inputs: InputBuilder, *, seed: int, name: str
+) -> SampleCall:
+    """Returns the engines' call; `seed` is used if the request has none."""
+    _refuse_unsupported(request)
+    params = request.sampling_params
+    prompt = inputs.build(list(_chunks_of_sampling(request.prompt.chunks, name)), name)
+    room = inputs.max_tokens - prompt.num_tokens
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if not 0 < max_tokens <= room:
+        raise RequestError(
+            f"max_tokens={max_tokens} after a prompt of {prompt.num_tokens} tokens: the context has {inputs.max_tokens}"
+        )
+    strings, ids = _stops(params.stop)
+    settings = SamplingSettings(
+        num_samples=request.num_samples,
+        temperature=params.temperature,
+        max_tokens=max_tokens,
+        seed=seed if params.seed is None else params.seed,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        stop_strings=strings,
+    )
+    has_scores = bool(request.prompt_logprobs) or request.topk_prompt_logprobs > 0
+    return SampleCall(prompt, settings, adapter, ids, has_scores, request.topk_prompt_logprobs)
+
+
+def write_samples(result: SampleResult, request: tk.SampleRequest) -> bytes:
+    """Returns the client's message of a result."""
+    message = proto.SampleResponse(sequences=[_sequence(sample) for sample in result.samples])
+    last = request.prompt_logprobs_last_n
+    if request.prompt_logprobs and result.prompt_logprobs is not None:
+        logprobs = np.array(result.prompt_logprobs, dtype=np.float32)
+        logprobs[: _num_skipped(len(logprobs), last)] = np.nan
+        message.prompt_logprobs = logprobs.tobytes()
+    if request.topk_prompt_logprobs and result.top_prompt_tokens is not None:
+        tokens = result.top_prompt_tokens
+        message.topk_prompt_logprobs.CopyFrom(
+            _top(tokens, request.topk_prompt_logprobs, _num_skipped(len(tokens), last))
+        )
+    return message.SerializeToString()
+
+
+def _refuse_unsupported(request: tk.SampleRequest) -> None:
+    unsupported = {
+        "topk_sample_logprobs": request.topk_sample_logprobs > 0,
+        "target_prompt_logprobs": request.target_prompt_logprobs is not None,
+        "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
+        "record_stability_info": bool(request.record_stability_info),
+    }
+    for name, is_asked in unsupported.items():
+        if is_asked:
+            raise RequestError(f"{name} is not supported: leave it out")
+    params = request.sampling_params
+    if request.num_samples < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < -1:
+        raise RequestError(
+            f"num_samples={request.num_samples}, temperature={params.temperature}, top_p={params.top_p}, "
+            f"top_k={params.top_k}: give num_samples from 1, temperature from 0, top_p in (0, 1] and top_k from -1"
+        )
+
+
+def _stops(stop: str | Sequence[str] | Sequence[int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if stop is None:
+        return (), ()
+    if isinstance(stop, str):
+        return (stop,), ()
+    if not stop:
+        raise RequestError("stop=[] is not supported: sampling always ends at an end token of the model")
+    return tuple(s for s in stop if isinstance(s, str)), tuple(s for s in stop if isinstance(s, int))
+
+
+def _chunks_of_sampling(chunks: Sequence[tk.ModelInputChunk], name: str) -> Iterator[Chunk]:
+    for chunk in chunks:
+        if isinstance(chunk, tk.EncodedTextChunk):
+            yield TextChunk(np.asarray(chunk.tokens, dtype=np.int64))
+        elif isinstance(chunk, tk.ImageChunk):
+            yield ImageChunk(chunk.data, chunk.expected_tokens)
+        else:
+            raise RequestError(f"{name} has a chunk of type {chunk.type}: only text and images are supported")
+
+
+def _num_skipped(num_tokens: int, last: int | None) -> int:
+    return 0 if last is None else max(num_tokens - last, 0)
+
+
+def _sequence(sample: ScoredTokens) -> proto.SampledSequence:
+    return proto.SampledSequence(
+        stop_reason=STOPS[sample.stop_reason],
+        tokens=np.asarray(sample.token_ids, dtype=np.int32).tobytes(),
+        logprobs=np.asarray(sample.logprobs, dtype=np.float32).tobytes(),
+    )
+
+
+def _top(tokens: Sequence[Sequence[tuple[int, float]]], k: int, skipped: int) -> proto.TopkLogprobs:
+    ids = np.zeros((len(tokens), k), dtype=np.int32)
+    logprobs = np.full((len(tokens), k), MASK_LOGPROB, dtype=np.float32)
+    for position, best in enumerate(tokens):
+        for rank, (token, logprob) in enumerate(best[:k]):
+            if position >= skipped:
+                ids[position, rank], logprobs[position, rank] = token, logprob
+    return proto.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(tokens))

@@ -1,4 +1,4 @@
-"""Executes the requests of a model in their order."""
+"""Ordered execution of the requests of many models on one learner."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import tinker.types as tk
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.files import sync_folder
 from mobula.cluster.training_service.interfaces import AdapterLearner, LossCall, LossResult
 from mobula.deploy.training_service.checkpoints import CheckpointStore
-from mobula.deploy.training_service.limits import ServiceLimits
-from mobula.deploy.training_service.store import Database, Kind, ModelRecord, RequestOutcome, RequestRecord
-from mobula.deploy.training_service.tenants import Futures, RequestError
-from mobula.deploy.training_service.wire.inputs import InputBuilder
-from mobula.deploy.training_service.wire.training import (
-    created,
-    loaded,
+from mobula.deploy.training_service.inputs import InputBuilder
+from mobula.deploy.training_service.messages import (
+    json_outcome,
+    parsed,
     read_adam,
     read_call,
-    read_load,
-    stepped,
     write_result,
 )
+from mobula.deploy.training_service.store import Database, Kind, ModelRecord, RequestOutcome, RequestRecord
+from mobula.deploy.training_service.tenants import Futures, RequestError, ServiceLimits
 
 NOT_LOADED = -1
 
@@ -79,21 +79,10 @@ class ModelQueue:
         self.num_lost = 0
 
 
-# Execution: runs requests on the learner, records their outcomes, and restores adapters after a failure.
-#
-# An adapter's state is a function of its snapshot and the requests after it. A request's outcome is on disk before the
-# client can see it. When the learner is lost, or the service restarts, an adapter is created, its snapshot is loaded
-# and
-# the finished requests after it run again, so each optimizer step is applied exactly once to the state that results.
-
 T = TypeVar("T")
 
-
 MAX_LOSSES = 3  # of the learner while it runs one request
-
-
 MAX_PAUSE_S = 30.0
-
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +92,13 @@ class LearnerLostError(Exception):
 
 
 class Execution:
-    """Runs requests of models. The caller runs one request, or one batch, of a model at a time."""
+    """Runs requests on the learner, records their outcomes, and restores adapters after a failure.
+
+    An adapter's state is a function of its snapshot and the requests after it. A request's outcome is on disk before
+    the client can see it. When the learner is lost, or the service restarts, an adapter is created, its snapshot is
+    loaded and the finished requests after it run again, so each optimizer step is applied exactly once to the state
+    that results. The caller runs one request, or one batch, of a model at a time.
+    """
 
     def __init__(
         self,
@@ -233,7 +228,7 @@ class Execution:
 
     async def _run(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         if request.kind is Kind.CREATE:
-            return created(queue.model_id)
+            return json_outcome(type="create_model", model_id=queue.model_id)
         if request.kind is Kind.STEP:
             return await self._step(queue, request)
         if request.kind in (Kind.LOAD, Kind.CREATE_FROM):
@@ -248,7 +243,8 @@ class Execution:
         metrics = await self._call(
             self._learner.step(queue.model_id, read_adam(request.body)), "make an optimizer step"
         )
-        outcome = stepped(metrics)
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}  # as JSON requires
+        outcome = json_outcome(metrics=finite)
         queue.last_step = request.seq_id
         queue.num_steps += 1
         return outcome
@@ -261,25 +257,21 @@ class Execution:
     async def _load(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         path = await self._load_checkpoint(queue, request)
         queue.last_step, queue.gradient_error = request.seq_id, ""
-        return loaded(path, queue.model_id)
+        return json_outcome(type="load_weights", path=path, model_id=queue.model_id)
 
     async def _load_checkpoint(self, queue: ModelQueue, request: RequestRecord) -> str:
         """Loads the checkpoint that a request names; returns its path."""
-        path, with_optimizer = read_load(request.body)
-        folder = Path(self._checkpoints.trained(path, queue.record.tenant).folder)
-        await self._call(self._learner.load(queue.model_id, folder, with_optimizer=with_optimizer), "load a checkpoint")
-        return path
+        message = parsed(tk.LoadWeightsRequest, request.body)
+        folder = Path(self._checkpoints.trained(message.path, queue.record.tenant).folder)
+        loading = self._learner.load(queue.model_id, folder, with_optimizer=message.optimizer)
+        await self._call(loading, "load a checkpoint")
+        return message.path
 
     def _exported(self, kind: Kind) -> Callable[[str, Path], Awaitable[None]]:
         """Returns what writes an adapter to a folder: its whole state, or PEFT's files."""
-
-        async def write(adapter: str, folder: Path) -> None:
-            if kind is Kind.SAVE:
-                await self._call(self._learner.save(adapter, folder), "save a checkpoint")
-            else:
-                await self._call(self._learner.export(adapter, folder), "export an adapter")
-
-        return write
+        if kind is Kind.SAVE:
+            return lambda adapter, folder: self._call(self._learner.save(adapter, folder), "save a checkpoint")
+        return lambda adapter, folder: self._call(self._learner.export(adapter, folder), "export an adapter")
 
     async def _repeat(self, queue: ModelQueue) -> None:
         """Runs the finished requests after the snapshot again, for their effect on the adapter."""
@@ -368,3 +360,147 @@ def _outcome(result: LossResult | Exception) -> RequestOutcome:
     if not all(math.isfinite(value) for value in result.metrics.values()):
         logger.warning("a loss is not finite: %s", dict(result.metrics))
     return RequestOutcome(write_result(result), is_proto=True)
+
+
+WAITED_SHARE = 0.25  # of the last call
+
+MAX_WAIT_S = 0.1
+
+
+class Scheduler:
+    """Runs the requests of all models.
+
+    Forward and backward requests of the waiting models run together in one call of the learner at a time, within a
+    budget of tokens. Tenants take turns: the tenant that was served last comes last. The other requests run one at a
+    time for each model, beside the call.
+    """
+
+    def __init__(
+        self,
+        queues: Mapping[str, ModelQueue],
+        execution: Execution,
+        *,
+        max_batch_tokens: int,
+        count: Callable[[bytes], int],
+    ) -> None:
+        self._queues = queues
+        self._execution = execution
+        self._max_batch_tokens = max_batch_tokens
+        self._count = count
+        self._changed = asyncio.Event()
+        self._is_computing = False
+        self._order: list[str] = []  # tenants, the one to serve next first
+        self._computed_at: dict[str, float] = {}  # model -> end of its last call
+        self._call_s = 0.0  # duration of the last call
+        self._waiting_since: float | None = None
+
+    def wake(self) -> None:
+        """Called when a request has arrived."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Runs requests until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                pause_s = self._execution.pause_s()
+                if pause_s > 0:
+                    asyncio.get_running_loop().call_later(pause_s, self.wake)
+                    continue
+                for job in self._jobs():
+                    tasks.create_task(job)
+
+    def _jobs(self) -> list[Coroutine[Any, Any, None]]:
+        """Marks models as busy and returns what to run for them."""
+        jobs: list[Coroutine[Any, Any, None]] = []
+        ready: list[ModelQueue] = []
+        for queue in self._queues.values():
+            head = queue.head
+            if queue.is_busy or head is None:
+                continue
+            if not self._execution.is_loaded(queue):
+                jobs.append(self._job([queue], partial(self._execution.restore, queue)))
+            elif head.kind.is_compute:
+                ready.append(queue)
+            else:
+                jobs.append(self._job([queue], partial(self._execution.run, queue, head)))
+        if ready and not self._is_computing and not self._waits_for_others(ready):
+            batch = self._batch(ready)
+            self._is_computing = True
+            jobs.append(self._job([queue for queue, _ in batch], partial(self._computed, batch), is_compute=True))
+        return jobs
+
+    def _waits_for_others(self, ready: Sequence[ModelQueue]) -> bool:
+        """Whether a model that computed a moment ago may still send its next request, to share the call.
+
+        Without this wait, two clients that each wait for their results would take turns for ever.
+        """
+        now = time.monotonic()
+        since = self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        ready_ids = {queue.model_id for queue in ready}
+        recent = {m for m, at in self._computed_at.items() if now - at < 2 * self._call_s and m not in ready_ids}
+        left_s = since + min(WAITED_SHARE * self._call_s, MAX_WAIT_S) - now
+        if recent and left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self.wake)
+            return True
+        self._waiting_since = None
+        return False
+
+    async def _computed(self, batch: Sequence[tuple[ModelQueue, Sequence[RequestRecord]]]) -> None:
+        started = time.monotonic()
+        await self._execution.compute(batch)
+        now = time.monotonic()
+        self._call_s = now - started
+        self._computed_at = {m: at for m, at in self._computed_at.items() if now - at < 2 * self._call_s}
+        self._computed_at |= dict.fromkeys((queue.model_id for queue, _ in batch), now)
+
+    def _job(
+        self, queues: list[ModelQueue], work: Callable[[], Awaitable[None]], *, is_compute: bool = False
+    ) -> Coroutine[Any, Any, None]:
+        for queue in queues:
+            queue.is_busy = True
+
+        async def job() -> None:
+            try:
+                await work()
+            finally:
+                for queue in queues:
+                    queue.is_busy = False
+                if is_compute:
+                    self._is_computing = False
+                self.wake()
+
+        return job()
+
+    def _batch(self, ready: list[ModelQueue]) -> list[tuple[ModelQueue, list[RequestRecord]]]:
+        """Takes requests tenant by tenant, one model each in turn, until the budget is used."""
+        suspects = [queue for queue in ready if queue.num_lost > 1]
+        if suspects:  # alone, so that a request that ends the learner harms no other
+            return [(suspects[0], suspects[0].computes()[:1])]
+        waiting: dict[str, list[ModelQueue]] = {}
+        for queue in ready:
+            waiting.setdefault(queue.record.tenant, []).append(queue)
+        self._order = [t for t in self._order if t in waiting] + [t for t in waiting if t not in self._order]
+        batch: list[tuple[ModelQueue, list[RequestRecord]]] = []
+        left = self._max_batch_tokens
+        served: list[str] = []
+        while waiting and left > 0:
+            for tenant in [t for t in self._order if t in waiting]:
+                queue = waiting[tenant].pop(0)
+                if not waiting[tenant]:
+                    del waiting[tenant]
+                taken: list[RequestRecord] = []
+                for request in queue.computes():
+                    num_tokens = self._count(request.body)
+                    if num_tokens > left and (batch or taken):
+                        break
+                    taken.append(request)
+                    left -= num_tokens
+                if taken:
+                    batch.append((queue, taken))
+                    served.append(tenant)
+                if left <= 0:
+                    break
+        self._order = [t for t in self._order if t not in served] + list(dict.fromkeys(served))
+        return batch

@@ -1,1 +1,0 @@
-"""Ordered execution of the requests of many models on one learner."""

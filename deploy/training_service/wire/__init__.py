@@ -1,1 +1,0 @@
-"""Conversion between the messages of the `tinker` client and the calls of the learner and the engines."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +40,32 @@ MAX_FINDINGS = 50  # that are shown; --json has all
 SHORT = 12  # characters of a digest
 
 
-@dataclass(frozen=True)
-class AuditOptions:
-    """Options of `mobula audit`."""
+def audit(
+    name: str | None,
+    folder: Path | None,
+    console: Console,
+    *,
+    head: str = "",
+    key_env: str = "",
+    has_weights: bool = False,
+    is_json: bool = False,
+) -> int:
+    """Audits the run in `folder`, or `name` below `runs`, or the latest one; returns the exit code.
 
-    head: str = ""  # a digest that must be in the chain
-    key_env: str = ""  # the environment variable with the key
-    has_weights: bool = False  # compares checkpoints with pushes
-    is_json: bool = False
-
-
-def audit(name: str | None, folder: Path | None, options: AuditOptions, console: Console) -> int:
-    """Audits the run in `folder`, or `name` below `runs`, or the latest one; returns the exit code."""
+    `head` is a digest that must be in the chain, `key_env` the environment variable with the key; with `has_weights`
+    checkpoints are compared with pushes.
+    """
     run_folder = folder if folder is not None else RUNS / (name or LATEST)
     if not run_folder.is_dir():
         raise PreflightError(f"there is no run folder {run_folder}: give the run's NAME, or --run FOLDER")
-    with signing_key(options.key_env, "--key-env") as key:
-        result = verify(run_folder, options.head, key)
-    weights = compared_weights(result.history, run_folder) if options.has_weights else {}
+    with signing_key(key_env, "--key-env") as key:
+        result = verify(run_folder, head, key)
+    weights = compared_weights(result.history, run_folder) if has_weights else {}
     wrong = [
         AuditFinding(f"{CHECKPOINTS_FOLDER}, version {version}", text) for version, text in weights.items() if text
     ]
     result = replace(result, findings=[*result.findings, *wrong])
-    if options.is_json:
+    if is_json:
         found = {**as_json(result), "weights_compared": sorted(weights)}
         console.print(json.dumps(found, indent=1), highlight=False, soft_wrap=True)
     else:

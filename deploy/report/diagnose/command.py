@@ -33,11 +33,13 @@ from mobula.configs.schema import RunConfig
 from mobula.configs.schema.run import LATEST
 from mobula.deploy.doctor.this_machine import is_here
 from mobula.deploy.preflight.weights import LoadedModel
-from mobula.deploy.report.diagnose.checks import CHECKS
-from mobula.deploy.report.diagnose.material import DataSurvey, Material, run_checks, survey
+from mobula.deploy.report.diagnose import data_checks, response_checks, reward_checks, update_checks
+from mobula.deploy.report.diagnose.material import CHECKS, DataSurvey, Material, run_checks, survey
 from mobula.deploy.run.run_client import RUNS
 from mobula.deploy.run.run_report import report_again
 from mobula.deploy.wiring.preparation import ensure_data, load_checked
+
+MODULES = (data_checks, update_checks, reward_checks, response_checks)  # whose import has filled CHECKS
 
 
 @dataclass(frozen=True)

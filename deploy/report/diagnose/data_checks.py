@@ -8,35 +8,42 @@ from math import prod
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.weights import LoadedModel, Severity
-from mobula.deploy.report.diagnose.material import DataSurvey, Material, PicturedRow, not_measured
+from mobula.deploy.report.diagnose.material import (
+    DataSurvey,
+    Material,
+    Needs,
+    PicturedRow,
+    check,
+    finding,
+    unmeasured,
+)
 from mobula.learner.policies.adapters import adapted_modules
 from mobula.learner.policies.families.registry import frozen_prefixes
 from mobula.learner.policies.shapes import layer_kind
 
-CHECKPOINT, FROZEN, ADAPTERS = "model_and_template", "frozen_parts", "adapter_targets"
-
-
 SMALL = 0.5  # of the weights
 
 
+@check("model_and_template", Needs.CONFIG)
 def check_checkpoint(material: Material) -> RunFinding:
     """Runs the preflight of model files, tokenizer and chat template."""
     if material.model_problem:
         numbers = {"num_problems": 1.0}
-        return RunFinding(CHECKPOINT, RunVerdict.FAULT, "1 problem refuses the run", numbers, material.model_problem)
+        return finding(RunVerdict.FAULT, "1 problem refuses the run", numbers, material.model_problem)
     if material.model is None:
-        return not_measured(CHECKPOINT, "the files of policy.model are not on this machine")
+        return unmeasured("the files of policy.model are not on this machine")
     findings = list(find_mismatches(material.config, material.model))
     numbers = {"num_problems": float(len(findings))}
     measured = f"{len(findings)} mismatches of model files, tokenizer, chat template and configuration"
     if not findings:
-        return RunFinding(CHECKPOINT, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.OK, measured, numbers)
     refuses = any(finding.severity is Severity.REFUSE for finding in findings)
     evidence = tuple(Evidence(str(finding)) for finding in findings)
     verdict = RunVerdict.FAULT if refuses else RunVerdict.WARNING
-    return RunFinding(CHECKPOINT, verdict, measured, numbers, findings[0].action, evidence)
+    return finding(verdict, measured, numbers, findings[0].action, evidence)
 
 
+@check("frozen_parts", Needs.MODEL, ("learning_rate", "skipped_steps", "reward_trend"))
 def check_frozen(material: Material) -> RunFinding:
     """Share of the weights that `policy.freeze` leaves to train."""
     config, sizes = material.config.policy, _sizes(_model(material))
@@ -46,17 +53,18 @@ def check_frozen(material: Material) -> RunFinding:
     numbers = {"trained_fraction": trained / total, "num_trained": float(trained)}
     measured = f"policy.freeze={list(config.freeze)} leaves {trained / total:.1%} of {total:,} weights to train"
     if not config.freeze:
-        return RunFinding(FROZEN, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.OK, measured, numbers)
     is_suspect = trained / total < SMALL and material.run is not None and not material.is_learning
     action = "take the part that has to learn out of policy.freeze (language: the decoder)"
-    return RunFinding(FROZEN, RunVerdict.WARNING if is_suspect else RunVerdict.NOTICE, measured, numbers, action)
+    return finding(RunVerdict.WARNING if is_suspect else RunVerdict.NOTICE, measured, numbers, action)
 
 
+@check("adapter_targets", Needs.MODEL)
 def check_adapters(material: Material) -> RunFinding:
     """Layers that each entry of `policy.lora.target_modules` matches."""
     policy = material.config.policy
     if not policy.lora.is_on:
-        return not_measured(ADAPTERS, "policy.lora.rank=0: the weights are trained, no adapters")
+        return unmeasured("policy.lora.rank=0: the weights are trained, no adapters")
     modules = adapted_modules(_model(material).checkpoint, policy)
     kinds = {layer_kind(module) for module in modules}
     names = [target for target in policy.lora.target_modules if target not in ("language", "vision", "connector")]
@@ -65,9 +73,9 @@ def check_adapters(material: Material) -> RunFinding:
     numbers = {"num_layers": float(len(modules)), "num_trained": float(num), "num_unbound": float(len(unbound))}
     measured = f"{len(modules)} layers have adapters of rank {policy.lora.rank}, {num:,} numbers to train"
     if not unbound:
-        return RunFinding(ADAPTERS, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.OK, measured, numbers)
     action = f"policy.lora.target_modules: {', '.join(unbound)} matches no layer; there are {', '.join(sorted(kinds))}"
-    return RunFinding(ADAPTERS, RunVerdict.WARNING, measured, numbers, action)
+    return finding(RunVerdict.WARNING, measured, numbers, action)
 
 
 def _sizes(model: LoadedModel) -> dict[str, int]:
@@ -79,15 +87,13 @@ def _model(material: Material) -> LoadedModel:
     return material.model
 
 
-DUPLICATES, LEAKS, LABELS, PICTURES = "duplicate_prompts", "held_out_leak", "label_distribution", "pictures"
-
-
 MOST, MANY, SOME = 0.5, 0.1, 0.02
 
 
 NUM_SHOWN = 5
 
 
+@check("duplicate_prompts", Needs.DATA)
 def check_duplicates(material: Material) -> RunFinding:
     """Share of training rows with the question and the pictures of another row."""
     train = _data(material).train
@@ -99,14 +105,15 @@ def check_duplicates(material: Material) -> RunFinding:
     evidence = (*equal, *_shown(train.repeated, "repeats an earlier row"))
     verdict = RunVerdict.WARNING if share >= MANY else RunVerdict.NOTICE if share >= SOME else RunVerdict.OK
     action = "" if verdict is RunVerdict.OK else "remove repeated rows from data.path"
-    return RunFinding(DUPLICATES, verdict, measured, numbers, action, evidence)
+    return finding(verdict, measured, numbers, action, evidence)
 
 
+@check("held_out_leak", Needs.DATA)
 def check_leaks(material: Material) -> RunFinding:
     """Share of held-out rows that are training rows, too."""
     data = _data(material)
     if data.held_out.num_read == 0:
-        return not_measured(LEAKS, f"the split {data.held_out_name} has no readable row")
+        return unmeasured(f"the split {data.held_out_name} has no readable row")
     leaked = data.leaked
     share = len(leaked) / data.held_out.num_read
     numbers = {"leaked_fraction": share, "num_held_out": float(data.held_out.num_read)}
@@ -121,9 +128,10 @@ def check_leaks(material: Material) -> RunFinding:
     verdict = RunVerdict.FAULT if share >= MANY else RunVerdict.WARNING if share >= SOME else RunVerdict.OK
     verdict = RunVerdict.NOTICE if leaked and verdict is RunVerdict.OK else verdict
     action = f"remove these rows from one of the splits: the accuracy on {data.held_out_name} counts memorised rows"
-    return RunFinding(LEAKS, verdict, measured, numbers, action if leaked else "", evidence)
+    return finding(verdict, measured, numbers, action if leaked else "", evidence)
 
 
+@check("label_distribution", Needs.DATA)
 def check_label_distribution(material: Material) -> RunFinding:
     """Share of the most frequent label, and of held-out labels that no training row has."""
     data = _data(material)
@@ -139,15 +147,16 @@ def check_label_distribution(material: Material) -> RunFinding:
     evidence = tuple(Evidence(f"{label[:80]!r}: {n}") for label, n in labels.most_common(NUM_SHOWN))
     if count / num >= 0.9:
         action = "nearly all labels are equal: check the column of the answer (data.columns.answer)"
-        return RunFinding(LABELS, RunVerdict.WARNING, measured, numbers, action, evidence)
-    return RunFinding(LABELS, RunVerdict.OK, measured, numbers, "", evidence)
+        return finding(RunVerdict.WARNING, measured, numbers, action, evidence)
+    return finding(RunVerdict.OK, measured, numbers, "", evidence)
 
 
+@check("pictures", Needs.DATA, ("answers_and_labels", "uniform_groups", "reward_trend"))
 def check_pictures(material: Material) -> RunFinding:
     """Share of blank pictures, and of rows whose pictures are those of another row."""
     train = _data(material).train
     if train.num_pictures == 0:
-        return not_measured(PICTURES, "no training row has a picture")
+        return unmeasured("no training row has a picture")
     blank = train.num_blank / train.num_pictures
     shared = 1 - len(train.pictures) / max(1, train.pictures.total())
     numbers = {"blank_fraction": blank, "shared_fraction": shared, "num_pictures": float(train.num_pictures)}
@@ -160,8 +169,8 @@ def check_pictures(material: Material) -> RunFinding:
         verdict = RunVerdict.FAULT if worst >= MOST else RunVerdict.WARNING
         action = "check how the pictures of data.path were written: `mobula data inspect` shows them"
         evidence = (*_shown(train.blank, "is blank"), *_shown(train.shared, "has the pictures of an earlier row"))
-        return RunFinding(PICTURES, verdict, measured, numbers, action, evidence)
-    return RunFinding(PICTURES, RunVerdict.OK, measured, numbers)
+        return finding(verdict, measured, numbers, action, evidence)
+    return finding(RunVerdict.OK, measured, numbers)
 
 
 def _shown(rows: Sequence[PicturedRow], what: str) -> tuple[Evidence, ...]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -383,7 +383,7 @@ class Needs(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `measure` returns a finding without reading anything but the material."""
+    """One check. `measure` returns a finding without a name, and reads nothing but the material."""
 
     name: str
     needs: Needs
@@ -391,20 +391,42 @@ class Check:
     explains: tuple[str, ...] = ()  # checks that find what follows from a fault or warning of this one
 
 
-def run_checks(checks: tuple[Check, ...], material: Material) -> Iterator[RunFinding]:
+CHECKS: list[Check] = []  # filled by `check`
+
+
+def check(
+    name: str, needs: Needs, explains: tuple[str, ...] = ()
+) -> Callable[[Callable[[Material], RunFinding]], Callable[[Material], RunFinding]]:
+    """Adds a function to the checks of `mobula diagnose`."""
+
+    def add(measure: Callable[[Material], RunFinding]) -> Callable[[Material], RunFinding]:
+        CHECKS.append(Check(name, needs, measure, explains))
+        return measure
+
+    return add
+
+
+finding = partial(RunFinding, "")
+"""The finding of a check, which `run_checks` names."""
+
+
+def unmeasured(reason: str) -> RunFinding:
+    return not_measured("", reason)
+
+
+def run_checks(checks: Sequence[Check], material: Material) -> Iterator[RunFinding]:
     """Yields the finding of each check; `not measured` where its material is missing or the check fails."""
-    for check in checks:
-        if _is_there(check.needs, material):
-            try:
-                found = check.measure(material)
-                yield (
-                    found if found.explains or found.verdict not in SERIOUS else replace(found, explains=check.explains)
-                )
-            except (ArithmeticError, KeyError, IndexError, ValueError) as error:
-                # A check of a broken run meets values that no run writes. The other checks still count.
-                yield RunFinding(check.name, RunVerdict.NOT_MEASURED, f"the check failed: {error!r}")
-        else:
-            yield RunFinding(check.name, RunVerdict.NOT_MEASURED, str(check.needs))
+    for each in checks:
+        if not _is_there(each.needs, material):
+            yield not_measured(each.name, str(each.needs))
+            continue
+        try:
+            found = each.measure(material)
+        except (ArithmeticError, KeyError, IndexError, ValueError) as error:
+            # A check of a broken run meets values that no run writes. The other checks still count.
+            found = unmeasured(f"the check failed: {error!r}")
+        explains = found.explains or (each.explains if found.verdict in SERIOUS else ())
+        yield replace(found, name=each.name, explains=explains)
 
 
 def not_measured(name: str, reason: str) -> RunFinding:

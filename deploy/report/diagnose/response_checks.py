@@ -10,10 +10,17 @@ from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
 from mobula.cluster.metrics.report.samples import AnswerGroup
 from mobula.cluster.metrics.step_records import EvaluationRecord
-from mobula.deploy.report.diagnose.material import SYMPTOMS, Agreement, Material, mean, not_measured
-
-LABELS_NAME = "answers_and_labels"
-
+from mobula.deploy.report.diagnose.material import (
+    NOTHING_TO_COMPARE,
+    SYMPTOMS,
+    Agreement,
+    Material,
+    Needs,
+    check,
+    finding,
+    mean,
+    unmeasured,
+)
 
 MIN_PROMPTS = 40
 
@@ -33,20 +40,19 @@ LABELS_NUM_SHOWN = 5
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
+@check("answers_and_labels", Needs.ANSWERS)
 def check_labels(material: Material) -> RunFinding:
     """Compares the answers of the later half of the drawn groups with their labels, and both distributions."""
     groups = material.answers[len(material.answers) // 2 :]
     pairs = [(group.references[0], [answer.text for answer in group.answers]) for group in groups if group.references]
     labels = [label.strip().casefold() for label, _ in pairs]
     if len(labels) < MIN_PROMPTS or not any(text for _, texts in pairs for text in texts):
-        return not_measured(
-            LABELS_NAME, f"{len(labels)} of {MIN_PROMPTS} drawn prompts that it needs have a label and text"
-        )
+        return unmeasured(f"{len(labels)} of {MIN_PROMPTS} drawn prompts that it needs have a label and text")
     are_numbers = all(_NUMBER.fullmatch(label) for label in labels)
     answers = [[short_answer(text, are_numbers) for text in texts] for _, texts in pairs]
     agreement = Agreement.of(list(zip(labels, answers, strict=True)))
     if agreement is None:
-        return not_measured(LABELS_NAME, "the drawn prompts have one label")
+        return unmeasured("the drawn prompts have one label")
     flat = Counter(answer for given in answers for answer in given)
     known = sum(num for answer, num in flat.items() if answer in set(labels)) / flat.total()
     numbers = {
@@ -63,7 +69,7 @@ def check_labels(material: Material) -> RunFinding:
     )
     verdict, action = _verdict(material, agreement, known)
     evidence = (Evidence(f"labels: {_most(Counter(labels))}"), Evidence(f"answers: {_most(flat)}"))
-    return RunFinding(LABELS_NAME, verdict, measured, numbers, action, () if verdict is RunVerdict.OK else evidence)
+    return finding(verdict, measured, numbers, action, () if verdict is RunVerdict.OK else evidence)
 
 
 def _verdict(material: Material, agreement: Agreement, known: float) -> tuple[RunVerdict, str]:
@@ -99,9 +105,6 @@ def _most(counts: Counter[str]) -> str:
     return ", ".join(f"{name[:40]!r} {num / counts.total():.0%}" for name, num in counts.most_common(LABELS_NUM_SHOWN))
 
 
-LANGUAGE_NAME = "language_mix"
-
-
 LANGUAGE_SOME, LANGUAGE_MANY = 0.05, 0.15  # rise of the share of letters outside the most frequent script
 
 
@@ -117,13 +120,12 @@ ACTION = (
 )
 
 
+@check("language_mix", Needs.ANSWERS)
 def check_language(material: Material) -> RunFinding:
     """Share of letters outside a response's most frequent script, of early and late drawn responses with letters."""
     answers = [answer for answer in material.kept_answers if any(map(str.isalpha, answer.text))]
     if len(answers) < MIN_ANSWERS:
-        return not_measured(
-            LANGUAGE_NAME, f"{len(answers)} of {MIN_ANSWERS} drawn responses that it needs have letters"
-        )
+        return unmeasured(f"{len(answers)} of {MIN_ANSWERS} drawn responses that it needs have letters")
     size = len(answers) // 4
     early, late = (mean([script_mix(answer.text) for answer in part]) for part in (answers[:size], answers[-size:]))
     numbers = {"mix_early": early, "mix_late": late, "num_responses": float(len(answers))}
@@ -133,13 +135,10 @@ def check_language(material: Material) -> RunFinding:
     )
     rise = late - early
     if rise < LANGUAGE_SOME:
-        return RunFinding(LANGUAGE_NAME, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.OK, measured, numbers)
     verdict = RunVerdict.WARNING if rise >= LANGUAGE_MANY else RunVerdict.NOTICE
     worst = sorted(answers[-size:], key=lambda answer: -script_mix(answer.text))[:LANGUAGE_NUM_SHOWN]
-    return RunFinding(LANGUAGE_NAME, verdict, measured, numbers, ACTION, tuple(Evidence(repr(a.text)) for a in worst))
-
-
-TRUNCATION, END = "truncation", "end_of_text"
+    return finding(verdict, measured, numbers, ACTION, tuple(Evidence(repr(a.text)) for a in worst))
 
 
 TRUNCATION_MOST, TRUNCATION_MANY, TRUNCATION_SOME = 0.9, 0.3, 0.1
@@ -151,12 +150,13 @@ TRUNCATION_NUM_SHOWN = 2
 CUT = ("length", "truncated")
 
 
+@check("truncation", Needs.STEPS, ("end_of_text", "reward_parser", *NOTHING_TO_COMPARE))
 def check_truncation(material: Material) -> RunFinding:
     """Share of responses that were cut at `sampler.max_tokens`."""
     late = material.late(MetricName.TRUNCATED_FRACTION)
     length = material.late(MetricName.RESPONSE_LENGTH)
     if late is None or length is None:
-        return not_measured(TRUNCATION, "no step has the share of truncated responses")
+        return unmeasured("no step has the share of truncated responses")
     limit = material.config.sampler.max_tokens
     measured = (
         f"{late:.1%} of the late responses were cut at sampler.max_tokens={limit}; mean length {length:.4g} tokens"
@@ -175,9 +175,10 @@ def check_truncation(material: Material) -> RunFinding:
         Evidence(f"cut after {answer.num_tokens} tokens: {answer.text!r}") for answer in cut[:TRUNCATION_NUM_SHOWN]
     )
     numbers = {"truncated_fraction": late, "response_length": length}
-    return RunFinding(TRUNCATION, verdict, measured, numbers, action, evidence if verdict is not RunVerdict.OK else ())
+    return finding(verdict, measured, numbers, action, evidence if verdict is not RunVerdict.OK else ())
 
 
+@check("end_of_text", Needs.ANSWERS)
 def check_end_of_text(material: Material) -> RunFinding:
     """Whether the policy ever samples the end of a response."""
     answers = material.kept_answers
@@ -185,15 +186,12 @@ def check_end_of_text(material: Material) -> RunFinding:
     numbers = {"num_ended": float(num_ended), "num_responses": float(len(answers))}
     measured = f"{num_ended} of {len(answers)} drawn responses end by themselves"
     if num_ended:
-        return RunFinding(END, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.OK, measured, numbers)
     action = (
         "the policy never samples an end of text: check eos_token_id in the generation_config.json of policy.model, "
         "the chat template, sampler.stop_strings, and raise sampler.max_tokens"
     )
-    return RunFinding(END, RunVerdict.FAULT, measured, numbers, action, (Evidence(repr(answers[-1].text)),))
-
-
-VARIETY_NAME, SAMPLING = "variety", "greedy_and_sampled"
+    return finding(RunVerdict.FAULT, measured, numbers, action, (Evidence(repr(answers[-1].text)),))
 
 
 ALL, VARIETY_MOST = 0.97, 0.8
@@ -211,11 +209,12 @@ OTHER_ROWS = (
 MIN_GROUPS = 8
 
 
+@check("variety", Needs.ANSWERS, ("entropy", "uniform_groups"))
 def check_variety(material: Material) -> RunFinding:
     """Share of drawn groups whose responses are equal, early and late."""
     groups = [group for group in material.answers if len(group.answers) > 1]
     if len(groups) < MIN_GROUPS or not any(answer.text for group in groups for answer in group.answers):
-        return not_measured(VARIETY_NAME, f"{len(groups)} of {MIN_GROUPS} drawn groups that it needs have text")
+        return unmeasured(f"{len(groups)} of {MIN_GROUPS} drawn groups that it needs have text")
     size = max(4, len(groups) // 4)
     early, late = (mean([float(_is_equal(group)) for group in part]) for part in (groups[:size], groups[-size:]))
     repeated = mean([answer.repetition for group in groups[-size:] for answer in group.answers])
@@ -227,10 +226,10 @@ def check_variety(material: Material) -> RunFinding:
     temperature = material.config.sampler.temperature
     action = f"raise sampler.temperature above {temperature:g}; add algorithm.entropy.bonus, or use algorithm=dapo"
     if early >= ALL and late >= ALL:
-        return RunFinding(VARIETY_NAME, RunVerdict.FAULT, measured, numbers, action, _shown(groups[0]))
+        return finding(RunVerdict.FAULT, measured, numbers, action, _shown(groups[0]))
     if late >= VARIETY_MOST and not material.is_learning:
-        return RunFinding(VARIETY_NAME, RunVerdict.WARNING, measured, numbers, action, _shown(groups[-1]))
-    return RunFinding(VARIETY_NAME, RunVerdict.NOTICE if late >= ALL else RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.WARNING, measured, numbers, action, _shown(groups[-1]))
+    return finding(RunVerdict.NOTICE if late >= ALL else RunVerdict.OK, measured, numbers)
 
 
 def _is_equal(group: AnswerGroup) -> bool:
@@ -241,6 +240,7 @@ def _shown(group: AnswerGroup) -> tuple[Evidence, ...]:
     return (Evidence(f"{len(group.answers)} siblings of {group.sample_id}: {group.answers[0].text!r}"),)
 
 
+@check("greedy_and_sampled", Needs.STEPS)
 def check_sampling(material: Material) -> RunFinding:
     """Compares the greedy accuracy of a version on held-out rows with the accuracy of what it sampled for its step."""
     config = material.config
@@ -252,7 +252,7 @@ def check_sampling(material: Material) -> RunFinding:
         and (sampled := steps.get(evaluation.version + 1)) is not None
     ]
     if not pairs or config.sampler.is_flow:
-        return not_measured(SAMPLING, "no version has a greedy evaluation (evaluation.temperature=0) and a step")
+        return unmeasured("no version has a greedy evaluation (evaluation.temperature=0) and a step")
     greedy, sampled = mean([pair[0] for pair in pairs]), mean([pair[1] for pair in pairs])
     temperature = config.sampler.temperature
     numbers = {"greedy": greedy, "sampled": sampled, "temperature": temperature}
@@ -263,10 +263,10 @@ def check_sampling(material: Material) -> RunFinding:
     if greedy - sampled >= FAR and sampled <= LOST * greedy:
         action = f"lower sampler.temperature={temperature:g} (1 is usual), or set sampler.top_p below 1"
         verdict = RunVerdict.FAULT if sampled <= LOST * LOST * greedy else RunVerdict.WARNING
-        return RunFinding(SAMPLING, verdict, measured, numbers, action, (), SYMPTOMS)
+        return finding(verdict, measured, numbers, action, (), SYMPTOMS)
     if sampled - greedy >= FAR and greedy <= LOST * sampled:
-        return RunFinding(SAMPLING, RunVerdict.WARNING, measured, numbers, OTHER_ROWS, (), ("reward_exploitation",))
-    return RunFinding(SAMPLING, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.WARNING, measured, numbers, OTHER_ROWS, (), ("reward_exploitation",))
+    return finding(RunVerdict.OK, measured, numbers)
 
 
 def _is_greedy(evaluation: EvaluationRecord, configured: float) -> bool:

@@ -14,11 +14,20 @@ from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVe
 from mobula.cluster.metrics.report.samples import MAX_ANSWER_CHARACTERS, AnswerGroup, KeptAnswer
 from mobula.cluster.metrics.step_records import LENGTH, TINY, BeforeAfter
 from mobula.configs.schema import RunConfig
-from mobula.deploy.report.diagnose.material import MIN_POINTS, SURE, SYMPTOMS, Material, Trend, mean, not_measured
+from mobula.deploy.report.diagnose.material import (
+    MIN_POINTS,
+    NOTHING_TO_COMPARE,
+    SURE,
+    SYMPTOMS,
+    Material,
+    Needs,
+    Trend,
+    check,
+    finding,
+    mean,
+    unmeasured,
+)
 from mobula.deploy.report.diagnose.response_checks import short_answer
-
-COMPONENTS, PAID_LENGTH, NOISE = "reward_components", "reward_and_length", "reward_noise"
-
 
 OPPOSED, CONFLICT = -0.5, -0.3
 
@@ -50,42 +59,42 @@ UNRELATED = (
 SHAPED = "use algorithm=dr_grpo or dapo, the reward overlong, or algorithm.shaping.length_penalty"
 
 
+@check("reward_components", Needs.STEPS, SYMPTOMS)
 def check_components(material: Material) -> RunFinding:
     """Checks that the reward rises with the component of accuracy, and that components do not oppose each other."""
     found = {name: values for name, values in _columns(material) if name != LENGTH}
     if not found:
-        return not_measured(COMPONENTS, "no component varied within a group")
+        return unmeasured("no component varied within a group")
     accuracy = material.config.rewards.accuracy_component
     numbers = {name: mean(values) for name, values in found.items()}
     measured = "correlation within groups: " + ", ".join(f"{name} {value:+.2f}" for name, value in numbers.items())
     own = numbers.get(accuracy)
     if own is not None and own < OPPOSED:
         action = f"the reward falls where {accuracy} rises: correct the sign of its weight (rewards.components)"
-        return RunFinding(COMPONENTS, RunVerdict.FAULT, measured, numbers, action)
+        return finding(RunVerdict.FAULT, measured, numbers, action)
     pairs = [name for name, value in numbers.items() if "/" in name and value < CONFLICT]
     if own is not None and own < SOME and len(numbers) > 1:
         action = f"other components outweigh {accuracy}: change the weights in rewards.components"
-        return RunFinding(COMPONENTS, RunVerdict.WARNING, measured, numbers, action)
+        return finding(RunVerdict.WARNING, measured, numbers, action)
     if pairs:
         action = f"{pairs[0]} oppose each other: change their weights in rewards.components, or gate one by the other"
-        return RunFinding(COMPONENTS, RunVerdict.NOTICE, measured, numbers, action)
-    return RunFinding(COMPONENTS, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.NOTICE, measured, numbers, action)
+    return finding(RunVerdict.OK, measured, numbers)
 
 
+@check("reward_and_length", Needs.STEPS, SYMPTOMS)
 def check_length(material: Material) -> RunFinding:
     """Checks that the reward does not follow the length of the response."""
     values = dict(_columns(material)).get(LENGTH, [])
     if not values:
-        return not_measured(PAID_LENGTH, "lengths or rewards did not vary within a group")
+        return unmeasured("lengths or rewards did not vary within a group")
     correlation, length = mean(values), material.trend("response_length")
     numbers = {"correlation": correlation}
     measured = f"correlation of reward and length within groups: {correlation:+.2f}"
     if length is not None:
         numbers |= {"length_first": length.first, "length_last": length.last}
         measured += f"; mean length {length.first:.4g} to {length.last:.4g} tokens"
-    return RunFinding(
-        PAID_LENGTH, _verdict_of(correlation, length), measured, numbers, SHAPED if correlation > SOME else ""
-    )
+    return finding(_verdict_of(correlation, length), measured, numbers, SHAPED if correlation > SOME else "")
 
 
 def _verdict_of(correlation: float, length: Trend | None) -> RunVerdict:
@@ -104,6 +113,7 @@ def _columns(material: Material) -> Iterator[tuple[str, list[float]]]:
         yield name, [step.correlations[name] for step in material.steps if name in step.correlations]
 
 
+@check("reward_noise", Needs.ANSWERS)
 def check_noise(material: Material) -> RunFinding:
     """Compares the rewards of equal responses to one prompt, and the reward with properties of the response.
 
@@ -116,7 +126,7 @@ def check_noise(material: Material) -> RunFinding:
     noisy = [pair for pair in same if pair[1].reward != pair[2].reward]
     rows = [row for group in groups for row in _centred(group)]
     if material.config.environment.is_on or (len(same) < MIN_PAIRS and len(rows) < MIN_RESPONSES):
-        return not_measured(NOISE, "the drawn answers are episodes, have no text, or are too few that repeat or differ")
+        return unmeasured("the drawn answers are episodes, have no text, or are too few that repeat or differ")
     num_other, z = len(pairs) - len(same), _largest_correlation(np.array(rows)) if rows else 0.0
     of_same = len(noisy) / max(1, len(same))
     of_other = (sum(a.reward != b.reward for _, a, b in pairs) - len(noisy)) / max(1, num_other)
@@ -129,12 +139,12 @@ def check_noise(material: Material) -> RunFinding:
     if len(same) >= MIN_PAIRS and of_same > RARELY * max(of_other, RARELY):
         verdict = RunVerdict.FAULT if of_same >= SAME * of_other else RunVerdict.WARNING
         shown = [f"{name}: {a.text!r} has the rewards {a.reward} and {b.reward}" for name, a, b in noisy[:NUM_SHOWN]]
-        return RunFinding(NOISE, verdict, measured, numbers, RANDOM, tuple(map(Evidence, shown)), SYMPTOMS)
+        return finding(verdict, measured, numbers, RANDOM, tuple(map(Evidence, shown)), SYMPTOMS)
     trend = material.trend(MetricName.REWARD_MEAN)
     is_unrelated = len(rows) >= MIN_RESPONSES and z < SURE and len(material.steps) >= MIN_STEPS
     if is_unrelated and trend is not None and not trend.rises:
-        return RunFinding(NOISE, RunVerdict.WARNING, measured, numbers, UNRELATED, (), SYMPTOMS)
-    return RunFinding(NOISE, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.WARNING, measured, numbers, UNRELATED, (), SYMPTOMS)
+    return finding(RunVerdict.OK, measured, numbers)
 
 
 def _scored(group: AnswerGroup) -> list[KeptAnswer]:
@@ -167,9 +177,6 @@ def _properties(answer: KeptAnswer, references: Sequence[str]) -> list[float]:
     return [answer.reward or 0.0, answer.num_tokens, len(text), answer.repetition, digits, is_label, contains, ended]
 
 
-EXPLOITATION_NAME = "reward_exploitation"
-
-
 LEAST_FALL = 0.1  # of its first value, for a component without a weight
 
 
@@ -178,11 +185,12 @@ EXPLOITATION_ACTION = (
 )
 
 
+@check("reward_exploitation", Needs.STEPS)
 def check_exploitation(material: Material) -> RunFinding:
     """Compares the trend of the reward with those of components without a weight and of held-out accuracy."""
     reward = material.trend(MetricName.REWARD_MEAN)
     if reward is None:
-        return not_measured(EXPLOITATION_NAME, "too few steps for a trend")
+        return unmeasured("too few steps for a trend")
     numbers, falling = {"reward_z": reward.z}, []
     parts = [f"reward {reward.first:.3g} to {reward.last:.3g} ({reward.z:+.1f} standard errors)"]
     for name in unweighted(material.config):
@@ -203,26 +211,22 @@ def check_exploitation(material: Material) -> RunFinding:
     if events:
         parts.append(f"the guard acted {len(events)} times, first after step {events[0].version} ({events[0].sign})")
         evidence = tuple(Evidence(event.text) for event in events[:NUM_SHOWN])
-        return RunFinding(EXPLOITATION_NAME, RunVerdict.FAULT, "; ".join(parts), numbers, EXPLOITATION_ACTION, evidence)
+        return finding(RunVerdict.FAULT, "; ".join(parts), numbers, EXPLOITATION_ACTION, evidence)
     measured = "; ".join(parts)
     if reward.rises and falling:
-        return RunFinding(
-            EXPLOITATION_NAME,
+        return finding(
             RunVerdict.FAULT,
             f"{measured}: {', '.join(falling)} falls while the reward rises",
             numbers,
             EXPLOITATION_ACTION,
         )
-    return RunFinding(EXPLOITATION_NAME, RunVerdict.OK, measured, numbers)
+    return finding(RunVerdict.OK, measured, numbers)
 
 
 def unweighted(config: RunConfig) -> list[str]:
     """Names of the components that count in no recipe."""
     weights = [config.rewards.weights_in(recipe) for recipe in config.rewards.active_recipes.values()]
     return [c.name for c in config.rewards.components if all(each.get(c.name, 0.0) == 0 for each in weights)]
-
-
-GROUPS_NAME = "uniform_groups"
 
 
 MOST, MANY = 0.9, 0.6
@@ -243,11 +247,12 @@ TOO_HARD = (
 EQUAL = "the reward is constant within a group: check rewards.components and `mobula score`"
 
 
+@check("uniform_groups", Needs.STEPS)
 def check_groups(material: Material) -> RunFinding:
     """Share of groups with equal rewards, early and late, and which of them are right and wrong."""
     early, late = (look(MetricName.UNIFORM_FRACTION) for look in (material.early, material.late))
     if early is None or late is None:
-        return not_measured(GROUPS_NAME, "no step has the share of uniform groups")
+        return unmeasured("no step has the share of uniform groups")
     right = material.late(MetricName.UNIFORM_RIGHT_FRACTION)
     wrong = material.late(MetricName.UNIFORM_WRONG_FRACTION)
     numbers = {"uniform_early": early, "uniform_late": late}
@@ -257,7 +262,7 @@ def check_groups(material: Material) -> RunFinding:
         measured += f" (late: {right:.1%} right, {wrong:.1%} wrong)"
     verdict = _verdict_groups(material, early, late)
     action = "" if verdict is RunVerdict.OK else _action_groups(material, right, wrong)
-    return RunFinding(GROUPS_NAME, verdict, measured, numbers, action, _by_difficulty(material))
+    return finding(verdict, measured, numbers, action, _by_difficulty(material))
 
 
 def _verdict_groups(material: Material, early: float, late: float) -> RunVerdict:
@@ -296,9 +301,6 @@ def _by_difficulty(material: Material) -> tuple[Evidence, ...]:
     return (Evidence(f"drawn groups by the share of right siblings: {text}"),)
 
 
-PARSER_NAME = "reward_parser"
-
-
 PARSER_ACTION = (
     "ask for the form that the reward reads (data.prompt_suffix, data.system_prompt), or let the reward read the form "
     "that the policy writes (rewards.components.N.options.extract)"
@@ -314,12 +316,13 @@ COMPARISONS = ("another value", "too far from every reference", "over budget", "
 FAULT_FROM, WARNING_FROM, NOTICE_FROM = 0.9, 0.3, 0.05
 
 
+@check("reward_parser", Needs.STEPS, NOTHING_TO_COMPARE)
 def check_parser(material: Material) -> RunFinding:
     """Share of the responses of the last quarter for which the component of accuracy found no answer."""
     component = material.config.rewards.accuracy_component
     num = material.num_late_samples
     if num == 0:
-        return not_measured(PARSER_NAME, "no response was trained")
+        return unmeasured("no response was trained")
     prefix = f"{component}: "
     reasons = Counter(
         {
@@ -336,8 +339,7 @@ def check_parser(material: Material) -> RunFinding:
         f"{component} found no answer in {share:.1%} of the newest {num} trained responses{shown}; "
         f"{failed_share:.1%} could not be scored"
     )
-    return RunFinding(
-        PARSER_NAME,
+    return finding(
         _verdict_parser(max(share, failed_share)),
         measured,
         numbers,
@@ -370,34 +372,31 @@ def _shown(material: Material) -> tuple[Evidence, ...]:
     return tuple(Evidence(f"{answer.reasons[component]}: {answer.text!r}") for answer in unread[:NUM_SHOWN])
 
 
-TREND_NAME = "reward_trend"
-
-
 FALLS = (
     "the policy unlearns what is rewarded: check the sign of advantages and loss (algorithm.advantage, algorithm.loss "
     "and rewards of your own), that rewards belong to their responses, and learner.learning_rate"
 )
 
 
+@check("reward_trend", Needs.STEPS)
 def check_trend(material: Material) -> RunFinding:
     """Compares the mean reward of the first and the last quarter of the steps."""
     trend = material.trend(MetricName.REWARD_MEAN)
     if trend is None:
         num = len(material.steps)
-        return not_measured(TREND_NAME, f"{num} of {MIN_POINTS} steps that a trend needs are finished")
+        return unmeasured(f"{num} of {MIN_POINTS} steps that a trend needs are finished")
     measured = (
         f"the mean reward goes from {trend.first:.3g} (first quarter) to {trend.last:.3g} (last quarter of {trend.num} "
         f"steps), {trend.z:+.1f} standard errors"
     )
     numbers = {"first": trend.first, "last": trend.last, "z": trend.z}
     if trend.rises or material.is_solved:
-        return RunFinding(TREND_NAME, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.OK, measured, numbers)
     if trend.falls:
         # What a falling reward leaves behind is no cause of it.
-        followed = tuple(name for name in SYMPTOMS if name != TREND_NAME)
-        return RunFinding(TREND_NAME, RunVerdict.WARNING, measured, numbers, FALLS, (), followed)
-    return RunFinding(
-        TREND_NAME,
+        followed = tuple(name for name in SYMPTOMS if name != "reward_trend")
+        return finding(RunVerdict.WARNING, measured, numbers, FALLS, (), followed)
+    return finding(
         RunVerdict.NOTICE,
         measured,
         numbers,

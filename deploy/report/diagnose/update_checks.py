@@ -6,10 +6,16 @@ import math
 
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunFolder, RunVerdict
-from mobula.deploy.report.diagnose.material import SYMPTOMS, Material, Trend, mean, not_measured
-
-KL, KL_WEIGHT, ENTROPY = "kl", "kl_weight", "entropy"
-
+from mobula.deploy.report.diagnose.material import (
+    SYMPTOMS,
+    Material,
+    Needs,
+    Trend,
+    check,
+    finding,
+    mean,
+    unmeasured,
+)
 
 FAR = 1.0  # nat a token
 
@@ -23,22 +29,24 @@ LOW = 0.01  # nat a token
 DIVERSE = "raise sampler.temperature, set algorithm.entropy.bonus, use algorithm=dapo, or lower learner.learning_rate"
 
 
+@check("kl", Needs.STEPS)
 def check_kl(material: Material) -> RunFinding:
     """How far the policy is from the reference."""
     trend = material.trend(MetricName.KL)
     if trend is None:
         coef = material.config.algorithm.kl.coef
-        return not_measured(KL, f"no reference, or too few steps (algorithm.kl.coef={coef:g})")
+        return unmeasured(f"no reference, or too few steps (algorithm.kl.coef={coef:g})")
     numbers = {"first": trend.first, "last": trend.last}
     measured = (
         f"KL from the reference: {trend.first:.2g} (first quarter) to {trend.last:.2g} nat a token (last quarter)"
     )
     if trend.last >= FAR and not material.is_learning:
         action = "raise algorithm.kl.coef, lower learner.learning_rate; go back to an earlier checkpoint"
-        return RunFinding(KL, RunVerdict.WARNING, measured, numbers, action)
-    return RunFinding(KL, RunVerdict.NOTICE if trend.last >= FAR else RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.WARNING, measured, numbers, action)
+    return finding(RunVerdict.NOTICE if trend.last >= FAR else RunVerdict.OK, measured, numbers)
 
 
+@check("kl_weight", Needs.CONFIG, ("learning_rate", "reward_trend"))
 def check_kl_weight(material: Material) -> RunFinding:
     """Whether the KL term leaves room to learn.
 
@@ -49,38 +57,36 @@ def check_kl_weight(material: Material) -> RunFinding:
     room = 1.0 / config.coef if config.coef > 0 else float("inf")
     numbers = {"coef": config.coef, "kl_last": material.late(MetricName.KL) or 0.0}
     if config.coef == 0:
-        return RunFinding(KL_WEIGHT, RunVerdict.OK, "algorithm.kl.coef=0: no KL term", numbers)
+        return finding(RunVerdict.OK, "algorithm.kl.coef=0: no KL term", numbers)
     measured = (
         f"algorithm.kl.coef={config.coef:g} ({config.place}): an advantage of 1 moves a log-prob by {room:.2g} nat "
         f"at most; measured KL of the late steps {numbers['kl_last']:.2g} nat a token"
     )
     if config.controller == "adaptive" or config.coef < STRONG:
-        return RunFinding(KL_WEIGHT, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.OK, measured, numbers)
     verdict = RunVerdict.FAULT if config.coef >= HOLDS and not material.is_learning else RunVerdict.WARNING
-    return RunFinding(KL_WEIGHT, verdict, measured, numbers, "lower algorithm.kl.coef; values of 0 to 0.05 are usual")
+    return finding(verdict, measured, numbers, "lower algorithm.kl.coef; values of 0 to 0.05 are usual")
 
 
+@check("entropy", Needs.STEPS)
 def check_entropy(material: Material) -> RunFinding:
     """Whether the policy still explores."""
     early, late = material.early(MetricName.ENTROPY), material.late(MetricName.ENTROPY)
     if early is None or late is None:
-        return not_measured(ENTROPY, "no step has an entropy")
+        return unmeasured("no step has an entropy")
     numbers = {"early": early, "late": late}
     measured = f"entropy of the sampled distribution: {early:.3g} early, {late:.3g} nat a token late"
     if late >= LOW or material.is_solved:
         trend = material.trend(MetricName.ENTROPY)
         grows = trend is not None and trend.rises and late > 3 * early and not material.is_learning
         if not grows:
-            return RunFinding(ENTROPY, RunVerdict.OK, measured, numbers)
+            return finding(RunVerdict.OK, measured, numbers)
         bonus = material.config.algorithm.entropy.bonus
         action = f"the policy becomes random: lower algorithm.entropy.bonus={bonus:g} or learner.learning_rate"
         # A bonus is an intervention; without it the entropy grows for another reason.
-        return RunFinding(ENTROPY, RunVerdict.WARNING, measured, numbers, action, (), SYMPTOMS if bonus > 0 else ())
+        return finding(RunVerdict.WARNING, measured, numbers, action, (), SYMPTOMS if bonus > 0 else ())
     verdict = RunVerdict.FAULT if early < LOW and not material.is_learning else RunVerdict.WARNING
-    return RunFinding(ENTROPY, verdict, measured, numbers, DIVERSE)
-
-
-GAP, STALE = "logprob_gap", "engine_weights"
+    return finding(verdict, measured, numbers, DIVERSE)
 
 
 NEAR = 0.3  # of the limit
@@ -107,13 +113,14 @@ PROMPT_CLASSES = {
 NUM_SHOWN = 3
 
 
+@check("logprob_gap", Needs.STEPS)
 def check_gap(material: Material) -> RunFinding:
     """Gap of engine and learner by class of token: first, last, template (end of text, tool calls, thinking) and all
     sampled tokens of responses; media, template and text of the probe prompt."""
     found = {name: value for name, metric in CLASSES.items() if (value := material.late(metric)) is not None}
     canary = material.series(MetricName.CANARY)
     if "all" not in found:
-        return not_measured(GAP, "no trained token was sampled with the weights before its step")
+        return unmeasured("no trained token was sampled with the weights before its step")
     limit = _limit(material)
     of_prompt = {name: max(values) for name, metric in PROMPT_CLASSES.items() if (values := material.series(metric))}
     numbers = found | ({"prompt": max(canary)} if canary else {}) | of_prompt
@@ -127,12 +134,13 @@ def check_gap(material: Material) -> RunFinding:
     )
     worst = max(found.values())
     if worst > limit:
-        return RunFinding(GAP, RunVerdict.FAULT, measured, numbers, action)
+        return finding(RunVerdict.FAULT, measured, numbers, action)
     if worst > NEAR * limit or growth:
-        return RunFinding(GAP, RunVerdict.WARNING, measured, numbers, action)
-    return RunFinding(GAP, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.WARNING, measured, numbers, action)
+    return finding(RunVerdict.OK, measured, numbers)
 
 
+@check("engine_weights", Needs.STEPS, ("logprob_gap", *SYMPTOMS))
 def check_weights(material: Material) -> RunFinding:
     """Whether pushed weights arrive: canary of the probe prompt, pushes, and engines that were replaced."""
     pushes = sum(material.count(CounterName.WEIGHT_SYNCS).values())
@@ -151,8 +159,8 @@ def check_weights(material: Material) -> RunFinding:
         Evidence(f"step {fault.step}, {fault.worker}: {fault.cause[:400]}") for fault in faults[:NUM_SHOWN]
     )
     if faults or worst > limit or pushes < steps:
-        return RunFinding(STALE, RunVerdict.FAULT, measured, numbers, action, evidence)
-    return RunFinding(STALE, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.FAULT, measured, numbers, action, evidence)
+    return finding(RunVerdict.OK, measured, numbers)
 
 
 def _limit(material: Material) -> float:
@@ -166,29 +174,28 @@ def _concerns_weights(cause: str) -> bool:
     return "canary" in text or "probe prompt" in text or "weights" in text
 
 
-CLIPPED, OVER_AGE, REJECTED = "clipped_tokens", "over_age_tokens", "rejected_groups"
-
-
 LIMITS_MANY, LIMITS_MOST = 0.2, 0.6
 
 
+@check("clipped_tokens", Needs.STEPS)
 def check_clipped(material: Material) -> RunFinding:
     """Share of trained tokens whose ratio is clipped."""
     share = material.late(MetricName.CLIP_FRACTION)
     if share is None:
-        return not_measured(CLIPPED, "no step has a clipped share")
+        return unmeasured("no step has a clipped share")
     ratio = max(material.series("ratio_max"), default=1.0)
     numbers = {"clip_fraction": share, "ratio_max": ratio}
     measured = f"{share:.1%} of the late trained tokens are clipped; the largest ratio of the run is {ratio:.3g}"
     action = "lower learner.learning_rate, algorithm.num_minibatches or algorithm.num_epochs"
-    return _of_share(CLIPPED, share, measured, numbers, action)
+    return _of_share(share, measured, numbers, action)
 
 
+@check("over_age_tokens", Needs.STEPS)
 def check_over_age(material: Material) -> RunFinding:
     """Share of trained tokens that are older than `algorithm.max_staleness`."""
     tokens = sum(material.series(MetricName.NUM_TOKENS))
     if tokens == 0:
-        return not_measured(OVER_AGE, "no token was trained")
+        return unmeasured("no token was trained")
     share = sum(material.series(MetricName.OVER_AGE_TOKENS)) / tokens
     oldest, bound = max(material.series(MetricName.STALENESS_MAX), default=0.0), material.config.algorithm.max_staleness
     numbers = {"over_age_fraction": share, "staleness_max": oldest}
@@ -196,15 +203,16 @@ def check_over_age(material: Material) -> RunFinding:
         f"{share:.1%} of the tokens are older than algorithm.max_staleness={bound}; the oldest is {oldest:.0f} versions"
     )
     action = "lower algorithm.max_concurrent_groups, add rollout workers, or use algorithm=decoupled_ppo"
-    return _of_share(OVER_AGE, share, measured, numbers, action)
+    return _of_share(share, measured, numbers, action)
 
 
+@check("rejected_groups", Needs.STEPS)
 def check_rejected(material: Material) -> RunFinding:
     """Share of finished groups that were not trained."""
     rejected = material.count(CounterName.REJECTED)
     trained, lost = sum(material.series(MetricName.NUM_GROUPS)), float(sum(rejected.values()))
     if trained + lost == 0:
-        return not_measured(REJECTED, "no group was finished")
+        return unmeasured("no group was finished")
     share = lost / (trained + lost)
     reasons = ", ".join(f"{reason} {num}" for reason, num in sorted(rejected.items(), key=lambda item: -item[1]) if num)
     measured = f"{share:.1%} of {trained + lost:.0f} finished groups were not trained" + (
@@ -213,17 +221,14 @@ def check_rejected(material: Material) -> RunFinding:
     action = (
         "the reasons: uniform, see uniform_groups; too_few_scored, see reward_parser; over_age, see over_age_tokens"
     )
-    return _of_share(REJECTED, share, measured, {"rejected_fraction": share, "num_rejected": lost}, action)
+    return _of_share(share, measured, {"rejected_fraction": share, "num_rejected": lost}, action)
 
 
-def _of_share(name: str, share: float, measured: str, numbers: dict[str, float], action: str) -> RunFinding:
+def _of_share(share: float, measured: str, numbers: dict[str, float], action: str) -> RunFinding:
     verdict = (
         RunVerdict.FAULT if share >= LIMITS_MOST else RunVerdict.WARNING if share >= LIMITS_MANY else RunVerdict.OK
     )
-    return RunFinding(name, verdict, measured, numbers, "" if verdict is RunVerdict.OK else action)
-
-
-NAME = "finished_steps"
+    return finding(verdict, measured, numbers, "" if verdict is RunVerdict.OK else action)
 
 
 ACTION = "read the end of run.log and the logs of the workers in logs/; `mobula train resume=auto` continues the run"
@@ -234,30 +239,28 @@ NO_STEP = (
 )
 
 
+@check("finished_steps", Needs.CONFIG)
 def check_progress(material: Material) -> RunFinding:
     """Finished steps of the planned ones, and the state in which the run ended."""
     run = material.run
     if run is None:
-        return not_measured(NAME, "there is no run yet")
+        return unmeasured("there is no run yet")
     finished, planned = len(run.steps), material.config.num_steps
     status = run.summary.status if run.summary else "not ended"
     numbers = {"finished": float(finished), "planned": float(planned)}
     measured = f"{finished} of {planned} steps are finished; status: {status}"
     if run.summary is None or status == "done" and finished:
-        return RunFinding(NAME, RunVerdict.OK if finished else RunVerdict.NOTICE, measured, numbers)
+        return finding(RunVerdict.OK if finished else RunVerdict.NOTICE, measured, numbers)
     if run.summary.error:
         measured += f"; it ended with {run.summary.error}"
     verdict = RunVerdict.NOTICE if status == "stopped" else RunVerdict.WARNING if finished else RunVerdict.FAULT
-    return RunFinding(NAME, verdict, measured, numbers, ACTION if finished else NO_STEP, tuple(_reasons(run)))
+    return finding(verdict, measured, numbers, ACTION if finished else NO_STEP, tuple(_reasons(run)))
 
 
 def _reasons(run: RunFolder) -> list[Evidence]:
     rejected = run.summary.rejected if run.summary else {}
     groups = [Evidence(f"{count} groups were rejected: {reason}") for reason, count in rejected.items()]
     return [*groups, *(Evidence(f"{fault.worker}: {fault.cause}") for fault in run.faults[-NUM_SHOWN:])]
-
-
-LEARNING_RATE, SKIPPED = "learning_rate", "skipped_steps"
 
 
 LARGE, HUGE = 0.5, 2.0  # nat a token and step
@@ -269,6 +272,7 @@ SMALL, NONE = 0.05, 0.01  # nat a token over the whole run, if every step moved 
 STEP_SIZE_MANY, STEP_SIZE_MOST = 0.1, 0.5
 
 
+@check("learning_rate", Needs.STEPS)
 def check_learning_rate(material: Material) -> RunFinding:
     """Change of the policy by an update, against what a run needs.
 
@@ -276,7 +280,7 @@ def check_learning_rate(material: Material) -> RunFinding:
     """
     changes, rates = material.series(MetricName.POLICY_CHANGE), material.series(MetricName.LEARNING_RATE)
     if not changes or not rates:
-        return not_measured(LEARNING_RATE, "no step has policy_change (records of an earlier version)")
+        return unmeasured("no step has policy_change (records of an earlier version)")
     change, reach = mean(changes), mean(changes) * material.config.num_steps
     weights = material.late(MetricName.WEIGHT_CHANGE) or 0.0
     numbers = {"policy_change": change, "reach": reach, "weight_change": weights, "learning_rate": max(rates)}
@@ -287,7 +291,7 @@ def check_learning_rate(material: Material) -> RunFinding:
     )
     verdict, action = _verdict(material, change, reach)
     explains = SYMPTOMS if change >= LARGE else ("reward_trend",)
-    return RunFinding(LEARNING_RATE, verdict, measured, numbers, action, (), explains)
+    return finding(verdict, measured, numbers, action, (), explains)
 
 
 def _verdict(material: Material, change: float, reach: float) -> tuple[RunVerdict, str]:
@@ -308,13 +312,14 @@ def _power_of_ten(ratio: float) -> float:
     return float(10 ** max(1, round(math.log10(ratio))))
 
 
+@check("skipped_steps", Needs.STEPS)
 def check_skipped_steps(material: Material) -> RunFinding:
     """Share of optimizer steps that were left out, and of steps without a gradient."""
     norms = [step.values[MetricName.GRAD_NORM] for step in material.steps if MetricName.GRAD_NORM in step.values]
     skipped = sum(material.series("skipped"))
     planned = skipped + sum(material.series(MetricName.OPTIMIZER_STEPS))
     if not norms or planned == 0:
-        return not_measured(SKIPPED, "no step has a gradient norm")
+        return unmeasured("no step has a gradient norm")
     share, zero = skipped / planned, sum(norm == 0 for norm in norms) / len(norms)
     finite = sorted(norm for norm in norms if math.isfinite(norm))
     middle = finite[len(finite) // 2] if finite else math.nan
@@ -325,12 +330,10 @@ def check_skipped_steps(material: Material) -> RunFinding:
     )
     worst = max(share, zero)
     if worst < STEP_SIZE_MANY:
-        return RunFinding(SKIPPED, RunVerdict.OK, measured, numbers)
+        return finding(RunVerdict.OK, measured, numbers)
     action = (
         "lower learner.learning_rate, check learner.max_grad_norm and the reward for huge values"
         if share >= zero
         else "no token has an advantage: see uniform_groups, policy.freeze, algorithm.advantage, weights of the loss"
     )
-    return RunFinding(
-        SKIPPED, RunVerdict.FAULT if worst >= STEP_SIZE_MOST else RunVerdict.WARNING, measured, numbers, action
-    )
+    return finding(RunVerdict.FAULT if worst >= STEP_SIZE_MOST else RunVerdict.WARNING, measured, numbers, action)

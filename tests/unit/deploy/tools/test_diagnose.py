@@ -38,9 +38,9 @@ from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 from mobula.cluster.workers.faults import Fault
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.report.diagnose.checks import CHECKS
 from mobula.deploy.report.diagnose.command import diagnose_records, show, subject_of
 from mobula.deploy.report.diagnose.material import (
+    CHECKS,
     Agreement,
     DataSurvey,
     Material,

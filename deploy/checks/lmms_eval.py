@@ -8,16 +8,19 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from subprocess import TimeoutExpired, run
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from mobula.cluster.errors import DeadlineError, PreflightError
 from mobula.cluster.files import write_atomically
 from mobula.configs.errors import ConfigError
 from mobula.deploy.checks.lmms_eval_results import HarnessError, Results, TaskScore, read_results
+from mobula.deploy.host.machine import this_machine
 from mobula.deploy.host.processes import last_lines, run_logged
 
 log = logging.getLogger(__name__)
@@ -48,26 +51,46 @@ ENDPOINT = "openai"
 REASONING_NAMES = ("o1", "o3", "o4", "gpt-5")  # wherever they stand in a name, the harness asks such a model otherwise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LmmsEval:
     """Options of `mobula lmms-eval`."""
 
-    model: str  # a checkpoint's folder, a hub name, or the name under which an endpoint serves
-    model_type: str | None
-    endpoint: str | None
-    key_env: str | None
-    tasks: str
-    include_path: Path | None
-    limit: float | None
-    batch_size: int
-    device: str
-    model_args: tuple[str, ...]
-    harness_options: tuple[str, ...]
-    output: Path
-    cache: Path
-    is_online: bool | None  # None: unless the model is a local folder
-    environment: Path
-    timeout_s: float
+    model: Annotated[str, typer.Option(help="A checkpoint's folder, a hub name, or the name an endpoint serves.")]
+    tasks: Annotated[str, typer.Option(help="The harness's task or group names, comma-separated.")]
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Ask this OpenAI-compatible server, e.g. http://127.0.0.1:8000/v1."),
+    ] = None
+    key_env: Annotated[str | None, typer.Option(help="Environment variable with the endpoint's key.")] = None
+    model_type: Annotated[
+        str | None, typer.Option(help="The harness's model name, if config.json does not tell, e.g. qwen2_5_vl.")
+    ] = None
+    model_args: Annotated[
+        list[str], typer.Option(metavar="NAME=VALUE", help="More for the harness's model; may be repeated.")
+    ] = field(default_factory=list)
+    include_path: Annotated[Path | None, typer.Option(help="A folder with task YAMLs of your own.")] = None
+    limit: Annotated[
+        float | None, typer.Option(min=0, help="Samples a task at most; below 1 a share of them. Without it, all.")
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples at a time; at an endpoint, requests in flight.")] = 1
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, or cuda for all GPUs, or what is here.")] = None
+    output: Annotated[Path, typer.Option(help="Each run gets a dated folder in this one.")] = Path("runs/lmms-eval")
+    cache: Annotated[Path, typer.Option(help="Hugging Face's caches for the harness: models, datasets.")] = Path(
+        "data/lmms-eval"
+    )
+    is_online: Annotated[  # None: unless the model is a local folder
+        bool | None,
+        typer.Option("--online/--offline", help="Use the hub or not; a local folder's default is not."),
+    ] = None
+    environment: Annotated[Path, typer.Option(show_default=False, help="The harness's, if not `make harness`'s.")] = (
+        ENVIRONMENT
+    )
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds for the whole run; then it is killed.")
+    ] = 86400.0
+    harness_options: Annotated[
+        list[str], typer.Argument(metavar="[-- OPTION...]", help="For the harness as is, e.g. --force_simple.")
+    ] = field(default_factory=list)
 
     @property
     def is_local(self) -> bool:
@@ -184,8 +207,9 @@ def _model_args(options: LmmsEval, model_type: str) -> str:
         args = [f"model={options.model}", f"base_url={options.endpoint}", f"num_concurrent={options.batch_size}"]
     else:
         args = [f"pretrained={Path(options.model).absolute() if options.is_local else options.model}"]
-        if model_type in FAMILIES.values() and options.device != "cuda":  # "cuda" leaves the model to all GPUs
-            args.append(f"device_map={options.device}")
+        device = options.device or ("cuda" if this_machine().num_gpus else "cpu")
+        if model_type in FAMILIES.values() and device != "cuda":  # "cuda" leaves the model to all GPUs
+            args.append(f"device_map={device}")
     cut = [argument for argument in args if "," in argument]
     unfit = [argument for argument in options.model_args if "=" not in argument]
     if cut or unfit:

@@ -6,7 +6,6 @@ Exit codes are in `deploy/cli/errors.py`.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -14,7 +13,6 @@ import traceback
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -26,26 +24,20 @@ from mobula.cluster.runtime.gc_tuning import collect_rarely
 from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
-from mobula.deploy.cli.audit_command import audit
-from mobula.deploy.cli.data_commands import data
-from mobula.deploy.cli.diagnose_command import diagnose, diagnosed
-from mobula.deploy.cli.environment_commands import (
-    AllowHost,
-    Host,
-    Port,
-    TokenEnv,
-    TokenFile,
+from mobula.deploy.cli.check_commands import audit, diagnose, diagnosed, doctor, gpu_check, plan, rehearse
+from mobula.deploy.cli.data_commands import data, replay, score
+from mobula.deploy.cli.errors import FAILED, explained
+from mobula.deploy.cli.job_commands import list_jobs, logs, stop, submit
+from mobula.deploy.cli.lmms_eval_command import lmms_eval
+from mobula.deploy.cli.options import Auth, AuthOption, ConfigFile, Deadline, Overrides, RunCluster, RunFolder, RunName
+from mobula.deploy.cli.serving_commands import (
     play,
     rollout,
     serve_environment,
     serve_policy,
+    serve_rewards,
+    serve_training,
 )
-from mobula.deploy.cli.errors import FAILED, explained
-from mobula.deploy.cli.gpu_check_command import gpu_check
-from mobula.deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
-from mobula.deploy.cli.lmms_eval_command import lmms_eval
-from mobula.deploy.cli.rehearse_command import rehearse
-from mobula.deploy.cli.training_service_command import serve_training
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.host.terminal import open_missing_streams, outlive_output, terminal, write_any_text
 from mobula.deploy.preloading.preloaded import preloaded
@@ -57,27 +49,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="A run's config.yaml in place of groups; single keys may be set."),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Groups and keys in any order, e.g. experiment=sums resources=laptop algorithm.kl.coef=0.01",
-    ),
-]
-
-
-RunName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="The run; the latest one if it is left out.")]
-RunFolder = Annotated[
-    Path | None, typer.Option("--run", metavar="FOLDER", help="The run's folder, where it is not runs/NAME.")
-]
-RunCluster = Annotated[
-    str | None, typer.Option("--address", help="Ask on this Ray cluster (HOST:PORT); NAME is needed then.")
-]
-Deadline = Annotated[float, typer.Option("--timeout", min=10, help="Seconds to wait for the run's answer.")]
 DEADLINE_S = 60.0
 PRIVATE = 0o077  # umask until a configuration says otherwise (folder_access)
 
@@ -121,7 +92,6 @@ def main() -> None:
         raise SystemExit(FAILED) from None
 
 
-@app.command()
 def train(overrides: Overrides = None, config_file: ConfigFile = None) -> None:
     """Train: warm start, evaluation, RL or an offline job, evaluation, report."""
     with explained():
@@ -133,25 +103,21 @@ def train(overrides: Overrides = None, config_file: ConfigFile = None) -> None:
         raise typer.Exit(code)
 
 
-@app.command()
 def sft(overrides: Overrides = None) -> None:
     """Fine-tune on the assistant's turns of conversations: train with experiment=sft."""
     _train_offline("sft", overrides or [])
 
 
-@app.command()
 def reward_model(overrides: Overrides = None) -> None:
     """Train a reward model on pairs or scored answers: train with experiment=reward_model."""
     _train_offline("reward_model", overrides or [])
 
 
-@app.command()
 def dpo(overrides: Overrides = None) -> None:
     """Direct preference optimisation on pairs of answers: train with experiment=dpo."""
     _train_offline("dpo", overrides or [])
 
 
-@app.command()
 def evaluate(
     overrides: Overrides = None,
     scheme: Annotated[str | None, typer.Option(help="Short for evaluation=SCHEME, e.g. maye.")] = None,
@@ -168,7 +134,6 @@ def evaluate(
         raise typer.Exit(code)
 
 
-@app.command()
 def compare(
     runs: Annotated[
         list[str],
@@ -185,7 +150,6 @@ def compare(
         write(runs, output, json, by_epoch, terminal())
 
 
-@app.command()
 def status(
     name: RunName = None,
     run: RunFolder = None,
@@ -208,7 +172,6 @@ def status(
         terminal().print(as_table(run_status, time.time()), markup=False, highlight=False)
 
 
-@app.command()
 def top(
     name: RunName = None,
     run: RunFolder = None,
@@ -228,7 +191,6 @@ def top(
     console.print(ended, markup=False, highlight=False)
 
 
-@app.command()
 def scale(
     arguments: Annotated[
         list[str],
@@ -255,23 +217,6 @@ def scale(
         raise typer.Exit(FAILED)
 
 
-@app.command()
-def replay(
-    run_folder: Annotated[Path, typer.Argument(help="The folder of a run that had replay.trajectory_log=true.")],
-    overrides: Overrides = None,
-) -> None:
-    """Train a learner on a run's recorded steps, without rollouts; overrides change single keys."""
-    from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
-    from mobula.configs.load import load_resolved
-
-    with explained():
-        config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
-        from mobula.deploy.data.replay import replay as train_again
-
-        raise typer.Exit(train_again(run_folder, config))
-
-
-@app.command()
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN_FOLDER", help="The run's folder, or its name below runs/.")],
 ) -> None:
@@ -283,7 +228,6 @@ def report(
     terminal(soft_wrap=True).print(f"report: {path}", markup=False, highlight=False)
 
 
-@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="The run's folder, or its name below runs/.")],
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint; the newest one if it is left out.")] = None,
@@ -301,71 +245,6 @@ def export(
         raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, dtype=dtype, output=output))
 
 
-@app.command()
-def score(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, Parquet, or a run with trajectories.")],
-    overrides: Overrides = None,
-    recipe: Annotated[Path | None, typer.Option(help="Score by a YAML file like a run's `rewards`.")] = None,
-    pass_threshold: Annotated[float, typer.Option(help="Reward from which a response passes.")] = 0.5,
-    top_k: Annotated[int, typer.Option(min=0, help="Best and worst records that are shown.")] = 3,
-    max_ids: Annotated[int, typer.Option(min=0, help="Right records below the threshold that are named.")] = 1000,
-    output: Annotated[Path | None, typer.Option(help="Write the summary as JSON.")] = None,
-    results: Annotated[Path | None, typer.Option(help="Write each record's scores as JSONL.")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes that score.")] = len(os.sched_getaffinity(0)),
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a batch of rows may take.")] = 600.0,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse a file with a broken row.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print one line.")] = False,
-) -> None:
-    """Score recorded responses by the rewards of a run: averages, pass rate, best and worst."""
-    with explained():
-        from mobula.deploy.data import score as scoring
-
-        if not math.isfinite(pass_threshold):
-            raise PreflightError(f"--pass-threshold {pass_threshold}: give a finite number")
-        command = scoring.ScoreCommand(
-            source=source,
-            overrides=overrides or [],
-            recipe=recipe,
-            pass_threshold=pass_threshold,
-            top_k=top_k,
-            max_ids=max_ids,
-            output=output,
-            results=results,
-            num_processes=processes,
-            timeout_s=timeout,
-            is_strict=strict,
-            is_quiet=quiet,
-        )
-        raise typer.Exit(scoring.score(command, terminal()))
-
-
-@app.command()
-def plan(
-    overrides: Overrides = None,
-    address: Annotated[
-        str | None, typer.Option(help="Plan for this Ray cluster (HOST:PORT, or auto), not for this machine.")
-    ] = None,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="NxGxMEMORY", help="Plan for nodes that are not there, e.g. 2x8x80GB.")
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan for the nodes that a YAML file describes.")
-    ] = None,
-    auth: AuthOption = Auth.DISABLED,
-) -> None:
-    """Show the node and the memory of each worker, and whether the run fits."""
-    from mobula.configs.load import load_config
-
-    with explained():
-        config = load_config(overrides or [], is_complete=False)
-        if address is not None:
-            set_auth(auth.value)
-        from mobula.deploy.planning.plan_command import show_plan
-
-        show_plan(config, terminal(soft_wrap=False), address=address, short=nodes, file=cluster)
-
-
-@app.command()
 def show_config(overrides: Overrides = None) -> None:
     """Print the whole configuration as YAML, with groups and overrides resolved. User code is imported and checked."""
     from mobula.cluster.user_code import names_user_code
@@ -380,7 +259,6 @@ def show_config(overrides: Overrides = None) -> None:
     terminal(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
 
 
-@app.command()
 def init_model(
     model: Annotated[
         str, typer.Argument(help="tiny-FAMILY or smollm2-135m, the model to write; a wrong name lists all.")
@@ -423,103 +301,6 @@ def init_model(
     terminal(soft_wrap=True).print(message, markup=False)
 
 
-@app.command()
-def serve_rewards(
-    rewards: Annotated[Path, typer.Argument(metavar="REWARDS.yaml", help="A file like a run's `rewards` section.")],
-    host: Host = "127.0.0.1",
-    port: Port = 0,
-    token_env: TokenEnv = None,
-    token_file: TokenFile = None,
-    allow_host: AllowHost = None,
-    threads: Annotated[int, typer.Option(min=1, help="Scoring threads; each loads all models.")] = 1,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones get 503.")] = 64,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to read a request, and to score it.")] = 60.0,
-    max_request_mb: Annotated[int, typer.Option(min=1, help="Largest request.")] = 64,
-    device: Annotated[str, typer.Option(help="What models compute on: cpu, cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="What models compute in.")] = "float32",
-) -> None:
-    """Serve reward functions over HTTP until stopped."""
-    console = terminal(soft_wrap=True)
-    with explained():
-        from mobula.cluster.serving import Address, read_token
-        from mobula.deploy.serve import rewards as serving
-
-        address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
-        options = serving.ServeRewardsOptions(
-            address, threads, max_waiting, timeout, max_request_mb << 20, device, dtype
-        )
-        serving.serve(rewards, options, lambda url: console.print(f"rewards: {url} (description: {url}/docs)"))
-
-
-@app.command()
-def doctor(
-    overrides: Overrides = None,
-    leftovers: Annotated[
-        bool, typer.Option("--leftovers", help="List what dead runs left on this machine instead.")
-    ] = False,
-    free: Annotated[
-        list[str] | None, typer.Option("--free", metavar="ID", help="End this leftover; more IDs may follow.")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="Check every node of this Ray cluster, HOST:PORT; with --leftovers: look for placement groups there."
-        ),
-    ] = None,
-    auth: AuthOption = Auth.DISABLED,
-) -> None:
-    """Check that this machine, or every node of a cluster, can run a configuration; or list and end leftovers.
-
-    Exits with 1 if that fails.
-    """
-    if address is not None:
-        with explained():
-            set_auth(auth.value)
-    if leftovers or free:
-        with explained():
-            from mobula.deploy.run.leftovers import show_leftovers
-
-            num_left = show_leftovers([*(free or []), *(overrides or [])], address, terminal(soft_wrap=True))
-        if num_left:
-            raise typer.Exit(FAILED)
-        return
-    from mobula.configs.load import load_config
-    from mobula.deploy.doctor.cluster import examine_cluster
-    from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_rows, examine
-
-    colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
-    console = terminal(soft_wrap=True)
-    num_missing = 0
-    with explained():
-        config = load_config(overrides or [], is_complete=False)
-        machine = examine(config) if address is None else examine_cluster(config, address)
-        for finding in chain(machine, check_checkpoint(config), check_rows(config)):
-            num_missing += finding.verdict is Verdict.MISSING
-            console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
-            console.print(f"{finding.name}: {finding.detail}", markup=False, highlight=False)
-            if finding.action:
-                console.print(f"          -> {finding.action}", markup=False, highlight=False)
-    if num_missing:
-        raise typer.Exit(FAILED)
-
-
-app.add_typer(data, name="data")
-app.command()(audit)
-app.command()(diagnose)
-app.command()(gpu_check)
-app.command()(rehearse)
-app.command()(lmms_eval)
-app.command()(play)
-app.command()(rollout)
-app.command()(serve_environment)
-app.command()(serve_policy)
-app.command()(serve_training)
-app.command()(submit)
-app.command()(stop)
-app.command()(logs)
-app.command("list")(list_jobs)
-
-
 def _config(overrides: Sequence[str], file: Path | None) -> RunConfig:
     from mobula.configs.load import load_config, load_resolved
 
@@ -557,3 +338,13 @@ def _parse_scale(arguments: Sequence[str]) -> tuple[dict[str, int], str | None]:
 
 def _is_number_of_workers(text: str) -> bool:
     return text.isdecimal() and len(text) <= len(str(MAX_WORKERS)) and 1 <= int(text) <= MAX_WORKERS
+
+
+app.add_typer(data, name="data")
+for _command in (
+    *(train, sft, reward_model, dpo, evaluate, compare, status, top, scale, replay, report, export, score, plan),
+    *(show_config, init_model, serve_rewards, doctor, audit, diagnose, gpu_check, rehearse, lmms_eval, play, rollout),
+    *(serve_environment, serve_policy, serve_training, submit, stop, logs),
+):
+    app.command()(_command)
+app.command("list")(list_jobs)

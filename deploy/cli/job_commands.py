@@ -6,7 +6,6 @@ import math
 import os
 import sys
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,27 +15,15 @@ from rich.table import Table
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.failures import COLOUR, escaped
 from mobula.deploy.cli.errors import explained
+from mobula.deploy.cli.options import Auth, AuthOption
 from mobula.deploy.host.terminal import terminal
 
 JOB_GOES_ON = "the job goes on; `mobula logs ID` follows it and `mobula stop ID` ends it"
 CLOSE_S = 60  # that a stopped run has besides to close its roles and to write its report
 
 
-class Auth(StrEnum):
-    """How a cluster knows its clients."""
-
-    DISABLED = "disabled"
-    TOKEN = "token"
-
-
 Address = Annotated[
     str, typer.Option("--address", envvar="RAY_API_SERVER_ADDRESS", help="The cluster's dashboard, http://HOST:8265.")
-]
-AuthOption = Annotated[
-    Auth,
-    typer.Option(
-        "--auth", envvar="RAY_AUTH_MODE", case_sensitive=False, help="As the cluster was started: disabled, token."
-    ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `mobula list` shows it.")]
 

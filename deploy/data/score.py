@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +16,7 @@ from mobula.cluster.user_code import is_user_code
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config, load_resolved, load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
+from mobula.deploy.data.options import ScoreCommand
 from mobula.rewards.functions import READ_LENGTHS
 from mobula.rewards.offline.rows import Source, open_source
 from mobula.rewards.offline.scorer import ScoringOptions, score_source
@@ -28,24 +28,6 @@ NOTHING_SCORED = 1  # exit code
 
 
 CONFIG_FILE = "config.yaml"  # of a run folder
-
-
-@dataclass(frozen=True)
-class ScoreCommand:
-    """Options of `mobula score`; files whose path is None are not written."""
-
-    source: Path
-    overrides: Sequence[str]
-    recipe: Path | None
-    pass_threshold: float
-    top_k: int
-    max_ids: int
-    output: Path | None
-    results: Path | None
-    num_processes: int
-    timeout_s: float
-    is_strict: bool
-    is_quiet: bool
 
 
 def score(command: ScoreCommand, console: Console) -> int:

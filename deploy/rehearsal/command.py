@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -23,6 +22,7 @@ from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_c
 from mobula.deploy.planning.memory import RELEASED_MODELS as MODELS
 from mobula.deploy.planning.memory import policy_shape
 from mobula.deploy.rehearsal.measured import MeasuredRun, measured_speeds, recorded_lengths
+from mobula.deploy.rehearsal.options import RehearseCommand
 from mobula.deploy.rehearsal.page import as_json, show
 from mobula.deploy.rehearsal.prompts import StatedPrompts, prepared_run, shrunk, stated_run
 from mobula.deploy.rehearsal.roofline import estimated_speeds, gpu_of_memory
@@ -36,33 +36,6 @@ MEASURED_PROMPTS = 32  # prompts whose mean length is that of a measured run
 GPUS_OF_NODE = 8
 GPU_MEMORY = "80GB"
 UNKNOWN_PATH = "nowhere"  # of data that are stated
-
-
-@dataclass(frozen=True, kw_only=True)
-class RehearseCommand:
-    """The arguments of `mobula rehearse`."""
-
-    overrides: Sequence[str] = ()
-    nodes: str | None = None
-    cluster: Path | None = None
-    model: str | None = None  # of released_models.yaml
-    gpu: str | None = None
-    measured: Sequence[Path] = ()
-    speeds: Path | None = None
-    words: Sequence[str] = ()  # of speeds
-    lengths_of: Path | None = None
-    mean_tokens: float | None = None
-    sigma: float = 0.8
-    prompt_tokens: int | None = None
-    media_tokens: int = 0
-    media_bytes: int = 0
-    faults: Sequence[str] = ()
-    fault_file: Path | None = None
-    num_steps: int = 12
-    factors: Sequence[int] = ()
-    size_s: float = 120.0  # on this machine, for each size
-    with_gains: bool = True
-    json_file: Path | None = None
 
 
 def rehearse(command: RehearseCommand, console: Console) -> None:

@@ -34,7 +34,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("cluster/tracing/telemetry.py",),
     "hydra": ("configs/load.py", "configs/overrides.py"),
     "omegaconf": ("configs/load.py",),
-    "typer": ("deploy/cli/*",),
+    "typer": ("deploy/cli/*", "deploy/*/options.py", "deploy/checks/lmms_eval.py"),
     "tinker": ("deploy/training_service/*",),
     "torch": ("cluster/*", "learner/*", "actors/*", "rewards/*", "deploy/*"),
     "transformers": ("learner/*", "actors/*", "rewards/models/*"),

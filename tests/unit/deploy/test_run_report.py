@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from audited import whole_run
 from click.testing import Result
 from metrics_data import write_run
+from rich.console import Console
 from run_records import go_on
 from typer.testing import CliRunner
 
@@ -18,9 +21,11 @@ from mobula.cluster.runtime.placement_groups import holders
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
 from mobula.deploy.host.run_folder import RECORD_FILE
+from mobula.deploy.report.audit import audit
 from mobula.deploy.run.run_report import earlier_wall_s, headline
 
 KILLED = '<span class="status killed">the driver was killed</span>'
+
 FACT = re.compile(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>")
 
 
@@ -141,6 +146,7 @@ def test_a_broken_file_is_named(run: Path, file: str, text: str, said: str) -> N
 
 
 OWN = ["experiment=own", "policy.model=m", "data.path=d"]
+
 MINE = (
     "rewards.components=[{name: mine, function: f.py:f, weight: 1.0, options: {}, service: reward, "
     "needs_images: false, retries: 0, cache_entries: 0}]"
@@ -192,3 +198,44 @@ def test_wall_time_of_earlier_parts_is_that_of_their_summary(tmp_path: Path, tex
 def test_groups_are_counted_by_the_run_that_holds_them() -> None:
     names = ["mine/learner/0/1f", "mine/rollout/0/2e", "other/reward/0/aa", ""]
     assert holders(names) == {"mine": 2, "other": 1}
+
+
+def shown(folder: Path, *, is_json: bool = False, head: str = "") -> tuple[int, str]:
+    text = io.StringIO()
+    code = audit(None, folder, Console(file=text, width=200), head=head, is_json=is_json)
+    return code, text.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run_audit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whole_run(tmp_path_factory.mktemp("audited") / "run")
+
+
+def test_a_run_without_a_fault_is_shown_with_its_figures(run_audit: Path) -> None:
+    code, text = shown(run_audit)
+    assert code == 0
+    lines = {line[:12].strip(): line[12:].strip() for line in text.splitlines()}
+    assert lines["part 2"].startswith("resumed from the checkpoint of version 2; done")
+    assert lines["trained"] == "4 steps of 8 groups"
+    assert lines["staleness"].endswith("mean 0.000, max 0 of 0 allowed")
+    assert lines["rollout/0"] == "checksum+canary 6"
+    assert lines["checkpoint"].endswith("of part 2: steps 3 to 4 after version 2")
+    assert "nothing is missing, altered or out of order" in text
+
+
+def test_every_figure_is_in_the_json(run_audit: Path) -> None:
+    code, text = shown(run_audit, is_json=True)
+    found = json.loads(text)
+    assert (code, found["findings"], found["num_groups"], found["num_pushes"]) == (0, [], 8, 6)
+    assert found["checkpoints"]["4"]["steps"] == [3, 4]
+
+
+def test_a_finding_is_an_exit_code_of_1(run_audit: Path) -> None:
+    code, text = shown(run_audit, head="0" * 64)
+    assert code == 1
+    assert "no record has the sha256 0000" in text
+
+
+def test_a_folder_that_is_no_run_is_an_exit_code_of_2(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["audit", "--run", str(tmp_path / "none")]).exit_code == 2
+    assert CliRunner().invoke(app, ["audit", "--run", str(tmp_path)]).exit_code == 2

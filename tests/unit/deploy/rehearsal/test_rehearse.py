@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
-from mobula.deploy.rehearsal.command import RehearseCommand, rehearse
+from mobula.deploy.rehearsal.command import rehearse
+from mobula.deploy.rehearsal.options import RehearseCommand
 
 WORDS = (
     "experiment=own",
@@ -30,7 +31,7 @@ def page(tmp_path: Path, *words: str, base: Sequence[str] = WORDS, nodes: str = 
     """The page as JSON."""
     file = tmp_path / "page.json"
     arguments = {"words": STATED, "prompt_tokens": 100, "num_steps": 6, "with_gains": False, **options}
-    command = RehearseCommand(overrides=(*base, *words), nodes=nodes, json_file=file, **arguments)
+    command = RehearseCommand(overrides=[*base, *words], nodes=nodes, json_file=file, **arguments)
     rehearse(command, Console(quiet=True))
     return json.loads(file.read_text())
 
@@ -136,6 +137,6 @@ def test_work_of_ray_in_the_driver_grows_with_the_size_alone(tmp_path: Path) -> 
 
 
 def test_the_speeds_of_a_cpu_are_not_guessed(tmp_path: Path) -> None:
-    command = RehearseCommand(overrides=(WORDS[0], "resources=laptop", *WORDS[2:]), prompt_tokens=100)
+    command = RehearseCommand(overrides=[WORDS[0], "resources=laptop", *WORDS[2:]], prompt_tokens=100)
     with pytest.raises(PreflightError, match="--measured"):
         rehearse(command, Console(quiet=True))

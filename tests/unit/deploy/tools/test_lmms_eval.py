@@ -85,19 +85,11 @@ def asked(tmp_path: Path) -> LmmsEval:
     (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     return LmmsEval(
         model=str(model),
-        model_type=None,
-        endpoint=None,
-        key_env=None,
         tasks="mini,other",
-        include_path=None,
-        limit=None,
         batch_size=2,
         device="cpu",
-        model_args=(),
-        harness_options=(),
         output=tmp_path / "runs",
         cache=tmp_path / "cache",
-        is_online=None,
         environment=tmp_path / "environment",
         timeout_s=60.0,
     )

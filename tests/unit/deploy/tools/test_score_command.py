@@ -27,6 +27,7 @@ from mobula.cluster.rollout.response_files import ResponseFiles
 from mobula.configs.load import dump_config, load_config
 from mobula.deploy.cli import app
 from mobula.deploy.data import score as scoring
+from mobula.deploy.data.options import ScoreCommand
 from mobula.rewards.offline import scorer
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "pyarrow", "jinja2")
@@ -153,19 +154,8 @@ def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(tmp_path: Path, m
     printed = {}
     for is_terminal, is_quiet in ((True, False), (True, True), (False, False)):
         console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
-        command = scoring.ScoreCommand(
-            source=path,
-            overrides=AERORL,
-            recipe=None,
-            pass_threshold=0.5,
-            top_k=3,
-            max_ids=0,
-            output=None,
-            results=None,
-            num_processes=2,
-            timeout_s=60.0,
-            is_strict=False,
-            is_quiet=is_quiet,
+        command = ScoreCommand(
+            source=path, overrides=[*AERORL], max_ids=0, num_processes=2, timeout_s=60.0, is_quiet=is_quiet
         )
         scoring.score(command, console)
         printed[is_terminal, is_quiet] = console.file.getvalue()

@@ -1,28 +1,25 @@
-"""Environments by themselves and policies outside a run: play, rollout, serve-environment, serve-policy."""
+"""Environments by themselves, and servers: play, rollout, serve-environment, serve-policy, serve-rewards and
+serve-training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mobula.cluster.errors import PreflightError
 from mobula.deploy.cli.errors import explained
+from mobula.deploy.cli.options import AllowHost, Host, Port, TokenEnv, TokenFile
 from mobula.deploy.host.terminal import terminal
 
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Groups and keys in any order, as for train."),
 ]
-Host = Annotated[str, typer.Option(help="The address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")]
-TokenEnv = Annotated[str | None, typer.Option(help="Environment variable with the bearer token.")]
-TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token, instead.")]
-AllowHost = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="A further name of this server in requests (Host, Origin); again for more."),
-]
+SERVED = "sampler.adapters.max_served=16"  # if the user has set nothing
 
 
 def announcing(name: str) -> Callable[[str], None]:
@@ -121,3 +118,65 @@ def serve_policy(
 
         address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
         serving.serve(config, address, capture, siblings, announcing("policy"))
+
+
+def serve_rewards(
+    rewards: Annotated[Path, typer.Argument(metavar="REWARDS.yaml", help="A file like a run's `rewards` section.")],
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+    allow_host: AllowHost = None,
+    threads: Annotated[int, typer.Option(min=1, help="Scoring threads; each loads all models.")] = 1,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones get 503.")] = 64,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to read a request, and to score it.")] = 60.0,
+    max_request_mb: Annotated[int, typer.Option(min=1, help="Largest request.")] = 64,
+    device: Annotated[str, typer.Option(help="What models compute on: cpu, cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="What models compute in.")] = "float32",
+) -> None:
+    """Serve reward functions over HTTP until stopped."""
+    with explained():
+        from mobula.cluster.serving import Address, read_token
+        from mobula.deploy.serve import rewards as serving
+
+        address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
+        options = serving.ServeRewardsOptions(
+            address, threads, max_waiting, timeout, max_request_mb << 20, device, dtype
+        )
+        announce = announcing("rewards")
+        serving.serve(rewards, options, lambda url: announce(f"{url} (description: {url}/docs)"))
+
+
+def serve_training(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Groups and keys, e.g. policy.model=FOLDER sampler=vllm"),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    allow_host: AllowHost = None,
+    tenants: Annotated[
+        Path | None, typer.Option(help="YAML file of `tenant: token` lines; without it every request is admitted.")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(help="Requests, snapshots and checkpoints. A restart with the same folder continues.")
+    ] = Path("training_service"),
+    model_name: Annotated[
+        str | None, typer.Option(help="A further name of the base model for clients, e.g. its hub name.")
+    ] = None,
+) -> None:
+    """Serve training and sampling of many LoRA adapters to programs that use the `tinker` client."""
+    with explained("the server has stopped"):
+        if find_spec("tinker") is None:
+            raise PreflightError("the training service needs the package tinker: pip install 'mobula[tinker]'")
+        from mobula.cluster.serving import Address
+        from mobula.configs.load import load_config
+        from mobula.configs.overrides import overridden
+        from mobula.deploy.training_service import serving
+        from mobula.deploy.training_service.tenants import read_tenants
+
+        config = load_config(overrides or [], is_complete=False)
+        if config.training_service.weights == "adapters":
+            config = load_config(overridden([SERVED], overrides or []), is_complete=False)
+        address = Address(host, port, None, tuple(allow_host or ()))
+        serving.serve(config, address, read_tenants(tenants), folder, model_name, announcing("training service"))

@@ -1,0 +1,94 @@
+"""Options that several commands share, and commands whose options are the fields of a dataclass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from enum import StrEnum
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+T = TypeVar("T")
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="A run's config.yaml in place of groups; single keys may be set."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Groups and keys in any order, e.g. experiment=sums resources=laptop algorithm.kl.coef=0.01",
+    ),
+]
+
+
+RunName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="The run; the latest one if it is left out.")]
+RunFolder = Annotated[
+    Path | None, typer.Option("--run", metavar="FOLDER", help="The run's folder, where it is not runs/NAME.")
+]
+RunCluster = Annotated[
+    str | None, typer.Option("--address", help="Ask on this Ray cluster (HOST:PORT); NAME is needed then.")
+]
+Deadline = Annotated[float, typer.Option("--timeout", min=10, help="Seconds to wait for the run's answer.")]
+Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")]
+TokenEnv = Annotated[str | None, typer.Option(help="Environment variable with the bearer token.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token, instead.")]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A further name of this server in requests (Host, Origin); again for more."),
+]
+
+
+class Auth(StrEnum):
+    """How a cluster knows its clients."""
+
+    DISABLED = "disabled"
+    TOKEN = "token"
+
+
+AuthOption = Annotated[
+    Auth,
+    typer.Option(
+        "--auth", envvar="RAY_AUTH_MODE", case_sensitive=False, help="As the cluster was started: disabled, token."
+    ),
+]
+
+
+def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Makes a command of a function of one dataclass; its fields, annotated for typer, are the options.
+
+    An option that is left out has the default of its field.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=_default(field.default, field.default_factory),
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]
+
+    def bound(run: Callable[[T], None]) -> Callable[..., None]:
+        @wraps(run)
+        def command(**values: Any) -> None:
+            run(options(**{name: value for name, value in values.items() if value is not None}))
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return bound
+
+
+def _default(value: Any, factory: Any) -> Any:
+    if factory is not MISSING:
+        return None
+    return inspect.Parameter.empty if value is MISSING else value

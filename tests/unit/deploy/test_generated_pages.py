@@ -7,9 +7,10 @@ import subprocess
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from docs.generate import metric_tables
+from docs.generate import measured, metric_tables
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -92,11 +93,12 @@ def test_what_a_family_does_not_hold_is_named(own: dict[str, object], message: s
     assert f"- `internvl3`: {found}." in page([comparison(**{"pushes": {ALL: COMPARED}} | own)])
 
 
-def test_the_page_has_the_tables_of_today() -> None:
-    page = metric_tables.TARGET.read_text(encoding="utf-8")
-    assert metric_tables.rewritten(page) == page, "run `python -m docs.generate.metric_tables`"
+@pytest.mark.parametrize("generator", [measured, metric_tables], ids=["measured", "metric_tables"])
+def test_a_page_has_the_tables_of_today(generator: ModuleType) -> None:
+    page = generator.TARGET.read_text(encoding="utf-8")
+    assert generator.rewritten(page) == page, f"run `python -m {generator.__name__}`"
     with pytest.raises(ValueError, match="needs one line"):
-        metric_tables.rewritten("")
+        generator.rewritten("")
 
 
 def test_every_name_is_described_and_no_gauge_has_two_meanings() -> None:

@@ -199,10 +199,10 @@ def gpu_check(
 
     Each stage runs in a separate process and is one row: passed, failed with the cause, or not here with what is
     missing. `gpu_check.json` in the folder keeps finished stages, which the next call skips. Without Ray, vLLM, Hydra
-    and this command `python -m deploy.tools.gpu_check` does the same from a checkout. Exits with 1 if a stage failed.
+    and this command `python -m mobula.deploy.checks.gpu_check` does the same from a checkout. Exits with 1 if a stage
+    failed.
     """
-    from mobula.deploy.checks.gpu_check.__main__ import run_check
-    from mobula.deploy.checks.gpu_check.check import CheckOptions
+    from mobula.deploy.checks.gpu_check.check import CheckOptions, run_check
 
     budget_s = None if minutes is None else 60 * minutes
     raise typer.Exit(run_check(CheckOptions(device.value, folder, tuple(only or ()), run_all, budget_s)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from docs.generate.markdown import with_block, write_page
 
-from mobula.deploy.checks.gpu_check.results import ROOT, CheckResults, read_results, status_rows
+from mobula.deploy.checks.gpu_check.check import ROOT, CheckResults, read_results, status_rows
 
 TARGET = ROOT / "docs" / "supported.md"
 KEPT = ROOT / "docs" / "gpu_checks"

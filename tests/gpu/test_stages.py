@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mobula.deploy.checks.gpu_check.check import CheckOptions, check
-from mobula.deploy.checks.gpu_check.results import STAGES, CheckStage, Outcome
-from mobula.deploy.checks.gpu_check.stages import pretrained
+from mobula.deploy.checks.gpu_check.check import STAGES, CheckOptions, CheckStage, Outcome, check
+from mobula.deploy.checks.gpu_check.training import PRETRAINED_FOLDER
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -28,5 +27,5 @@ def case(stage: CheckStage) -> object:
 def test_a_stage_of_the_check_passes(tmp_path: Path, name: str) -> None:
     found = check(CheckOptions("cuda", tmp_path, (name,)), lambda line: None).stages[name]
     if name == "pretrained" and found.outcome is Outcome.NOT_HERE:
-        pytest.skip(f"{found.cause}; {pretrained.FOLDER} may be a checkpoint that was downloaded before")
+        pytest.skip(f"{found.cause}; {PRETRAINED_FOLDER} may be a checkpoint that was downloaded before")
     assert found.outcome is Outcome.PASSED, f"{found.cause}\n{(tmp_path / f'{name}.log').read_text()[-4000:]}"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from absent_packages import run_without_packages
 
-from mobula.deploy.checks.gpu_check.check import RESULTS_FILE
-from mobula.deploy.checks.gpu_check.results import STAGES, Outcome, read_results
+from mobula.deploy.checks.gpu_check.check import RESULTS_FILE, STAGES, Outcome, read_results
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mobula.deploy.checks.gpu_check.check import CheckOptions, check, failed
-from mobula.deploy.checks.gpu_check.results import STAGES, table
+from mobula.deploy.checks.gpu_check.check import STAGES, CheckOptions, run_check
 
 FOLDER = Path("runs/gpu-check")
 
@@ -23,22 +22,6 @@ def main() -> int:
     given = parser.parse_args()
     budget_s = None if given.minutes is None else 60 * given.minutes
     return run_check(CheckOptions(given.device, given.folder, tuple(given.only), given.all, budget_s))
-
-
-def run_check(options: CheckOptions) -> int:
-    """Prints a line for each stage as it ends, and the table of all finished ones; returns the exit code."""
-
-    def say(line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-
-    try:
-        results = check(options, say)
-    except ValueError as error:
-        say(str(error))
-        return 2
-    say("\n" + table(results))
-    return 1 if failed(results) else 0
 
 
 if __name__ == "__main__":

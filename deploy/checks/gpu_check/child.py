@@ -10,15 +10,16 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from mobula.deploy.checks.gpu_check.results import Outcome, StageResult
+from mobula.deploy.checks.gpu_check.check import Outcome, StageResult, stage_named
 
 
 def main(name: str, device: str, folder: str, result: str) -> None:
     from mobula.deploy.checks.gpu_check.context import Context, NotHereError
 
-    stage = import_module(f"mobula.deploy.checks.gpu_check.stages.{name}")
+    module = import_module(f"mobula.deploy.checks.gpu_check.{stage_named(name).module}")
     try:
-        outcome = StageResult(Outcome.PASSED, figures=dict(stage.run(Context(device, Path(folder)))))
+        figures = getattr(module, f"check_{name}")(Context(device, Path(folder)))
+        outcome = StageResult(Outcome.PASSED, figures=dict(figures))
     except NotHereError as error:
         outcome = StageResult(Outcome.NOT_HERE, str(error))
     except Exception as error:  # a failed row, whatever it is; the traceback goes to the log of the stage

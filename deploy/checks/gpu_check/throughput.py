@@ -1,4 +1,4 @@
-"""Tokens per second of sampler and learner, seconds of a step, MFU, and the learner's memory against `mobula plan`."""
+"""The stage of the GPU check that measures speed and memory."""
 
 from __future__ import annotations
 
@@ -22,23 +22,35 @@ from mobula.cluster.records.trajectory import (
 )
 from mobula.configs.load import load_config
 from mobula.deploy.checks.gpu_check.context import MIB, Context, Figures
-from mobula.deploy.checks.gpu_check.roles import Model, open_checkpoint, overrides, scored
+from mobula.deploy.checks.gpu_check.roles import (
+    Model,
+    open_checkpoint,
+    overrides,
+    scored,
+)
 from mobula.deploy.planning.workers import CONTEXT, TRAINING, worker_memory
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.policies.tiny import SMALL_TEXT, TEXT_MODELS
 
 # Dense bfloat16 FLOP/s of NVIDIA's data sheets, by a part of the card's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+
 NUM_PROMPTS, NUM_TOKENS = {"cpu": 2, "cuda": 16}, {"cpu": 32, "cuda": 1024}  # of each response
+
 NUM_IDS = 250  # every tokenizer has more
+
 NUM_SAMPLES = 4  # of each prompt
+
 MOST_SAMPLED = 128  # tokens of a response, at some 30 ms each
+
 NUM_STEPS = 3  # the first one is not timed
+
 MOST_OF_PLAN = 1.15  # that torch may allocate
 
 
-def run(context: Context) -> Figures:
-    """A model of random weights: of 0.36 billion parameters on a GPU, a tiny one on a CPU."""
+def check_throughput(context: Context) -> Figures:
+    """Tokens per second of sampler and learner, seconds of a step, MFU, and the memory of the learner against
+    `mobula plan`: 0.36 billion random parameters on a GPU, a tiny model on a CPU."""
     num_tokens = NUM_TOKENS[context.device]
     folder = context.folder / "measured"
     tiny = next(iter(TEXT_MODELS.values()))
@@ -53,14 +65,14 @@ def run(context: Context) -> Figures:
         "learner.tokens_per_microbatch=8192",
     )
     model = open_checkpoint(context, written, *own)
-    groups = _groups(model, NUM_PROMPTS[context.device], num_tokens)
+    groups = _random_groups(model, NUM_PROMPTS[context.device], num_tokens)
     planned = _planned_bytes(context, model, own)
-    allocated = _allocated_bytes(context, lambda: _step_seconds(context, model, groups))
+    allocated = allocated_bytes(context, lambda: _step_seconds(context, model, groups))
     assert allocated <= MOST_OF_PLAN * planned, (
         f"the learner allocates {allocated / MIB:.4g} MiB, of which mobula plan says {planned / MIB:.4g}"
     )
     memory = {"planned_mib": planned / MIB, "allocated_mib": allocated / MIB, "allocated_of_plan": allocated / planned}
-    return {**_learner(context, model, groups), **memory, **asyncio.run(_sampler(model, num_tokens))}
+    return {**_learner_figures(context, model, groups), **memory, **asyncio.run(_sampler_figures(model, num_tokens))}
 
 
 def _planned_bytes(context: Context, model: Model, own: tuple[str, ...]) -> int:
@@ -71,7 +83,7 @@ def _planned_bytes(context: Context, model: Model, own: tuple[str, ...]) -> int:
     return sum(size for name, size in parts.items() if name != CONTEXT)
 
 
-def _allocated_bytes(context: Context, work: Callable[[], object]) -> int:
+def allocated_bytes(context: Context, work: Callable[[], object]) -> int:
     """The most that torch has allocated at one time for `work`: by its own count on a GPU, on a CPU by adding up what
     the profiler records of its allocator, operation by operation."""
     if context.is_cuda:
@@ -101,7 +113,7 @@ def _step_seconds(context: Context, model: Model, groups: list[TrajectoryGroup])
     return seconds
 
 
-def _learner(context: Context, model: Model, groups: list[TrajectoryGroup]) -> Figures:
+def _learner_figures(context: Context, model: Model, groups: list[TrajectoryGroup]) -> Figures:
     step_s = min(_step_seconds(context, model, groups)[1:])
     trained = sum(t.num_steps + g.prompt.num_tokens for g in groups for t in g.trajectories)
     return {
@@ -120,7 +132,7 @@ def _utilisation(context: Context, model: Model, tokens_per_s: float) -> Figures
     return utilisation if peak is None else {**utilisation, "mfu": 6 * num_parameters * tokens_per_s / peak}
 
 
-async def _sampler(model: Model, num_tokens: int) -> Figures:
+async def _sampler_figures(model: Model, num_tokens: int) -> Figures:
     """Times the second group of a prompt."""
     actor = await model.actor()
     settings = replace(model.sampling(seed=0), max_tokens=min(num_tokens, MOST_SAMPLED), num_samples=16)
@@ -132,7 +144,7 @@ async def _sampler(model: Model, num_tokens: int) -> Figures:
     return {"sample_tokens_per_s": sum(t.num_steps for t in group.trajectories) / seconds}
 
 
-def _groups(model: Model, num: int, num_tokens: int) -> list[TrajectoryGroup]:
+def _random_groups(model: Model, num: int, num_tokens: int) -> list[TrajectoryGroup]:
     """Groups of responses of random tokens, as an engine of version 0 would report them."""
     random = np.random.default_rng(0)
 

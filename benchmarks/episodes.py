@@ -26,7 +26,7 @@ from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.runtime.object_store import fetch
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.rollouts import sampling_settings
+from mobula.deploy.wiring.roles import sampling_settings
 
 NUM_CONCURRENT = 64
 NUM_PROMPTS = 24  # of one round, 8 episodes each: three times as many as run at a time

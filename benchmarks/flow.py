@@ -29,7 +29,7 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import prepare
-from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.learner import Learner
 
 NUM_IMAGES, QUICK_IMAGES = 16, 8  # of a group

@@ -34,8 +34,8 @@ from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.runtime.ray_actors import answer
 from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring import rollouts
-from mobula.deploy.wiring.build import Inference, start_learner
+from mobula.deploy.wiring import roles
+from mobula.deploy.wiring.roles import Inference, start_learner
 from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.learner_group import LearnerGroup
 
@@ -182,7 +182,7 @@ async def _pushes(effort: Effort, config: RunConfig) -> list[_Pushed]:
 
 @asynccontextmanager
 async def _counting(config: RunConfig) -> AsyncIterator[tuple[Stage, Inference]]:
-    with patch.object(rollouts, "RolloutActor", CountingActor):
+    with patch.object(roles, "RolloutActor", CountingActor):
         async with engines(config) as found:
             yield found
 

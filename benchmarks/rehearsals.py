@@ -17,10 +17,9 @@ from benchmarks.harness.stage import private_ray, scratch_config
 from benchmarks.whole_step import measured_steps
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.configs.schema import RunConfig
-from mobula.deploy.rehearsal.command import mean_prompt_tokens, staged
-from mobula.deploy.rehearsal.measured import MeasuredRun, measured_speeds
-from mobula.deploy.rehearsal.options import RehearseCommand
+from mobula.deploy.rehearsal.command import RehearseCommand, mean_prompt_tokens, staged
 from mobula.deploy.rehearsal.simulated.machine import RecordedLengths
+from mobula.deploy.rehearsal.speeds import MeasuredRun, measured_speeds
 from mobula.deploy.rehearsal.stage import result_of
 
 SETTINGS = (

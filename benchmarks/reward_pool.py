@@ -17,7 +17,7 @@ from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, in
 from benchmarks.replay import NUM_SIBLINGS, Load, make_group
 from mobula.cluster.records.trajectory import Generated, Response, TrajectoryGroup
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.pooled_roles import reward_pool
+from mobula.deploy.wiring.roles import reward_pool
 from mobula.rewards.components import RewardScoring
 from mobula.rewards.isolation.process import IsolatedProcess, Tools
 from mobula.rewards.pool.reward_pool import RewardPool

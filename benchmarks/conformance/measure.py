@@ -33,9 +33,8 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import SMALL_EXAMPLE
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rollout import SamplerKind
-from mobula.deploy.checks.gpu_check.lone_engine import set_engine_environment
-from mobula.deploy.preflight.decisions import with_row_layout
-from mobula.deploy.wiring.parity import (
+from mobula.deploy.checks.gpu_check.roles import set_engine_environment
+from mobula.deploy.checks.parity import (
     FRAME_RATE,
     MOST_VIDEOS,
     NUM_FRAMES,
@@ -45,8 +44,9 @@ from mobula.deploy.wiring.parity import (
     Case,
     cases,
 )
+from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.deploy.wiring.preparation import Prepared
-from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.backends.single import SingleBackend
 from mobula.learner.policies.adapters import factors_of, is_factor, save_adapters, with_saved_adapters
 from mobula.learner.policies.batch import TokenSequence, collate

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.conformance.measure import ALL, Report
 from mobula.cluster.weight_sync.tolerance import Gap
-from mobula.deploy.wiring.parity import CASES, SOUNDS, VIDEOS
+from mobula.deploy.checks.parity import CASES, SOUNDS, VIDEOS
 from mobula.learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
 from mobula.learner.policies.families.registry import BY_MODEL_TYPE, REFUSED, TEMPLATE_STRUCTURES
 

@@ -19,8 +19,8 @@ from mobula.cluster.runtime.placement_groups import create_placement_groups, pla
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.build import Inference, spawn_inference
 from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare
+from mobula.deploy.wiring.roles import Inference, spawn_inference
 from mobula.deploy.wiring.spawner import Spawner
 
 

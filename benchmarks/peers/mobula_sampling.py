@@ -19,7 +19,7 @@ from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.load import load_config
 from mobula.deploy.wiring.preparation import prepare
-from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.deploy.wiring.roles import engine_settings
 
 
 async def main(num_calls: int, num_images: int, *words: str) -> None:

@@ -17,9 +17,9 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.runtime.network import LOOPBACK
 from mobula.cluster.runtime.placement import PlacedWorker
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host.session import engine_environment
 from mobula.deploy.wiring.preparation import Prepared
-from mobula.deploy.wiring.rollouts import engine_settings, sampling_settings  # a copy of these would drift
-from mobula.deploy.wiring.spawner import engine_environment
+from mobula.deploy.wiring.roles import engine_settings, sampling_settings
 
 PROCESSOR_CACHE_GB = 4.0  # vLLM's own default
 

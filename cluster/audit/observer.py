@@ -59,7 +59,7 @@ class RunAudit:
         return not isinstance(self._recorder, NoRecorder)
 
     def started(self, body: Mapping[str, Any]) -> None:
-        """A part of the run begins; `body` is of `mobula.deploy.run.provenance`. Call it once `metrics.jsonl` has the
+        """A part of the run begins; `body` is of `mobula.deploy.run.overview`. Call it once `metrics.jsonl` has the
         lines that this part keeps.
         """
         metrics = self._run_folder / METRICS_FILE

@@ -74,7 +74,7 @@ def doctor(
             set_auth(auth.value)
     if leftovers or free:
         with explained():
-            from mobula.deploy.run.leftovers import show_leftovers
+            from mobula.deploy.run.run_client import show_leftovers
 
             num_left = show_leftovers([*(free or []), *(overrides or [])], address, terminal(soft_wrap=True))
         if num_left:

@@ -20,12 +20,12 @@ from mobula.cluster.roles import UpdateReport
 from mobula.cluster.runtime.placement import plan_placement, training_roles
 from mobula.cluster.runtime.placement_groups import create_placement_groups, remove_placement_groups
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host.run_folder import file_access
-from mobula.deploy.host.run_lock import run_lock
+from mobula.deploy.host.run_folder import file_access, run_lock
 from mobula.deploy.host.terminal import outlive_output, terminal
-from mobula.deploy.wiring.build import POLICY_FOLDER, learner_group, supervised_rows
+from mobula.deploy.wiring.build import POLICY_FOLDER
 from mobula.deploy.wiring.persistence import trajectory_log
 from mobula.deploy.wiring.preparation import Prepared, prepare
+from mobula.deploy.wiring.roles import learner_group, supervised_rows
 from mobula.deploy.wiring.spawner import Spawner
 
 OUTPUT_FOLDER = "replay"  # of the run folder

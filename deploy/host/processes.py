@@ -19,8 +19,6 @@ from mobula.cluster.failures import COLOUR
 from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
 
 HEEDS_WITHIN_S = 10.0  # after SIGTERM; then SIGKILL
-
-
 TAIL_BYTES = 64 << 10
 
 
@@ -80,8 +78,6 @@ def _ends_within(handle: int, timeout_s: float) -> bool:
 # child process; the caller never imports ray.
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
 
 
@@ -105,11 +101,7 @@ def in_side_process(work: Callable[P, T], timeout_s: float, what: str, *args: P.
 # The kernel reuses process ids; id and start time together are unique.
 
 PROC = Path("/proc")
-
-
 START_FIELD = 19  # of /proc/PID/stat behind the command, which may hold blanks and brackets itself
-
-
 KILLED_WITHIN_S = 5.0  # after SIGKILL only a process stuck in the kernel is still there
 
 

@@ -1,4 +1,4 @@
-"""The Ray cluster of one run: the one we were submitted to, or a private one on this machine's loopback."""
+"""The Ray cluster of one run, joined or private on the loopback address, and the environment of its workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ray._private import services
 import mobula.deploy.host.ray_defaults  # noqa: F401  (no address but loopback: Ray reads it when it starts)
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.network import LOOPBACK
-from mobula.cluster.runtime.placement import NodeResources
+from mobula.cluster.runtime.placement import NodeResources, PlacedWorker
 from mobula.cluster.runtime.placement_groups import cluster_nodes
+from mobula.cluster.runtime.ray_actors import BOUND_THREADS
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.authentication import check_admission, check_auth
 from mobula.deploy.host.machine import as_node, ray_folder, this_machine
@@ -27,6 +28,7 @@ from mobula.deploy.host.terminal import sigterm_stays_ours
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a process that `ray job submit` starts
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has no class of its own
 
 
@@ -125,6 +127,33 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
             _node_ip_address=LOOPBACK,
             _temp_dir=None if folder is None else str(folder),
         )
+
+
+def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str]:
+    """Environment variables that vLLM reads in one rollout actor.
+
+    On CPU the engine binds its own threads, and shares one process with its worker: on few cores every process that
+    passes messages costs throughput. vLLM's eager mode still compiles a helper of its sampler, seconds of every start.
+    """
+    if config.resources.device == "cuda":
+        return {}
+    cores = ",".join(str(core) for core in worker.cores)
+    binding = {BOUND_THREADS: cores} if cores else {}
+    eager = {"TORCH_COMPILE_DISABLE": "1"} if config.sampler.vllm.enforce_eager else {}
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", **eager, **binding}
+
+
+def learner_environment(config: RunConfig) -> dict[str, str]:
+    """Environment variables that torch reads in a rank that trains.
+
+    Micro-batches have other shapes each time. Segments that grow leave fewer gaps between blocks, and give the memory
+    of their free pages back when a rank moves to host memory. Pinned blocks of 1 MiB or more are as large as asked for:
+    by default they are rounded up to powers of two, and a rank that moves to host memory would pin up to twice as much.
+    Settings in the driver's environment stay as they are.
+    """
+    if config.resources.device != "cuda" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
 
 
 def _worker_start() -> dict[str, Any]:

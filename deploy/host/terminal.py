@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -18,6 +19,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from mobula.cluster.failures import escaped
+
+_logger = logging.getLogger(__name__)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -50,6 +53,33 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+async def until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], bool] = lambda: False) -> Any:
+    """Runs `work`. SIGINT, SIGTERM and SIGHUP cancel it, unless `is_handled()` returns True: `work` ends then.
+    Afterwards signals are ignored while summary and report are written.
+
+    `ray job stop` sends SIGTERM, and SIGKILL 3 s later (RAY_JOB_STOP_WAIT_TIME_S).
+    """
+    task = asyncio.ensure_future(work)
+
+    def stop(number: int) -> None:
+        if number == signal.SIGHUP:  # a closing terminal sends it twice, through the kernel and through the shell
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+        if not is_handled():
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, *ending_signals())
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        ignore_signals()  # the loop's end would restore defaults, and a late signal cost summary and cluster
+
+
 @contextmanager
 def sigterm_stays_ours() -> Iterator[None]:
     """Restores this module's SIGTERM handler after the body.
@@ -67,9 +97,6 @@ def sigterm_stays_ours() -> Iterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-_logger = logging.getLogger(__name__)
 
 
 class PlainConsole(Console):

@@ -16,18 +16,11 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.placement import NodeResources
 from mobula.configs.schema import ResourcesConfig
 from mobula.deploy.host.authentication import connected
-from mobula.deploy.host.cuda import CudaSoftware, examine
-from mobula.deploy.host.machine import as_node, this_machine
+from mobula.deploy.host.machine import CudaSoftware, as_node, examine, this_machine
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
 SIZE = re.compile(rf"^\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*$")
-
-
 SHORT = re.compile(r"^(\d+)x(\d+)x([\d.]+\w+)(?::(\d+)x([\d.]+\w+))?$")
-
-
 CPUS_PER_GPU = 12  # where a description does not say, and for a node without GPUs this many in all
 
 
@@ -147,8 +140,6 @@ def _nodes(kind: NodeKind, where: str) -> list[PlannedNode]:
 
 
 ANSWER_S = 180.0  # of one node: its process has to start and to import torch
-
-
 _logger = logging.getLogger(__name__)
 
 

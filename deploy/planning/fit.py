@@ -119,8 +119,6 @@ def _with(config: RunConfig, kv_cache_bytes: int, num_seqs: int) -> RunConfig:
 
 
 GIB = 2**30
-
-
 DRIVER_PROCESS = 1050 * 2**20  # host memory of the driver with its libraries
 
 

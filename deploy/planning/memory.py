@@ -46,17 +46,9 @@ def policy_shape(config: RunConfig) -> ModelShape | None:
 # the tensors saved by autograd.
 
 FLOAT32 = 4
-
-
 MLP_TENSORS = 4  # gate, its activation, up, their product
-
-
 PATCH_CHANNELS = 6  # three colours of two frames: a still image is shown twice
-
-
 WINDOW_COPIES = 3  # of the vision attention's width: queries, keys and values together, and the windows' outputs
-
-
 HEAD_COPIES = 3  # float32 tensors as large as the logits: scaled logits, log-probs, and one for the entropy
 
 

@@ -35,7 +35,6 @@ MIB = 2**20
 TRAINING, SYNC, SAMPLING = "training", "sync", "sampling"
 PHASES = (TRAINING, SYNC, SAMPLING)
 KV_CACHE, CONTEXT = "kv_cache", "context"  # parts
-
 CUDA_CONTEXT = 600 * MIB  # of one process on one GPU: context, cuBLAS workspaces, NCCL buffers
 BLOCK_8BIT = 256  # values of an 8-bit moment that share a scale
 CUDA_GRAPHS = 1024 * MIB  # of an engine with enforce_eager=false
@@ -54,7 +53,6 @@ PACKED_COPIES = 2  # of an engine's weights on CPU: packed ones beside those tha
 TORCH_REWARDS = ("aesthetic", "clip_score", "pick_score", "reward_model")
 ENGINE_REWARDS = ("vllm_judge",)
 USABLE = 0.95  # of a memory: the rest is fragmentation, the driver, other processes
-
 Parts = Mapping[str, int]
 
 

@@ -32,9 +32,8 @@ from mobula.deploy.rehearsal.simulated.workers import (
     SimulatedScorer,
 )
 from mobula.deploy.rehearsal.speeds import Speeds
-from mobula.deploy.wiring.build import Inference, Training, watched_rank
 from mobula.deploy.wiring.persistence import replay_buffer
-from mobula.deploy.wiring.pooled_roles import restart_policy, reward_role
+from mobula.deploy.wiring.roles import Inference, Training, restart_policy, reward_role, watched_rank
 from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.policies.adapters import adapter_manifest

@@ -24,7 +24,6 @@ LOG_FILE = "run.log"
 OURS = "mobula"
 NUM_KEPT = 10_000  # lines from before there is a run folder
 NEVER = logging.CRITICAL + 1
-
 _logger = logging.getLogger(__name__)
 
 

@@ -103,14 +103,8 @@ def _unseen(paths: dict[str, str]) -> list[str]:
 
 
 CONNECT_S = 10.0
-
-
 NODE_NETWORK_ANSWER_S = 120.0  # of one node: its process has to start first
-
-
 LISTENING = 64
-
-
 GLOO = INTERFACE_VARIABLES[0]
 
 

@@ -1,26 +1,31 @@
-"""Client of a running run: finds it, reads its status, scales its roles."""
+"""Client of runs: finds a running run, reads its status, scales its roles; frees what dead runs left."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from mobula.cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
+from rich.console import Console
+
+from mobula.cluster.errors import DeadlineError, MobulaError, PreflightError, RunOverError, WorkerDiedError
 from mobula.cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
 from mobula.configs.schema.run import LATEST
 from mobula.deploy.host.authentication import connected
-from mobula.deploy.host.processes import in_side_process
-from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
+from mobula.deploy.host.processes import MarkedProcess, ProcessId, end, holders, in_side_process, marked_processes
+from mobula.deploy.host.run_folder import RECORD_FILE, RUN_VARIABLE, SESSION_FILE, RunMark, RunRecord
 
 T = TypeVar("T")
-
 RUNS = Path("runs")
 SUMMARY = "summary.json"
 KNOCK_TIMEOUT_S = 5.0
@@ -183,3 +188,180 @@ class _Panel:
                         f"run {self._run.run} is over: the cluster at {self._run.address} has no run of this name"
                     ) from error
                 time.sleep(POLL_INTERVAL_S)
+
+
+# Leftovers of dead runs: processes and Ray session folders on this machine, placement groups on a cluster.
+#
+# A process belongs to a run if it carries the run's mark in its environment, wherever it has gone since, or if it
+# writes
+# into the run's Ray session and hides its environment; the run is dead if the driver that the mark names is. Each
+# leftover has an id that names this one thing and nothing that comes after it.
+
+FREE_WITHIN_S = 10.0  # a leftover that does not heed SIGTERM is killed then
+SESSION_FOLDER = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+")
+GROUP_NAME = re.compile(r"(?P<run>[^/]+)/(?P<worker>[a-z]+/\d+)/[0-9a-f]{8}")  # see cluster/runtime/placement_groups.py
+CLUSTER_TIMEOUT_S = 60.0
+SHORT = 12  # characters of an id made at random that still name one run
+
+
+class NotFreedError(MobulaError):
+    """A leftover is still there."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A process, session folder or placement group of a dead run, and the function that frees it."""
+
+    id: str
+    run: str
+    what: str
+    free: Callable[[float], None]  # gets the seconds to do it in good order; raises a MobulaError
+
+
+def find_leftovers(*, runs: Path = RUNS, address: str | None = None) -> list[Leftover]:
+    """Returns the leftovers of dead runs on this machine, and on the cluster at `address` if given."""
+    groups = _placement_groups(address) if address is not None else ()
+    records = _dead_records(runs)
+    return [*_processes(records), *_sessions(records), *groups]
+
+
+def free(ids: Sequence[str], leftovers: Sequence[Leftover], timeout_s: float) -> Iterator[tuple[Leftover, str]]:
+    """Frees the leftovers with these ids; yields each with the reason of a failure, or an empty text."""
+    by_id = {leftover.id: leftover for leftover in leftovers}
+    unknown = [name for name in ids if name not in by_id]
+    if unknown:
+        raise PreflightError(
+            f"{', '.join(unknown)}: no leftover has this id (any more); `mobula doctor --leftovers` lists them"
+        )
+    for name in ids:
+        try:
+            by_id[name].free(timeout_s)
+        except MobulaError as error:
+            yield by_id[name], str(error)
+        else:
+            yield by_id[name], ""
+
+
+def show_leftovers(ids: Sequence[str], address: str | None, console: Console) -> int:
+    """End the leftovers of these ids, or list all of them; returns how many could not be ended."""
+    num_left = 0
+    dead = find_leftovers(address=address)
+    if not ids:
+        for leftover in dead:
+            console.print(leftover.id, style="bold", end="  ")
+            console.print(f"run {leftover.run}: {leftover.what}", markup=False, highlight=False)
+        console.print("End one with --free ID." if dead else "Dead runs left nothing on this machine.")
+    for leftover, refusal in free(ids, dead, FREE_WITHIN_S):
+        num_left += bool(refusal)
+        console.print(f"{leftover.id}: {refusal or 'freed'}", markup=False, highlight=False)
+    return num_left
+
+
+def _processes(records: Sequence[RunRecord]) -> Iterator[Leftover]:
+    hidden = ((process, record.mark) for record in records for process in _holders(record))
+    for marked, mark in (*_orphans(), *hidden):
+        process_id = f"process-{marked.process.pid}-{marked.process.start_ticks}"
+        yield Leftover(process_id, _run_of(mark), marked.command, partial(_end_process, marked.process))
+
+
+def _orphans() -> Iterator[tuple[MarkedProcess, RunMark]]:
+    """Processes of dead runs."""
+    for marked in marked_processes(RUN_VARIABLE):
+        try:
+            mark = RunMark.of(marked.environment)
+        except (KeyError, ValueError):
+            continue  # not written by us
+        if _is_dead(mark):
+            yield marked, mark
+
+
+def _end_process(process: ProcessId, timeout_s: float) -> None:
+    try:
+        is_gone = end(process, timeout_s)
+    except PermissionError as error:
+        raise NotFreedError(f"process {process.pid} is another user's: ask them, or do it as root") from error
+    if not is_gone:
+        raise NotFreedError(f"process {process.pid} outlived SIGKILL: it is stuck in the kernel")
+
+
+def _holders(record: RunRecord) -> list[MarkedProcess]:
+    return [] if record.session_folder is None else list(holders(record.session_folder))
+
+
+def _dead_records(runs: Path) -> list[RunRecord]:
+    """Dead drivers by their records: in the session folders of private clusters, and in run folders."""
+    records: set[RunRecord] = set()
+    for path in (*_ray_folder().glob(f"session_*/{SESSION_FILE}"), *runs.glob(f"*/{RECORD_FILE}")):
+        try:
+            records.add(RunRecord.read(path))
+        except (OSError, ValueError):
+            continue  # not written by us, or gone meanwhile
+    return sorted((record for record in records if _is_dead(record.mark)), key=lambda record: record.mark.run_id)
+
+
+def _sessions(records: Sequence[RunRecord]) -> Iterator[Leftover]:
+    for record in records:
+        folder = record.session_folder
+        path = str(folder) if folder is not None and folder.is_dir() else str(record.run_folder / RECORD_FILE)
+        session_id = f"session-{record.mark.run_id.rpartition('/')[2][:SHORT]}"
+        yield Leftover(session_id, record.run, path, partial(_remove_session, record))
+
+
+def _remove_session(record: RunRecord, timeout_s: float) -> None:
+    using = [*(marked for marked, mark in _orphans() if mark == record.mark), *_holders(record)]
+    alive = [str(marked.process.pid) for marked in using]
+    if alive:
+        raise NotFreedError(f"it is still used by processes {', '.join(alive)}: free these first")
+    folder = record.session_folder
+    if folder is not None and folder.is_dir():
+        if not SESSION_FOLDER.fullmatch(folder.name) or not (folder / "logs").is_dir():
+            raise NotFreedError(f"{folder} does not look like a Ray session folder: remove it yourself if it is one")
+        shutil.rmtree(folder)
+    for path in record.paths:
+        if path.is_file() and RunRecord.read(path) == record:  # not that of the same run, gone on with
+            path.unlink()
+
+
+def _placement_groups(address: str) -> Iterator[Leftover]:
+    knock(address, "the placement groups of dead runs cannot be listed")
+    what = f"the cluster at {address} to list its placement groups"
+    for group_id, name in in_side_process(_dead_groups, CLUSTER_TIMEOUT_S, what, address):
+        matched = GROUP_NAME.fullmatch(name)
+        if matched is not None:  # else it belongs to another run
+            what = f"what was reserved for {matched['worker']}"
+            yield Leftover(f"group-{group_id}", matched["run"], what, partial(_remove_group, address, group_id))
+
+
+def _remove_group(address: str, group_id: str, timeout_s: float) -> None:
+    what = f"the cluster at {address} to remove placement group {group_id}"
+    in_side_process(_remove_group_there, CLUSTER_TIMEOUT_S, what, address, group_id)
+
+
+def _dead_groups(address: str) -> list[tuple[str, str]]:
+    """Id and name of each placement group whose driver is dead."""
+    with connected(address):
+        from mobula.cluster.runtime.placement_groups import groups_of_dead_drivers
+
+        return groups_of_dead_drivers()
+
+
+def _remove_group_there(address: str, group_id: str) -> None:
+    with connected(address):
+        from mobula.cluster.runtime.placement_groups import remove_group
+
+        remove_group(group_id)
+
+
+def _run_of(mark: RunMark) -> str:
+    return mark.run_id.rpartition("/")[0]
+
+
+def _is_dead(mark: RunMark) -> bool:
+    """Whether the driver belonged to this machine and is gone; drivers of other machines count as alive."""
+    return mark.driver.is_here and not mark.driver.is_alive
+
+
+def _ray_folder() -> Path:
+    """Ray's default folder of sessions; a record names any other place."""
+    named = [os.environ[variable] for variable in ("RAY_TMPDIR", "TMPDIR") if variable in os.environ]
+    return Path(*named[:1] or ["/tmp"]) / "ray"

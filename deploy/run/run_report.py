@@ -10,16 +10,18 @@ from pathlib import Path
 
 import yaml
 
+from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.hub import Metrics, informing
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
-from mobula.cluster.metrics.summary import RunFacts, Summary, summarize
+from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
 from mobula.deploy.report.report import write_report
 from mobula.deploy.run.run_client import named_folder
+from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, write_skipped
 
 NAMES = {"sft": "whole answers correct", "dpo": "pairs in order", "reward_model": "pairs or labels in order"}
 
@@ -56,6 +58,27 @@ def _percent(share: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.3g}"
+
+
+def leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_s: float, error: str) -> Summary:
+    """Writes summary and report after success or failure. An error here does not hide the error that ended the run."""
+    config = prepared.config
+    facts = RunFacts(
+        seed=config.seed,
+        sampler="none" if config.offline.is_on else config.sampler.kind,
+        learner_backend=config.learner.backend,
+        learner_ranks=config.resources.learner.num_workers,
+        rollout_actors=0 if config.offline.is_on else config.resources.rollout.num_workers,
+        train_prompts=len(prepared.splits[TRAIN].rows),
+    )
+    metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run
+    summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s, error=error)
+    with informing("the summary"):
+        write_summary(prepared.folder / SUMMARY_FILE, summary)
+        write_skipped(prepared.folder, prepared.skipped)
+    with informing("the report"):
+        write_report(prepared.folder)
+    return summary
 
 
 # `mobula report`: the report of a run that is over, from the files of its folder, also if its driver was killed.

@@ -6,46 +6,35 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mobula.deploy.host.session import ClusterSession, check_access, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
-import ray
+from mobula.deploy.host.session import run_record  # isort: skip  (first: sets what ray reads)
 from rich.console import Console
 
-from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.audit.chain import SigningKey, signing_key
-from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import NothingTrainedError, PreflightError, RunStopped
 from mobula.cluster.failures import cause_in_one_line
 from mobula.cluster.files import write_atomically
-from mobula.cluster.metrics.definitions import CounterName
-from mobula.cluster.metrics.hub import Metrics, StartUp, informing
-from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
+from mobula.cluster.metrics.hub import StartUp, informing
+from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE
 from mobula.cluster.metrics.sinks.base import Sink
-from mobula.cluster.metrics.sinks.trackers import refuse_missing
 from mobula.cluster.metrics.step_records import strict
-from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
-from mobula.cluster.recovery.checkpoints import find_resumable, refuse_other_run
-from mobula.cluster.recovery.stop_request import StopRequest
+from mobula.cluster.metrics.summary import Status, Summary
+from mobula.cluster.recovery.checkpoints import find_resumable
 from mobula.cluster.replay.run_identity import changed_settings
 from mobula.cluster.rollout.evaluation import EvaluationResult
-from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.gc_tuning import tune_gc
-from mobula.cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
-from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free
+from mobula.cluster.runtime.placement import inference_roles, needed_roles
 from mobula.cluster.runtime.ray_actors import LOGS_FOLDER
-from mobula.cluster.tracing.tracer import RunTracer, build_tracer, refuse_missing_exporter
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host.cuda import examine_apart, refuse_flaws
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -56,46 +45,31 @@ from mobula.deploy.host.run_folder import (
     run_folder,
     written_config,
 )
-from mobula.deploy.host.terminal import ending_signals, ignore_signals, outlive_output, signals_raise, terminal
-from mobula.deploy.planning.clusters import joined_nodes, this_node
-from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
+from mobula.deploy.host.terminal import outlive_output, signals_raise, terminal, until_signal
 from mobula.deploy.preflight.decisions import with_absolute_paths
-from mobula.deploy.preflight.engine_build import check_engine_build
 from mobula.deploy.preloading.preloaded import Preloaded
-from mobula.deploy.report.report import write_report
+from mobula.deploy.run.cluster import RunCluster, joined_cluster, write_plan
 from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
-from mobula.deploy.run.node_network import check_network, check_on_all_nodes
-from mobula.deploy.run.overview import overview
-from mobula.deploy.run.provenance import provenance, reproduction
-from mobula.deploy.run.run_report import earlier_wall_s, headline
-from mobula.deploy.wiring.build import (
+from mobula.deploy.run.overview import overview, provenance, reproduction
+from mobula.deploy.run.run_report import earlier_wall_s, headline, leave_behind
+from mobula.deploy.wiring.build import build_controller
+from mobula.deploy.wiring.evaluation import build_evaluator, response_log
+from mobula.deploy.wiring.offline import build_offline_controller, spawn_offline
+from mobula.deploy.wiring.persistence import RunContext, check_exporters, recovered, run_context
+from mobula.deploy.wiring.preparation import Prepared, PreparedRows, identity_with_data, require_model, write_skipped
+from mobula.deploy.wiring.roles import (
     Inference,
-    build_controller,
+    Processors,
     rank_statuses,
     scalable_roles,
     spawn_inference,
+    spawn_processors,
     spawn_training,
 )
-from mobula.deploy.wiring.data_files import identity_with_data
-from mobula.deploy.wiring.evaluation import build_evaluator, response_log
-from mobula.deploy.wiring.observers import build_audit, build_metrics
-from mobula.deploy.wiring.offline import build_offline_controller, spawn_offline
-from mobula.deploy.wiring.persistence import recovered
-from mobula.deploy.wiring.pooled_roles import control_loop, spawn_processors
-from mobula.deploy.wiring.preparation import (
-    TRAIN,
-    AnyPrepared,
-    Prepared,
-    PreparedRows,
-    prepare,
-    require_model,
-    write_skipped,
-)
-from mobula.deploy.wiring.spawner import Spawner
+from mobula.deploy.wiring.spawner import Spawner, control_loop
 
 T = TypeVar("T")
 EVALUATION_FILE = "evaluation.json"
-
 _logger = logging.getLogger(__name__)
 
 
@@ -154,8 +128,8 @@ def with_engines(
     """Runs `work` with engines of `policy.model` and reward workers on a private cluster; returns its result."""
     start_up = StartUp(time.perf_counter())
     roles = inference_roles(config)
-    with file_access(config), signals_raise(), _cluster(config, roles, None, start_up, preloaded) as cluster:
-        return asyncio.run(_until_signal(_serving(cluster, work)))
+    with file_access(config), signals_raise(), joined_cluster(config, roles, None, start_up, preloaded) as cluster:
+        return asyncio.run(until_signal(_serving(cluster, work)))
 
 
 def run_training(
@@ -188,17 +162,16 @@ def _run_training(
     key: SigningKey | None,
 ) -> Summary:
     checkpoint = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
-    refuse_missing(config.metrics.trackers)
-    refuse_missing_exporter(config.tracing)
+    check_exporters(config)
     logs = config.run_folder / LOGS_FOLDER
     roles = needed_roles(config)
     with ExitStack() as stack:
-        cluster = stack.enter_context(_cluster(config, roles, logs, start_up, preloaded, checkpoint))
+        cluster = stack.enter_context(joined_cluster(config, roles, logs, start_up, preloaded, checkpoint))
         config = cluster.prepared.config  # as decided
         version = 0 if checkpoint is None else recovered(config, int(checkpoint.name.removeprefix("step-"))).reached
         changes = changed_settings(written_config(config), config)
         stack.enter_context(run_folder(config))
-        stack.enter_context(_findable(cluster))
+        stack.enter_context(recorded(run_record(config, cluster.session)))  # `mobula status` finds the run by it
         log_to(config.run_folder)
         process = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, process)
@@ -208,10 +181,9 @@ def _run_training(
         _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
         with informing(f"the plan of run {config.name}"):
             write_skipped(config.run_folder, cluster.prepared.skipped)
-            _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
-        tracer = build_tracer(config.tracing, config.name, config.run_folder)
-        audit = build_audit(config, key)
-        metrics = build_metrics(config, console, version, sinks, tracer, start_up, audit)
+            write_plan(config.run_folder / PLAN_FILE, cluster.plan)
+        run = run_context(config, console, version, sinks, start_up, key)
+        metrics, audit = run.metrics, run.audit
         origin = provenance(cluster.prepared)
         audit.started(origin | reproduction(config, origin))
         write_faults_to(config.run_folder, metrics.progress, audit.lost)
@@ -219,9 +191,8 @@ def _run_training(
         started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
         cause = ""
-        stop_request = StopRequest(deadline_s=config.timeouts.stop_checkpoint_s, progress=metrics.progress)
         try:
-            asyncio.run(_until_signal(_train(cluster, metrics, tracer, stop_request, audit), stop_request.request))
+            asyncio.run(until_signal(_train(cluster, run), run.stop.request))
             status = "done"
         except (asyncio.CancelledError, RunStopped):
             status = "stopped"
@@ -232,8 +203,8 @@ def _run_training(
         finally:
             metrics.close()
             with informing("the last traces"):
-                tracer.close()
-            summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started, cause)
+                run.tracer.close()
+            summary = leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started, cause)
             with informing("the audit"):
                 audit.ended(status, summary.version)
             _logger.info(
@@ -242,141 +213,48 @@ def _run_training(
     return summary
 
 
-@dataclass(frozen=True)
-class _Cluster:
-    """A connected cluster with the plan and the parts of the run on it."""
-
-    prepared: AnyPrepared
-    session: ClusterSession
-    plan: PlacementPlan
-    logs: Path | None  # the folder of the workers' logs; None where there is no run folder
-    preloaded: Preloaded | None
-
-    @asynccontextmanager
-    async def spawner(self) -> AsyncIterator[Spawner]:
-        """Reserves the plan's resources while the body runs."""
-        config = self.prepared.config
-        bookings = await asyncio.to_thread(
-            create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s
-        )
-        spawner = Spawner(config, self.session, self.plan, bookings, self.logs, self.preloaded)
-        try:
-            yield spawner
-        finally:
-            await asyncio.to_thread(spawner.close)
-
-
-def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
-    """While the body runs, `mobula status` and its like find the run by its folder."""
-    return recorded(run_record(cluster.prepared.config, cluster.session))
-
-
-@contextmanager
-def _cluster(
-    config: RunConfig,
-    roles: tuple[str, ...],
-    logs: Path | None,
-    start_up: StartUp,
-    preloaded: Preloaded | None,
-    checkpoint: Path | None = None,
-) -> Iterator[_Cluster]:
-    """Runs every check that needs no cluster and checks access to it, then joins or starts Ray.
-
-    `checkpoint` is the checkpoint to resume from.
-    """
-    check_access(config)
-    if "rollout" in roles:
-        refuse_too_small_cache(config)
-    nodes, engine = expected_nodes(config), None
-    if nodes is not None:
-        plan_placement(config.resources, nodes, roles)
-        if config.resources.device == "cuda":
-            refuse_flaws({"this machine": examine_apart()})
-        check_engine_build(config, roles)
-        engine = planned_engine(config, (this_node(config.resources),), roles)
-    prepared = prepare(config, ray.put)
-    if checkpoint is not None:
-        refuse_other_run(checkpoint, prepared.identity)
-    start_up.ended("checks")
-    with ray_session(config) as session:
-        plan = plan_when_free(config.resources, roles, wait_s=config.timeouts.stop_s)
-        if nodes is None:
-            check_on_all_nodes(config)
-            check_network(plan)
-            joined = joined_nodes()
-            used = {worker.node_id: worker.node_name for worker in plan.workers if worker.num_gpus}
-            refuse_flaws({used[n.node_id]: n.cuda for n in joined if n.cuda and n.node_id in used})
-            engine = planned_engine(config, joined, roles)
-        start_up.ended("Ray")
-        yield _Cluster(replace(prepared, engine=engine), session, plan, logs, preloaded)
-
-
-async def _train(
-    cluster: _Cluster, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest, audit: RunAudit
-) -> None:
+async def _train(cluster: RunCluster, run: RunContext) -> None:
     """RL on rollouts, or an offline job on rows."""
-    if isinstance(cluster.prepared, Prepared):
-        await _train_on_rollouts(cluster, cluster.prepared, metrics, tracer, stop_request, audit)
-    else:
-        await _train_on_rows(cluster, cluster.prepared, metrics, stop_request, audit)
-
-
-async def _train_on_rows(
-    cluster: _Cluster, checked: PreparedRows, metrics: Metrics, stop_request: StopRequest, audit: RunAudit
-) -> None:
     async with cluster.spawner() as spawner:
-        on_lost = partial(metrics.count, CounterName.RESTARTS)
-        on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
-        prepared, processors = spawn_processors(checked, spawner, on_lost)
-        config = prepared.config
-        training = spawn_offline(prepared, spawner, on_lost, on_rescore, processors.watched)
-        in_flight = InFlightRequests(config.sampler.chunk_tokens)  # none
-        ranks = partial(rank_statuses, training.ranks, training.learner)
-        roles = {**training.scalable, **processors.scalable}
-        control = control_loop(config, spawner, roles, in_flight, training.rows, metrics, ranks)
+        checked = cluster.prepared
+        if isinstance(checked, Prepared):
+            await _train_on_rollouts(*spawn_processors(checked, spawner, run.lost), spawner, run)
+        else:
+            await _train_on_rows(*spawn_processors(checked, spawner, run.lost), spawner, run)
+
+
+async def _train_on_rows(prepared: PreparedRows, processors: Processors, spawner: Spawner, run: RunContext) -> None:
+    training = spawn_offline(prepared, spawner, run, processors.watched)
+    ranks = partial(rank_statuses, training.ranks, training.learner)
+    roles = {**training.scalable, **processors.scalable}
+    async with control_loop(run, spawner, roles, None, training.rows, ranks).running():
+        await _started(run.metrics.start_up.timing("learner", training.ranks.start()), processors.start())
+        controller = await asyncio.to_thread(build_offline_controller, prepared, training, run)
+        tune_gc()
+        await controller.run()
+
+
+async def _train_on_rollouts(prepared: Prepared, processors: Processors, spawner: Spawner, run: RunContext) -> None:
+    training = spawn_training(prepared, spawner, run)
+    inference = spawn_inference(prepared, spawner, run.lost)
+    roles = {**scalable_roles(inference, training), **processors.scalable}
+    in_flight, ranks = inference.in_flight_requests, partial(rank_statuses, training.ranks, training.learner)
+    control, timing = control_loop(run, spawner, roles, in_flight, training.replay, ranks), run.metrics.start_up.timing
+    try:
         async with control.running():
-            await _started(metrics.start_up.timing("learner", training.ranks.start()), processors.start())
+            await _started(
+                timing("learner", training.ranks.start()),
+                timing("engines", inference.rollouts.start()),
+                timing("scorers", inference.rewards.start()),
+                processors.start(),
+            )
             controller = await asyncio.to_thread(
-                build_offline_controller, prepared, training, metrics, stop_request, audit
+                build_controller, prepared, inference, training, run, processors.watched
             )
             tune_gc()
             await controller.run()
-
-
-async def _train_on_rollouts(
-    cluster: _Cluster,
-    checked: Prepared,
-    metrics: Metrics,
-    tracer: RunTracer,
-    stop_request: StopRequest,
-    audit: RunAudit,
-) -> None:
-    async with cluster.spawner() as spawner:
-        on_lost = partial(metrics.count, CounterName.RESTARTS)
-        on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
-        prepared, processors = spawn_processors(checked, spawner, on_lost)
-        beside = processors.watched
-        training = spawn_training(prepared, spawner, on_lost, on_rescore, tracer)
-        inference = spawn_inference(prepared, spawner, on_lost)
-        roles = {**scalable_roles(inference, training), **processors.scalable}
-        in_flight, ranks = inference.in_flight_requests, partial(rank_statuses, training.ranks, training.learner)
-        control = control_loop(prepared.config, spawner, roles, in_flight, training.replay, metrics, ranks)
-        try:
-            async with control.running():
-                timing = metrics.start_up.timing
-                await _started(
-                    timing("learner", training.ranks.start()),
-                    timing("engines", inference.rollouts.start()),
-                    timing("scorers", inference.rewards.start()),
-                    processors.start(),
-                )
-                controller = await asyncio.to_thread(
-                    build_controller, prepared, inference, training, metrics, tracer, beside, stop_request, audit
-                )
-                tune_gc()
-                await controller.run()
-        finally:
-            await training.replay.close()
+    finally:
+        await training.replay.close()
 
 
 async def _started(*roles: Coroutine[Any, Any, Any]) -> None:
@@ -398,7 +276,7 @@ async def _evaluate(
     return await evaluator.run(0), time.perf_counter() - started
 
 
-async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
+async def _serving(cluster: RunCluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
     async with cluster.spawner() as spawner:
         assert isinstance(cluster.prepared, Prepared), "offline jobs have no engines"
         prepared, processors = spawn_processors(cluster.prepared, spawner, on_lost=lambda kind: None)
@@ -409,67 +287,3 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
         tune_gc()
         async with rollouts.tended():
             return await work(prepared, inference)
-
-
-async def _until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], bool] = lambda: False) -> Any:
-    """Runs `work`. SIGINT, SIGTERM and SIGHUP cancel it, unless `is_handled()` returns True: `work` ends then.
-    Afterwards signals are ignored while summary and report are written.
-
-    `ray job stop` sends SIGTERM, and SIGKILL 3 s later (RAY_JOB_STOP_WAIT_TIME_S).
-    """
-    task = asyncio.ensure_future(work)
-
-    def stop(number: int) -> None:
-        if number == signal.SIGHUP:  # a closing terminal sends it twice, through the kernel and through the shell
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
-        if not is_handled():
-            task.cancel()
-
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, *ending_signals())
-    for number in numbers:
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await task
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-        ignore_signals()  # the loop's end would restore defaults, and a late signal cost summary and cluster
-
-
-def _leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_s: float, error: str) -> Summary:
-    """Writes summary and report after success or failure. An error here does not hide the error that ended the run."""
-    config = prepared.config
-    facts = RunFacts(
-        seed=config.seed,
-        sampler="none" if config.offline.is_on else config.sampler.kind,
-        learner_backend=config.learner.backend,
-        learner_ranks=config.resources.learner.num_workers,
-        rollout_actors=0 if config.offline.is_on else config.resources.rollout.num_workers,
-        train_prompts=len(prepared.splits[TRAIN].rows),
-    )
-    metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run
-    summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s, error=error)
-    with informing("the summary"):
-        write_summary(prepared.folder / SUMMARY_FILE, summary)
-        write_skipped(prepared.folder, prepared.skipped)
-    with informing("the report"):
-        write_report(prepared.folder)
-    return summary
-
-
-def _write_plan(path: Path, plan: PlacementPlan) -> None:
-    rows = [
-        {
-            "role": worker.role,
-            "index": worker.index,
-            "cpus": worker.num_cpus,
-            "gpus": worker.num_gpus,
-            "node": worker.node_name,
-            "node_id": worker.node_id,
-            "cores": list(worker.cores),
-        }
-        for worker in plan.workers
-    ]
-    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")

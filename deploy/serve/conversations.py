@@ -33,7 +33,7 @@ from mobula.cluster.replay.trajectory_log import IMAGES_FOLDER, TrajectoryLog
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import prepare_base, require_model
-from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.deploy.wiring.roles import engine_settings
 
 MEDIA_IN_MEMORY = 64
 

@@ -24,7 +24,7 @@ from mobula.cluster.serving import Address, RequestGate, run_server
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.serve.conversations import Conversations, LocalPolicy, PolicyAnswer, UnknownSessionError
-from mobula.deploy.wiring.rollouts import sampling_settings
+from mobula.deploy.wiring.roles import sampling_settings
 
 MAX_REQUEST_BYTES = 64 << 20
 READ_S = 60.0

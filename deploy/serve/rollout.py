@@ -33,9 +33,8 @@ from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.runtime.seeds import derived_seed
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access
-from mobula.deploy.wiring.build import Inference
 from mobula.deploy.wiring.preparation import Prepared, require_model
-from mobula.deploy.wiring.rollouts import sampling_settings
+from mobula.deploy.wiring.roles import Inference, sampling_settings
 
 JSON_FILE, PAGE_FILE, IMAGES = "transcripts.json", "transcripts.html", "images"
 TEMPLATE = "transcripts.html.j2"

@@ -25,6 +25,7 @@ from mobula.cluster.serving import Address, run_server
 from mobula.cluster.training_service.interfaces import AdapterEngines
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access
+from mobula.deploy.host.session import learner_environment
 from mobula.deploy.planning.clusters import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.training_service.app import make_app
@@ -32,8 +33,8 @@ from mobula.deploy.training_service.inputs import ChatImages, InputBuilder
 from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 from mobula.deploy.wiring.preparation import Prepared, prepare_base, require_model
-from mobula.deploy.wiring.rollouts import adapter_engines, rollout_pool, swapped_engines
-from mobula.deploy.wiring.spawner import Spawner, learner_environment
+from mobula.deploy.wiring.roles import adapter_engines, rollout_pool, swapped_engines
+from mobula.deploy.wiring.spawner import Spawner
 from mobula.learner.adapters.call_rank import refuse_unsupported
 from mobula.learner.adapters.full_weights import FullWeightsRank
 from mobula.learner.adapters.group import AdapterGroup

@@ -3,61 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import ray
 
-from mobula.actors.datasets.prompts import InDriver, PromptSource
+from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row, count_by_reason
 from mobula.actors.environments.rows import ENVIRONMENT
-from mobula.actors.reference.pool import NullReference, ReferencePool
-from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.controller import Controller
 from mobula.cluster.guard.guard import LogprobGuard, NoGuard
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics, StartUp
 from mobula.cluster.records.trajectory import GroupSummary, Prompt
-from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
-from mobula.cluster.recovery.stop_request import StopRequest
-from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
+from mobula.cluster.replay.buffer import LiveGroups
 from mobula.cluster.roles import Rollouts, UpdateReport
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.evaluation import InformingLog
 from mobula.cluster.rollout.group_observers import EpisodeStages, OpeningRule, RejectionCounts, StageCurriculum
-from mobula.cluster.rollout.in_flight import InFlightRequests
-from mobula.cluster.rollout.rollout_pool import RolloutPool
-from mobula.cluster.rollout.row_stream import SupervisedRows
 from mobula.cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
-from mobula.cluster.runtime.ray_actors import answer, stop
-from mobula.cluster.tracing.tracer import RunTracer
 from mobula.cluster.weight_sync.probe_tokens import MEDIA, TEMPLATE, TEXT, classes_of
 from mobula.cluster.weight_sync.tolerance import FreshSamples, Rounding, Tolerance
 from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
 from mobula.cluster.workers.colocation import GpuLease, LeasedRollouts, LeasedWeights
-from mobula.cluster.workers.status import RestartBudget, Scalable, WorkerState, WorkerStatus
-from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
+from mobula.cluster.workers.supervisor import Supervisor, Watched
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
-from mobula.deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
-from mobula.deploy.wiring.guard import build_guard, judged_log, repeat_evaluation
-from mobula.deploy.wiring.parity import parity_gate, tolerance_of
-from mobula.deploy.wiring.persistence import age_limit, build_recovery, replay_buffer, step_learner
-from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
-from mobula.deploy.wiring.preparation import SUPERVISED_PATH, AnyPrepared, Prepared
-from mobula.deploy.wiring.rollouts import rollout_pool, sampling_settings
-from mobula.deploy.wiring.spawner import Spawner, learner_environment
+from mobula.deploy.checks.parity import parity_gate, tolerance_of
+from mobula.deploy.wiring.evaluation import (
+    RESPONSES_FOLDER,
+    build_evaluator,
+    build_guard,
+    judged_log,
+    record_evaluation,
+    repeat_evaluation,
+    response_log,
+)
+from mobula.deploy.wiring.persistence import RunContext, age_limit, build_recovery, checkpoints_of, step_learner
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.roles import Inference, Training, reference_folder, sampling_settings
 from mobula.deploy.wiring.warm_start import warm_start
-from mobula.learner.critic_ranks import CriticGroup, CriticRank, LearnerWithCritic
-from mobula.learner.examples import planners_of
-from mobula.learner.learner import Learner
-from mobula.learner.learner_group import LearnerGroup, RankGroup
-from mobula.learner.offline import OfflineLearner
-from mobula.learner.shares import planner_of
-from mobula.rewards.pool.reward_pool import RewardPool
+from mobula.learner.learner_group import LearnerGroup
 
 POLICY_FOLDER = "policy"  # in the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
@@ -71,177 +57,20 @@ FRESH_TOKENS = 16  # response tokens for measuring the log-prob gap in steps wit
 ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 
-@dataclass(frozen=True)
-class Inference:
-    """Roles that sample and score; evaluation needs only these."""
-
-    rollouts: RolloutPool
-    in_flight_requests: InFlightRequests  # of the rollout pool
-    rewards: RewardPool
-    watched: tuple[Watched, ...]
-
-
-@dataclass(frozen=True)
-class Training:
-    """Learner, reference and replay buffer."""
-
-    ranks: LearnerGroup  # without restarts: for the warm start, before there is a checkpoint
-    learner: RestartableLearner
-    reference: ReferencePool | NullReference
-    replay: ReplayBuffer
-    watched: tuple[Watched, ...]
-    supervised: SupervisedRows | None  # trained in addition to groups
-
-
-def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
-    """Starts reward workers, which load in the background. The rollout pool starts its engines later."""
-    config = prepared.config
-    pool = reward_pool(config, spawner, on_lost)
-    in_flight_requests = InFlightRequests(_chunk_tokens(config), on_ended=pool.score_ahead)
-    return Inference(
-        rollouts=rollout_pool(prepared, spawner, in_flight_requests, on_lost),
-        in_flight_requests=in_flight_requests,
-        rewards=pool,
-        watched=(watched_pool("reward", pool.check, pool.close),),
-    )
-
-
-def spawn_training(
-    prepared: Prepared,
-    spawner: Spawner,
-    on_lost: Callable[[str], None],
-    on_rescore: Callable[[str], None],
-    tracer: RunTracer,
-) -> Training:
-    """Starts learner ranks and reference scorers, which load in the background, and creates the replay buffer.
-
-    Calls `on_rescore` with the reason when groups are scored again.
-    """
-    config, banned = prepared.config, prepared.processor.media_token_ids
-    supervised = supervised_rows(prepared)
-    ranks, learner, watched = spawn_learner(prepared, spawner, on_lost, supervised)
-    frozen = prepared.teacher_folder or reference_folder(config)
-    reference = reference_pool(
-        config, spawner, frozen, banned, teachers=prepared.teachers, on_lost=on_lost, on_retry=on_rescore
-    )
-    return Training(
-        ranks=ranks,
-        learner=learner,
-        reference=reference,
-        replay=replay_buffer(config, tracer),
-        watched=(*watched, *watched_reference(reference)),
-        supervised=supervised,
-    )
-
-
-def supervised_rows(prepared: Prepared) -> SupervisedRows | None:
-    """Returns the rows of `algorithm.supervised`; None without them."""
-    config, found = prepared.config, prepared.supervised
-    if found is None:
-        return None
-    source = PromptSource(
-        found.report.rows,
-        InDriver(found.processor),
-        seed=config.seed,
-        split_name=SUPERVISED_PATH,
-        on_skipped=prepared.note_skipped,
-    )
-    num_rows = config.algorithm.supervised_rows_per_step
-    return SupervisedRows(source, ray.put, rows_per_step=num_rows, total_steps=config.num_steps)
-
-
-def spawn_learner(
-    prepared: AnyPrepared,
-    spawner: Spawner,
-    on_lost: Callable[[str], None],
-    supervised: SupervisedRows | None = None,
-) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
-    """Starts the learner ranks; returns the group without restarts, with restarts, and each rank for the supervisor."""
-    config = prepared.config
-    ranks = learner_group(prepared, spawner, supervised)
-    learner = RestartableLearner(
-        ranks,
-        newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
-        budget=RestartBudget(restart_policy(config)),
-        on_lost=on_lost,
-    )
-    watched = [
-        watched_rank(group, index, learner, config) for group in ranks.groups for index in range(len(group.workers))
-    ]
-    return ranks, learner, watched
-
-
-def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
-    """Returns the learner ranks, including the ranks of a separate critic."""
-    config, start = prepared.config, partial(start_learner, prepared, spawner)
-    planners = planners_of(config)
-    if not config.algorithm.critic.has_own_ranks:
-        return LearnerGroup(start, config.timeouts, ray.put, supervised, planners)
-    critic = CriticGroup(
-        partial(_start_critic, prepared, spawner),
-        config.timeouts,
-        ray.put,
-        planner_of(config.of_critic_ranks, role="critic"),
-    )
-    folder = reference_folder(config)
-    return LearnerWithCritic(
-        start, config.timeouts, ray.put, supervised, critic=critic, folder=folder, planners=planners
-    )
-
-
-def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]:
-    """Returns the reference scorers for the supervisor."""
-    if not isinstance(reference, ReferencePool):
-        return []
-    return [watched_pool("reference", reference.pool.check, reference.pool.close)]
-
-
-def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
-    """Returns the roles that can be scaled during the run, by name."""
-    reference = training.reference
-    rewards = {reward_role(name): service.pool for name, service in inference.rewards.services.items()}
-    scorers = {"reference": reference.pool} if isinstance(reference, ReferencePool) else {}
-    return {"rollout": inference.rollouts, **rewards, **scorers}
-
-
-def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[WorkerStatus]:
-    """Returns the status of learner ranks, which cannot be scaled."""
-    if learner.is_restarting:
-        state = WorkerState.WAITING
-    else:
-        state = WorkerState.SERVING if ranks.is_started else WorkerState.STARTING
-    version = ranks.version if state is WorkerState.SERVING else None
-    return [
-        WorkerStatus(
-            f"{group.role}/{index}",
-            state,
-            version,
-            group.num_calls,
-            learner.num_restarts,
-            vitals=group.vitals[index] if index in group.vitals else None,
-        )
-        for group in ranks.groups
-        for index in range(len(group.workers))
-    ]
-
-
 def build_controller(
     prepared: Prepared,
     inference: Inference,
     training: Training,
-    metrics: Metrics,
-    tracer: RunTracer,
+    run: RunContext,
     beside: Sequence[Watched],
-    stop_request: StopRequest,
-    audit: RunAudit,
 ) -> Controller:
     """Builds the main loop and its collaborators; the supervisor also watches the roles in `beside`.
 
     Prepares the held-out prompts. Call it in a thread: the event loop serves the processor workers.
     """
-    config = prepared.config
+    config, metrics, audit = run.config, run.metrics, run.audit
     curriculum = _curriculum(config, metrics)
-    inference.in_flight_requests.on_attempt = tracer.attempt
+    inference.in_flight_requests.on_attempt = run.tracer.attempt
     source = prepared.source(partial(_is_open, curriculum) if curriculum else None)
     gpu_lease = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
     if gpu_lease:
@@ -250,15 +79,15 @@ def build_controller(
         LeasedRollouts(inference.rollouts, gpu_lease) if gpu_lease else inference.rollouts,
         inference.in_flight_requests,
         max_retries=config.max_rollout_retries,
-        on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+        on_retry=run.retried,
         on_sampled=partial(_on_sampled, metrics),
     )
     gate = _gate(config)
     stages = _stages(config, curriculum, source) if curriculum else None
     rejections = RejectionCounts(metrics)
     observers: Sequence[GroupObserver] = [rejections, stages] if stages else [rejections]
-    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, observers, audit)
-    guard = build_guard(config, training.ranks, training.learner, metrics, audit, dispatcher.reject_before)
+    dispatcher = _dispatcher(run, gate, source, rollouts, inference, training, observers)
+    guard = build_guard(run, training.ranks, training.learner, dispatcher.reject_before)
     responses = InformingLog(judged_log(guard, response_log(prepared, config.run_folder / RESPONSES_FOLDER)))
     on_result = partial(record_evaluation, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses, training.replay)
@@ -272,26 +101,36 @@ def build_controller(
     weights.on_published(audit.pushed)
     weights.on_admitted(audit.admitted)
     training.learner.observe_with(audit)
-    weights.on_arrived(parity_gate(prepared, training.learner, inference.rollouts.receivers, tolerance))
+    weights.on_arrived(
+        parity_gate(config, prepared.processor, training.learner, inference.rollouts.receivers, tolerance)
+    )
     if gpu_lease:
         weights.on_arrived(gpu_lease.arrived)  # after the gate, which needs scores of the learner
-    regenerator = _regenerator(config, source, dispatcher, training, metrics, audit)
+    regenerator = _regenerator(run, source, dispatcher, training)
     reference = RegeneratingReference(training.reference, regenerator)
     # On shared devices engines cannot resample a group while the learner trains: a lost group then ends the run.
     learner = step_learner(
-        config,
+        run,
         training.learner,
         training.replay,
-        metrics,
-        audit,
         before=(evaluator.finish, gpu_lease.train) if gpu_lease else (),
         regenerate=None if gpu_lease else reference.regenerate,
         check=_check_of(config, tolerance.rounding),
-        tracer=tracer,
     )
-    checkpoints = Checkpoints(
-        config.run_folder / CHECKPOINTS_FOLDER,
-        learner=learner,
+    recovery = build_recovery(
+        run,
+        learner,
+        source,
+        dispatcher,
+        training.replay,
+        partial(repeat_evaluation, evaluator, on_result, guard),
+        guard.repeat if guard else None,
+    )
+    checkpoints = checkpoints_of(
+        run,
+        prepared.identity,
+        learner,
+        recovery,
         parts={
             "stream": dispatcher,
             "evaluator": evaluator,
@@ -302,23 +141,6 @@ def build_controller(
         },
         prepare=partial(_make_version_zero, prepared, training.ranks, metrics.start_up),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
-        identity=prepared.identity,
-        resume=config.resume,
-        on_accepted=partial(write_config, config),
-        schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
-        recovery=AuditedRecovery(
-            build_recovery(
-                config,
-                learner,
-                source,
-                dispatcher,
-                training.replay,
-                metrics,
-                partial(repeat_evaluation, evaluator, on_result, guard),
-                guard.repeat if guard else None,
-            ),
-            audit,
-        ),
         **({"kept": guard.kept} if guard else {}),
         before_resume=gpu_lease.begin if gpu_lease else None,
     )
@@ -339,7 +161,7 @@ def build_controller(
         learner=learner,
         evaluator=evaluator,
         metrics=metrics,
-        stop=stop_request,
+        stop=run.stop,
         guard=guard or NoGuard(),
     )
 
@@ -349,52 +171,6 @@ async def _make_version_zero(prepared: Prepared, learner: LearnerGroup, start_up
     await start_up.timing("warm start", warm_start(prepared, learner))
     await learner.begin_rl()
     await learner.export(reference_folder(prepared.config))
-
-
-def _chunk_tokens(config: RunConfig) -> int:
-    """Returns the tokens between two progress reports of a response; episodes report whole turns."""
-    return config.sampler.max_tokens if config.environment.is_on else config.sampler.chunk_tokens
-
-
-def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
-    """Returns the handles of all learner ranks, which load in the background.
-
-    If a rank's node is gone, blocks until all ranks are placed again, or raises PlacementError.
-    """
-    config, processor = prepared.config, prepared.processor
-    role = OfflineLearner if config.offline.is_on else Learner
-    ranks = spawner.book_together("learner")
-    env, ids = learner_environment(config), (processor.media_token_ids, processor.template_token_ids)
-    return [spawner.start(role, config, w.index, len(ranks), *ids, worker=w, env=env) for w in ranks]
-
-
-def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
-    """Returns the handles of all ranks of a separate critic. Blocks and raises like `start_learner`."""
-    ranks = spawner.book_together("critic")
-    env = learner_environment(prepared.config)
-    return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w, env=env) for w in ranks]
-
-
-def watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
-    """Watches a learner rank. The loss of a rank restarts all ranks; pings of replaced ranks are ignored."""
-    name = f"{ranks.role}/{index}"
-
-    async def ping() -> None:
-        handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s
-        try:
-            vitals = await answer(
-                handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it is alive"
-            )
-        except Exception:
-            if ranks.workers[index] is handle:
-                raise
-        else:
-            ranks.vitals[index] = vitals
-
-    async def close() -> None:
-        await stop(ranks.workers[index], timeout_s=config.timeouts.stop_s, what=name)
-
-    return Watched(name, ping, close, on_lost=learner.lose)
 
 
 def _gate(config: RunConfig) -> StalenessGate:
@@ -407,18 +183,15 @@ def _gate(config: RunConfig) -> StalenessGate:
 
 
 def _dispatcher(
-    config: RunConfig,
+    run: RunContext,
     gate: StalenessGate,
     source: PromptSource[Row, Prompt],
     rollouts: Rollouts,
     inference: Inference,
     training: Training,
-    metrics: Metrics,
-    tracer: RunTracer,
     observers: Sequence[GroupObserver],
-    audit: RunAudit,
 ) -> RolloutDispatcher:
-    algorithm = config.algorithm
+    config, algorithm = run.config, run.config.algorithm
     return RolloutDispatcher(
         prompts=source,
         gate=gate,
@@ -434,11 +207,11 @@ def _dispatcher(
         ),
         order=ORDERS[algorithm.stragglers](gate),
         age_limit=age_limit(config),
-        on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+        on_lost=run.retried,
         group_observers=observers,
         prefetches=not config.environment.curriculum.is_on,
-        observer=audit,
-        tracer=tracer,
+        observer=run.audit,
+        tracer=run.tracer,
     )
 
 
@@ -471,20 +244,15 @@ def _stages(config: RunConfig, curriculum: StageCurriculum, source: PromptSource
 
 
 def _regenerator(
-    config: RunConfig,
-    source: PromptSource[Row, Prompt],
-    dispatcher: RolloutDispatcher,
-    training: Training,
-    metrics: Metrics,
-    audit: RunAudit,
+    run: RunContext, source: PromptSource[Row, Prompt], dispatcher: RolloutDispatcher, training: Training
 ) -> GroupRegenerator:
     regenerator = GroupRegenerator(
         training.replay,
         LiveGroups(source, ray.put),
         dispatcher.sample_again,
-        timeout_s=config.timeouts.object_s,
-        on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
-        on_replaced=audit.regenerated,
+        timeout_s=run.config.timeouts.object_s,
+        on_lost=run.retried,
+        on_replaced=run.audit.regenerated,
     )
     training.learner.recall_with(regenerator.recall)
     return regenerator

@@ -12,25 +12,23 @@ import ray
 
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.actors.reference.pool import NullReference, ReferencePool
-from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.controller import Controller
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.metrics.summary import wilson_interval
-from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule
+from mobula.cluster.recovery.checkpoints import CheckpointAlone
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
-from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.rollout.evaluation import EvaluationSchedule, RowEvaluator
 from mobula.cluster.rollout.row_stream import RowStream, stored
 from mobula.cluster.weight_sync.interfaces import NoReceivers
 from mobula.cluster.workers.status import Scalable
 from mobula.cluster.workers.supervisor import Supervisor, Watched
-from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
-from mobula.deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
+from mobula.deploy.wiring.build import POLICY_FOLDER
 from mobula.deploy.wiring.evaluation import content_of
-from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool
+from mobula.deploy.wiring.persistence import RunContext, checkpoints_of
 from mobula.deploy.wiring.preparation import PreparedRows
+from mobula.deploy.wiring.roles import reference_folder, reference_pool, spawn_learner, watched_reference
 from mobula.deploy.wiring.spawner import Spawner
 from mobula.learner.learner_group import LearnerGroup
 
@@ -56,16 +54,15 @@ class OfflineTraining:
 def spawn_offline(
     prepared: PreparedRows,
     spawner: Spawner,
-    on_lost: Callable[[str], None],
-    on_rescore: Callable[[str], None],
+    run: RunContext,
     beside: Sequence[Watched],
 ) -> OfflineTraining:
     """Starts the learner ranks, and reference scorers if the job compares with the initial policy. The supervisor also
     watches the roles in `beside`."""
     config = prepared.config
-    ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
+    ranks, learner, watched = spawn_learner(prepared, spawner, run.lost)
     frozen = reference_folder(config)
-    reference = reference_pool(config, spawner, frozen, (), teachers={}, on_lost=on_lost, on_retry=on_rescore)
+    reference = reference_pool(config, spawner, frozen, (), teachers={}, on_lost=run.lost, on_retry=run.rescored)
     rows = RowStream(prepared.source(), ray.put, reference, total_steps=config.num_steps)
     return OfflineTraining(ranks, learner, reference, rows, (*watched, *watched_reference(reference), *beside))
 
@@ -73,17 +70,15 @@ def spawn_offline(
 def build_offline_controller(
     prepared: PreparedRows,
     training: OfflineTraining,
-    metrics: Metrics,
-    stop_request: StopRequest,
-    audit: RunAudit,
+    run: RunContext,
     put: Callable[[Any], Any] = ray.put,
 ) -> Controller:
     """Builds the main loop of an offline job and its collaborators.
 
     Prepares the held-out rows. Call it in a thread: the event loop serves the processor workers.
     """
-    config = prepared.config
-    training.learner.observe_with(audit)
+    config, metrics = run.config, run.metrics
+    training.learner.observe_with(run.audit)
     held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)
     rows = [stored(row, 0, put) for row in held_out.prompts]
     identity = {
@@ -101,17 +96,14 @@ def build_offline_controller(
         on_result=partial(_record_result, metrics, identity),
         identity=identity,
     )
-    checkpoints = Checkpoints(
-        config.run_folder / CHECKPOINTS_FOLDER,
-        learner=training.learner,
+    checkpoints = checkpoints_of(
+        run,
+        prepared.identity,
+        training.learner,
+        CheckpointAlone(),
         parts={"stream": training.rows, "evaluator": evaluator},
         prepare=partial(_freeze_reference, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
-        identity=prepared.identity,
-        resume=config.resume,
-        on_accepted=partial(write_config, config),
-        schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
-        recovery=AuditedRecovery(CheckpointAlone(), audit),
     )
     return Controller(
         total_steps=config.num_steps,
@@ -127,7 +119,7 @@ def build_offline_controller(
         learner=training.learner,
         evaluator=evaluator,
         metrics=metrics,
-        stop=stop_request,
+        stop=run.stop,
     )
 
 

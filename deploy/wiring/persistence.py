@@ -1,27 +1,45 @@
-"""Builds the persistence of steps: journal, trajectory log and recovery."""
+"""Builds what a run writes: audit, metrics, journal, trajectory log, and the recovery from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ray
+from rich.console import Console
 
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row
-from mobula.cluster.audit.observer import RunAudit
+from mobula.cluster.audit.chain import SigningKey
+from mobula.cluster.audit.observer import AuditedRecovery, AuditSink, RunAudit
+from mobula.cluster.audit.writer import ChainWriter
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import write_atomically
+from mobula.cluster.metrics.artifacts import ArtifactWriter, refuse_without_encoder
 from mobula.cluster.metrics.definitions import CounterName
-from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.report.run_folder import METRICS_FILE
-from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.guard_events import SignalWatch
+from mobula.cluster.metrics.hub import Metrics, StartUp
+from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
+from mobula.cluster.metrics.report.samples import ARTIFACTS_FOLDER, SampleKeeper
+from mobula.cluster.metrics.sinks.base import Sink
+from mobula.cluster.metrics.sinks.console import ConsoleSink, EstimateSink
+from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
+from mobula.cluster.metrics.sinks.ray_gauges import RaySink
+from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
+from mobula.cluster.metrics.sinks.trackers import TrackedRun, refuse_missing, tracker
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Prompt
-from mobula.cluster.recovery.checkpoints import Recovery
+from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, Durable, Recovery
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.resume import AfterRepeat, JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
+from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal, Recovered, journal_identity
 from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
@@ -29,8 +47,179 @@ from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.rollout.dispatcher import RolloutDispatcher
 from mobula.cluster.rollout.evaluation import EvaluationSchedule
 from mobula.cluster.rollout.staleness import AgeLimit
-from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
+from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, build_tracer, refuse_missing_exporter
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
+
+CONSOLE_INTERVAL_S = 10.0
+RUN_ID_FILE = "run_id"  # in the run folder: name and id of the run
+_logger = logging.getLogger(__name__)
+
+
+def build_audit(config: RunConfig, key: SigningKey | None = None) -> RunAudit:
+    """Returns the audit of a run, which continues the chain of an earlier part. `key` signs its records."""
+    folder = config.run_folder
+    if not config.metrics.audit:
+        return RunAudit()
+    return RunAudit(ChainWriter(folder, close_s=config.timeouts.stop_s, key=key), folder, folder / CHECKPOINTS_FOLDER)
+
+
+def build_metrics(
+    config: RunConfig,
+    console: Console,
+    version: int,
+    sinks: Sequence[Sink] = (),
+    tracer: RunTracer = UNTRACED,
+    start_up: StartUp | None = None,
+    audit: RunAudit | None = None,
+) -> Metrics:
+    """Returns the metrics hub of a run resumed at `version`, with its earlier records; `sinks` come last."""
+    folder = config.run_folder
+    journal = JsonlSink(folder / METRICS_FILE, version=version)
+    samples = SampleKeeper(
+        folder / SAMPLES_FILE,
+        limit=config.metrics.num_report_samples,
+        num_steps=config.num_steps,
+        seed=config.seed,
+        version=version,
+        fetch=fetch,
+        timeout_s=config.timeouts.object_s,
+        write=audit.write if audit else write_atomically,
+    )
+    artifacts = [_artifacts(config, version)] if config.metrics.artifacts_per_step > 0 else []
+    optional = _optional_sinks(config, console, version)
+    metrics = Metrics(
+        [*([AuditSink(audit)] if audit else []), journal, EstimateSink(num_steps=config.num_steps), *optional, *sinks],
+        time.perf_counter,
+        accuracy_component=config.rewards.accuracy_component,
+        samples=[samples, *artifacts],
+        watchers=[sink for sink in optional if isinstance(sink, RaySink)],
+        signal=SignalWatch(
+            learns_from_rewards=not (config.offline.is_on or config.algorithm.distillation.is_on),
+            fetch=fetch,
+            timeout_s=config.timeouts.object_s,
+        ),
+        tracer=tracer,
+        start_up=start_up,
+    )
+    metrics.resume(journal.kept)
+    return metrics
+
+
+def _artifacts(config: RunConfig, version: int) -> ArtifactWriter:
+    if config.sampler.flow.num_frames > 1:
+        refuse_without_encoder()
+    return ArtifactWriter(
+        config.run_folder / ARTIFACTS_FOLDER,
+        per_step=config.metrics.artifacts_per_step,
+        frame_rate=config.metrics.artifact_frame_rate,
+        version=version,
+        fetch=fetch,
+        timeout_s=config.timeouts.object_s,
+    )
+
+
+def check_exporters(config: RunConfig) -> None:
+    """Checks that the libraries of the configured trackers and of the traces are installed."""
+    refuse_missing(config.metrics.trackers)
+    refuse_missing_exporter(config.tracing)
+
+
+def run_id(config: RunConfig) -> str:
+    """Returns the id of the run for trackers, which the run folder keeps. A run without a checkpoint starts, and has a
+    new id; so has a copy of a run folder that continues under another name."""
+    path, is_resumed = config.run_folder / RUN_ID_FILE, any((config.run_folder / CHECKPOINTS_FOLDER).glob("step-*"))
+    name, _, known = path.read_text(encoding="utf-8").strip().partition(" ") if path.is_file() else ("", "", "")
+    if is_resumed and name == config.name and known:
+        return known
+    made = uuid4().hex
+    write_atomically(path, f"{config.name} {made}\n")
+    return made
+
+
+def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[Sink]:
+    chosen, makers = config.metrics, dict[str, Callable[[], Sink]]()
+    if chosen.tensorboard:
+        makers["tensorboard"] = partial(TensorBoardSink, config.run_folder / "tensorboard", version=version)
+    if chosen.trackers:
+        settings, address = config.model_dump(mode="json"), chosen.tracker_address
+        tracked = TrackedRun(run_id(config), config.name, chosen.project, config.run_folder, address, settings)
+        makers |= {name: partial(tracker(name), tracked) for name in chosen.trackers}
+    if chosen.ray:
+        tags = {"run": config.name, "role": "controller", "index": "0"}
+        makers["ray"] = partial(RaySink, tags, heartbeat_s=chosen.heartbeat_s)
+    if chosen.progress:
+        steps = {"num_steps": config.num_steps, "version": version}
+        makers["console"] = partial(ConsoleSink, console, time.perf_counter, interval_s=CONSOLE_INTERVAL_S, **steps)
+    return [sink for name, make in makers.items() if (sink := _started(name, make)) is not None]
+
+
+def _started(name: str, make: Callable[[], Sink]) -> Sink | None:
+    """Returns the sink; None if it cannot start because a disk or server is unavailable."""
+    try:
+        return make()
+    except (ValueError, PreflightError):
+        raise
+    except Exception:
+        _logger.exception("metrics sink %s cannot start; the run goes on without it", name)
+        return None
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Where the parts of a run report, and the stop that a user requests."""
+
+    config: RunConfig
+    metrics: Metrics
+    stop: StopRequest
+    tracer: RunTracer = UNTRACED
+    audit: RunAudit = field(default_factory=RunAudit)
+
+    def lost(self, kind: str) -> None:
+        """Counts the loss of a worker by its kind."""
+        self.metrics.count(CounterName.RESTARTS, kind)
+
+    def rescored(self, reason: str) -> None:
+        """Counts groups that are scored again by the reason."""
+        self.metrics.count(CounterName.REFERENCE_RETRIES, reason)
+
+    def retried(self, kind: str) -> None:
+        """Counts a prompt that is sampled again by the kind of the failure."""
+        self.metrics.count(CounterName.ROLLOUT_RETRIES, kind)
+
+
+def run_context(
+    config: RunConfig,
+    console: Console,
+    version: int,
+    sinks: Sequence[Sink],
+    start_up: StartUp,
+    key: SigningKey | None,
+) -> RunContext:
+    """Returns the context of a run that resumes at `version`; `key` signs its audit, and `sinks` get its records."""
+    tracer = build_tracer(config.tracing, config.name, config.run_folder)
+    audit = build_audit(config, key)
+    metrics = build_metrics(config, console, version, sinks, tracer, start_up, audit)
+    stop = StopRequest(deadline_s=config.timeouts.stop_checkpoint_s, progress=metrics.progress)
+    return RunContext(config, metrics, stop, tracer, audit)
+
+
+def checkpoints_of(
+    run: RunContext, identity: Mapping[str, Any], learner: Durable, recovery: Recovery, **own: Any
+) -> Checkpoints:
+    """Returns the checkpoints of a run; `own` are further arguments of `Checkpoints`."""
+    config = run.config
+    return Checkpoints(
+        config.run_folder / CHECKPOINTS_FOLDER,
+        learner=learner,
+        identity=identity,
+        resume=config.resume,
+        on_accepted=partial(write_config, config),
+        schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
+        recovery=AuditedRecovery(recovery, run.audit),
+        **own,
+    )
 
 
 def replay_buffer(config: RunConfig, tracer: RunTracer = UNTRACED) -> ReplayBuffer:
@@ -98,37 +287,32 @@ def trajectory_log(
     return TrajectoryLog(run_folder / TRAJECTORIES_FOLDER, timeout_s=config.timeouts.object_s, on_written=on_written)
 
 
-def step_learner(
-    config: RunConfig,
-    learner: RestartableLearner,
-    replay: ReplayBuffer,
-    metrics: Metrics,
-    audit: RunAudit,
-    **options: Any,
-) -> StepLearner:
+def step_learner(run: RunContext, learner: RestartableLearner, replay: ReplayBuffer, **options: Any) -> StepLearner:
     """Wraps `learner` with the configured journal and trajectory log; `options` go to `StepLearner`."""
+    config = run.config
     return StepLearner(
         learner,
         journal=replay if config.replay.journal else None,
-        log=trajectory_log(config.run_folder, config, audit.logged) if config.replay.trajectory_log else None,
+        log=trajectory_log(config.run_folder, config, run.audit.logged) if config.replay.trajectory_log else None,
         max_waiting=MAX_WAITING_STEPS,
-        on_log_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
-        seconds=metrics.seconds,
+        on_log_failed=partial(run.metrics.count, CounterName.UNLOGGED_STEPS),
+        seconds=run.metrics.seconds,
+        tracer=run.tracer,
         **options,
     )
 
 
 def build_recovery(
-    config: RunConfig,
+    run: RunContext,
     learner: StepLearner,
     source: PromptSource[Row, Prompt],
     dispatcher: RolloutDispatcher,
     replay: ReplayBuffer,
-    metrics: Metrics,
     on_evaluated: Callable[[int, Mapping[str, Any]], None] = lambda version, evaluation: None,
     after_repeat: AfterRepeat | None = None,
 ) -> Recovery:
     """Returns the configured recovery from the journal."""
+    config = run.config
     if not config.replay.journal:
         return NoRecovery(config.run_folder / JOURNAL_FOLDER)
     return JournalRecovery(
@@ -138,9 +322,9 @@ def build_recovery(
         groups=LiveGroups(source, ray.put),
         dispatcher=dispatcher,
         replay=replay,
-        metrics=metrics,
+        metrics=run.metrics,
         age_limit=age_limit(config),
-        on_recovered=partial(_count_recovered, metrics),
+        on_recovered=partial(_count_recovered, run.metrics),
         on_evaluated=on_evaluated,
         after_repeat=after_repeat,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,8 @@ from mobula.actors.datasets.prompts import (
     fixed_prompts,
     preflight,
 )
+from mobula.actors.datasets.readers.base import SUFFIXES, Opened, files_of
+from mobula.actors.datasets.readers.parquet import fingerprint_of
 from mobula.actors.datasets.rows import R, Row, Skipped, Split
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
@@ -37,13 +39,15 @@ from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.actors.processors.teacher import TEACHER, check_teacher, named_teachers
 from mobula.actors.processors.worker import make_processor
-from mobula.cluster.errors import PreflightError
+from mobula.cluster.errors import DatasetError, PreflightError
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
 from mobula.cluster.records.media import MediaKeeper, MediaStore
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.cluster.replay.run_identity import run_identity
 from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from mobula.configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
+from mobula.configs.schema.data import DataKind, SourceConfig
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.planning.fit import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
@@ -51,7 +55,6 @@ from mobula.deploy.preflight.decisions import with_decisions
 from mobula.deploy.preflight.rows import find_in_rows, row_notes
 from mobula.deploy.preflight.user_code import check_user_code, data_writer
 from mobula.deploy.preflight.weights import LoadedModel, find_unusable, refuse
-from mobula.deploy.wiring.data_files import identity_with_data
 from mobula.learner.policies.adapters import adapted_modules
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.families import (
@@ -75,9 +78,47 @@ from mobula.learner.policies.trained import flow_checkpoint
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor
 
-_logger = logging.getLogger(__name__)
+OF_DATASETS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # that the package datasets reads
+TRAIN = "train"  # the split
+KEY = "the training files in data.path"
+USABLE_ROWS = "the usable rows of these files, which depend on lengths, columns and media"
 
-TRAIN = "train"
+
+def identity_with_data(config: RunConfig, usable_rows: str = "") -> dict[str, Any]:
+    """Returns the run's identity, with a fingerprint of the training files if they are on this machine.
+
+    `usable_rows` is the fingerprint of the rows that passed the checks.
+    """
+    fingerprints = {KEY: _fingerprint(config), USABLE_ROWS: usable_rows}
+    return run_identity(config) | {key: fingerprint for key, fingerprint in fingerprints.items() if fingerprint}
+
+
+def _fingerprint(config: RunConfig) -> str:
+    data = config.data
+    sources: list[tuple[Path, SourceConfig]] = [(data.path / s.path, s) for s in data.mixture.sources.values()]
+    sources = sources or [(data.path, data)]
+    try:
+        return fingerprint_of(
+            file
+            for path, source in sources
+            for file in files_of(Opened(path, _split(source), data.cache_path, 0, "", 0), _suffixes(config, source))
+        )
+    except (DatasetError, OSError):  # rows of the hub or of an environment, or files that are written at the start
+        return ""
+
+
+def _split(source: SourceConfig) -> str:
+    """Returns the name of the training split without a slice such as `train[:90%]`."""
+    name = source.splits.get(TRAIN, TRAIN)
+    return name.partition("[")[0] if source.kind is DataKind.HUGGINGFACE else name
+
+
+def _suffixes(config: RunConfig, source: SourceConfig) -> Sequence[str]:
+    kind = DataKind.JSONL if config.offline.is_on else source.kind
+    return SUFFIXES.get(kind, OF_DATASETS)
+
+
+_logger = logging.getLogger(__name__)
 VALIDATION = "validation"
 SUPERVISED_PATH = "algorithm.supervised.path"
 
@@ -159,7 +200,9 @@ class Prepared(PreparedJob[Row, Prompt]):
 
 
 PreparedRows = PreparedJob[Conversation, ScoredGroup] | PreparedJob[ImagePair, ScoredGroup]
+
 """The parts of an offline job."""
+
 AnyPrepared = Prepared | PreparedRows
 
 

@@ -1,20 +1,29 @@
-"""Spawner: starts workers at their planned places, with the environment of the cluster."""
+"""Spawner: starts workers at their planned places, with the environment of the cluster; and scales roles."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.autoscaler.sdk import request_resources
 
+from mobula.cluster.controller import GroupQueue
 from mobula.cluster.environment_variables import UMASK
 from mobula.cluster.errors import PlacementError
+from mobula.cluster.files import write_atomically
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.hub import STARTING
+from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.runtime.network import LOOPBACK
+from mobula.cluster.runtime.object_store import object_store_use
 from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan, check_room, place_at
 from mobula.cluster.runtime.placement_groups import (
     Booking,
@@ -23,12 +32,16 @@ from mobula.cluster.runtime.placement_groups import (
     cluster_nodes,
     remove_placement_groups,
 )
-from mobula.cluster.runtime.ray_actors import BOUND_THREADS, role_log, spawn, spawn_named
+from mobula.cluster.runtime.ray_actors import role_log, spawn, spawn_named, stop
 from mobula.cluster.user_code import FOLDER_VARIABLE
-from mobula.configs.schema import RunConfig
+from mobula.cluster.workers.control import CONTROL, ControlLoop, ControlPanel
+from mobula.cluster.workers.status import Scalable, WorkerState, WorkerStatus
+from mobula.configs.schema import ResourcesConfig, RunConfig
 from mobula.deploy.host.session import ClusterSession
 from mobula.deploy.preloading.preloaded import Preloaded, library_environment
+from mobula.deploy.wiring.persistence import RunContext
 
+_logger = logging.getLogger(__name__)
 GROUP_LABEL = "ray.io/node-group"  # label of nodes that an autoscaler (cluster launcher, KubeRay) started
 
 
@@ -62,9 +75,6 @@ class Autoscaler:
             self._has_asked = False
 
 
-_logger = logging.getLogger(__name__)
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 BOOKING_S = 30.0  # for one joining worker, after a check for free resources
 
 
@@ -197,33 +207,6 @@ class Spawner:
             self._autoscaler.withdraw()
 
 
-def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str]:
-    """Environment variables that vLLM reads in one rollout actor.
-
-    On CPU the engine binds its own threads, and shares one process with its worker: on few cores every process that
-    passes messages costs throughput. vLLM's eager mode still compiles a helper of its sampler, seconds of every start.
-    """
-    if config.resources.device == "cuda":
-        return {}
-    cores = ",".join(str(core) for core in worker.cores)
-    binding = {BOUND_THREADS: cores} if cores else {}
-    eager = {"TORCH_COMPILE_DISABLE": "1"} if config.sampler.vllm.enforce_eager else {}
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", **eager, **binding}
-
-
-def learner_environment(config: RunConfig) -> dict[str, str]:
-    """Environment variables that torch reads in a rank that trains.
-
-    Micro-batches have other shapes each time. Segments that grow leave fewer gaps between blocks, and give the memory
-    of their free pages back when a rank moves to host memory. Pinned blocks of 1 MiB or more are as large as asked for:
-    by default they are rounded up to powers of two, and a rank that moves to host memory would pin up to twice as much.
-    Settings in the driver's environment stay as they are.
-    """
-    if config.resources.device != "cuda" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        return {}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
-
-
 def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
     """Returns the environment of every worker; loopback addresses on a private cluster."""
     own = {FOLDER_VARIABLE: os.getcwd(), UMASK: f"{config.umask:o}"}
@@ -232,3 +215,115 @@ def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
         env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
         env |= {"NCCL_SOCKET_IFNAME": "lo"} if config.resources.device == "cuda" else {}
     return env
+
+
+SCALE_FILE = "scale.json"  # in the run folder
+VISIT_INTERVAL_S = 1.0
+VISIT_DEADLINE_S = 20.0  # of one call to the panel
+
+
+class RoleHosts:
+    """Implements `mobula.cluster.workers.work_queue.Hosts`: workers of one role, each with a separate reservation."""
+
+    def __init__(self, spawner: Spawner, role: str, start: Callable[[PlacedWorker], Any], *, stop_s: float) -> None:
+        """`start` creates the worker at a place and returns its handle."""
+        self._spawner = spawner
+        self._role = role
+        self._start = start
+        self._stop_s = stop_s
+
+    async def start(self, index: int) -> Any:
+        return self._start(await asyncio.to_thread(self._spawner.book, self._role, index))
+
+    async def stop(self, index: int, handle: Any) -> None:
+        await stop(handle, timeout_s=self._stop_s, what=f"{self._role}/{index}")
+
+    async def release(self, index: int) -> None:
+        await asyncio.to_thread(self._spawner.release, self._role, index)
+
+
+class ScaleFile:
+    """Keeps the requested numbers of workers in the run folder for a resume."""
+
+    def __init__(self, folder: Path, resources: ResourcesConfig) -> None:
+        self._path = folder / SCALE_FILE
+        self._configured = {role: workers.num_workers for role, workers in resources.roles.items()}
+
+    def note(self, role: str, num_workers: int) -> None:
+        """Records the number that a role accepted."""
+        row = {"num_workers": num_workers, "configured": self._configured[role]}
+        write_atomically(self._path, json.dumps({**self._read(), role: row}, indent=1))
+
+    def earlier(self) -> dict[str, int]:
+        """Returns role -> workers where it differs from the configuration. A number configured after the scaling takes
+        precedence.
+        """
+        rows = {role: row for role, row in self._read().items() if role in self._configured}
+        return {
+            role: row["num_workers"]
+            for role, row in rows.items()
+            if row["configured"] == self._configured[role] != row["num_workers"]
+        }
+
+    def _read(self) -> dict[str, dict[str, int]]:
+        try:
+            return json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+
+
+class RoomFirst:
+    """A scalable role that checks the cluster's free resources before it grows."""
+
+    def __init__(self, role: str, workers: Scalable, check_room: Callable[[str, int], None]) -> None:
+        """`check_room(role, num_more)` raises a `PlacementError`; it may block."""
+        self._role = role
+        self._workers = workers
+        self._check_room = check_room
+
+    def status(self) -> Sequence[WorkerStatus]:
+        return self._workers.status()
+
+    async def scale(self, num_workers: int) -> None:
+        """Sets the target number of workers."""
+        staying = sum(worker.state is not WorkerState.DRAINING for worker in self.status())
+        if num_workers > staying:
+            await asyncio.to_thread(self._check_room, self._role, num_workers - staying)
+        await self._workers.scale(num_workers)
+
+
+def control_loop(
+    run: RunContext,
+    spawner: Spawner,
+    roles: Mapping[str, Scalable],
+    in_flight_requests: InFlightRequests | None,
+    replay: GroupQueue,
+    ranks: Callable[[], Sequence[WorkerStatus]],
+) -> ControlLoop:
+    """Answers `mobula status` and `mobula scale` for this run; `ranks` lists workers that cannot be scaled.
+
+    `in_flight_requests` is None for a job without engines.
+    """
+    config, metrics = run.config, run.metrics
+    stop_s, scale_file = config.timeouts.stop_s, ScaleFile(config.run_folder, config.resources)
+    return ControlLoop(
+        config.name,
+        config.num_steps,
+        spawn_panel=partial(spawner.start_named, ControlPanel, CONTROL),
+        end_panel=lambda panel: stop(panel, timeout_s=stop_s, what="the control panel"),
+        progress=metrics.progress,
+        in_flight=(in_flight_requests or InFlightRequests(config.sampler.chunk_tokens)).summary,
+        replay=replay.stats,
+        roles={role: RoomFirst(role, workers, spawner.check_room) for role, workers in roles.items()},
+        ranks=ranks,
+        object_store=object_store_use,
+        earlier_scale=scale_file.earlier(),
+        has_begun=lambda: metrics.progress().phase != STARTING,
+        on_scaled=scale_file.note,
+        on_panel_lost=lambda kind: metrics.count(CounterName.RESTARTS, f"control_{kind}"),
+        on_status=metrics.post,
+        interval_s=VISIT_INTERVAL_S,
+        start_s=config.timeouts.start_s,
+        deadline_s=VISIT_DEADLINE_S,
+        scale_s=BOOKING_S,
+    )

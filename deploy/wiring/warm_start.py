@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
 
 _logger = logging.getLogger(__name__)
-
 ORDER_SEED_OFFSET = 1 << 20  # keeps the warm start's data order apart from that of RL
 CHECKED_LEVELS = 16  # noise levels at which an image is checked
 

@@ -13,7 +13,7 @@ from skipping_engine import SkippingActor
 from stale_push import Stale, StaleOnTheWay
 
 from mobula.cluster.weight_sync.weight_sync import Push
-from mobula.deploy.wiring.parity import tolerance_of
+from mobula.deploy.checks.parity import tolerance_of
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 

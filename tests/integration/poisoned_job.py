@@ -19,10 +19,10 @@ import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets w
 from poisoned import POISON, Poisoned  # noqa: E402
 
 from mobula.deploy.cli import app  # noqa: E402
-from mobula.deploy.wiring import rollouts  # noqa: E402
+from mobula.deploy.wiring import roles  # noqa: E402
 
 if __name__ == "__main__":
     os.environ[POISON] = sys.argv[1]
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ["PYTHONPATH"]])  # where workers find all this
-    rollouts.RolloutActor = Poisoned
+    roles.RolloutActor = Poisoned
     app(["train", *sys.argv[2:]])

@@ -40,8 +40,7 @@ from mobula.cluster.runtime.ray_actors import answer  # noqa: E402
 from mobula.configs.load import load_config  # noqa: E402
 from mobula.deploy.host.run_folder import marking  # noqa: E402
 from mobula.deploy.host.session import ClusterSession  # noqa: E402
-from mobula.deploy.wiring.pooled_roles import RoleHosts  # noqa: E402
-from mobula.deploy.wiring.spawner import Spawner  # noqa: E402
+from mobula.deploy.wiring.spawner import RoleHosts, Spawner  # noqa: E402
 
 VICTIMS = {3: "node/1", 7: "node/2"}  # version from which on it comes to it -> whose raylet is struck
 THERE = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}  # worker -> node; others on the head

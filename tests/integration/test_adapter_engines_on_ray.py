@@ -21,7 +21,7 @@ from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.ray_actors import answer
 from mobula.cluster.training_service.interfaces import SampleCall, SampleResult
 from mobula.cluster.workers.status import RestartPolicy, WorkerState
-from mobula.deploy.wiring.rollouts import adapter_engines
+from mobula.deploy.wiring.roles import adapter_engines
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

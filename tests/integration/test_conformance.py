@@ -11,7 +11,7 @@ from benchmarks.conformance.__main__ import measure_apart
 from benchmarks.conformance.measure import ALL, TIED, Report, takes_media
 from benchmarks.conformance.table import failures
 from mobula.configs.schema.rollout import SamplerKind
-from mobula.deploy.wiring.parity import CASES, SOUNDS, VIDEOS
+from mobula.deploy.checks.parity import CASES, SOUNDS, VIDEOS
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.families.base import AudioFamily, VideoFamily
 from mobula.learner.policies.tiny import TINY

@@ -21,7 +21,7 @@ from waiting import wait_until
 from mobula.cluster.runtime.placement_groups import groups_of_dead_drivers, remove_group
 from mobula.deploy.cli import app
 from mobula.deploy.host.processes import ProcessId
-from mobula.deploy.run.leftovers import Leftover, find_leftovers, free
+from mobula.deploy.run.run_client import Leftover, find_leftovers, free
 
 DRIVER = """
 import subprocess, sys

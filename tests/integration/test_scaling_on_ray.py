@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+from fakes import stop_request
 from reward_data import answers
 from waiting import until
 
@@ -29,9 +30,10 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import RECORD_FILE, marking, recorded
 from mobula.deploy.host.session import ClusterSession, run_record
 from mobula.deploy.run.run_client import RunAddress, find_run, read_status, scale
-from mobula.deploy.wiring import pooled_roles as scaling
-from mobula.deploy.wiring.pooled_roles import control_loop, reward_pool
-from mobula.deploy.wiring.spawner import Spawner
+from mobula.deploy.wiring import spawner as scaling
+from mobula.deploy.wiring.persistence import RunContext
+from mobula.deploy.wiring.roles import reward_pool
+from mobula.deploy.wiring.spawner import Spawner, control_loop
 from mobula.rewards.pool.reward_pool import RewardPool
 
 PLUGIN = """
@@ -72,7 +74,8 @@ class Parts:
 
     def control(self) -> ControlLoop:
         roles, metrics = {"reward": self.rewards.services["reward"].pool}, FakeMetrics(self.losses)
-        return control_loop(self.config, self.spawner, roles, InFlightRequests(64), FakeReplay(), metrics, lambda: ())
+        run = RunContext(self.config, metrics, stop_request())
+        return control_loop(run, self.spawner, roles, InFlightRequests(64), FakeReplay(), lambda: ())
 
     async def status(self) -> RunStatus:
         return await asyncio.to_thread(read_status, self.address, ASK_S)

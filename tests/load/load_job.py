@@ -19,13 +19,13 @@ from core_apart import CoreApart  # noqa: E402
 
 from mobula.configs.load import load_config  # noqa: E402
 from mobula.deploy.run import runtime  # noqa: E402
-from mobula.deploy.wiring import rollouts  # noqa: E402
+from mobula.deploy.wiring import roles  # noqa: E402
 
 
 def main(core: str, words: Sequence[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([*OURS, os.environ["PYTHONPATH"]])  # where workers find all this
     if core == "process":
-        rollouts.RolloutActor = CoreApart
+        roles.RolloutActor = CoreApart
     return runtime.train(load_config(words))
 
 

@@ -38,9 +38,9 @@ from mobula.cluster.weight_sync.weight_sync import WeightSync
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.gpu_check.roles import LocalSender
+from mobula.deploy.host.session import engine_environment
 from mobula.deploy.wiring.preparation import Prepared
-from mobula.deploy.wiring.rollouts import engine_settings as run_engine_settings
-from mobula.deploy.wiring.spawner import engine_environment
+from mobula.deploy.wiring.roles import engine_settings as run_engine_settings
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import AdapterPush
 from mobula.learner.policies.batch import TokenSequence, collate

@@ -13,8 +13,8 @@ from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig, RunConfig
+from mobula.deploy.checks.parity import MOST_VIDEOS, SOUND_RATE, Case, cases
 from mobula.deploy.preflight.decisions import with_row_layout
-from mobula.deploy.wiring.parity import MOST_VIDEOS, SOUND_RATE, Case, cases
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.families.base import AudioFamily, VideoFamily
 

@@ -18,7 +18,7 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import Prepared, prepare
-from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.learner import Learner
 
 TEXTS = ("71", "a red cube", "8", "15", "42", "a street")

@@ -12,7 +12,7 @@ from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.parity import VIDEO, cases
+from mobula.deploy.checks.parity import VIDEO, cases
 from mobula.learner.backends import fsdp2
 from mobula.learner.learner import Learner
 

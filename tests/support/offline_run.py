@@ -14,7 +14,6 @@ from rich.console import Console
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.reference.pool import NullReference
 from mobula.actors.reference.scorer import ReferenceScorer
-from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
@@ -23,10 +22,10 @@ from mobula.cluster.rollout.row_stream import RowStream
 from mobula.cluster.workers.status import RestartBudget
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
-from mobula.deploy.wiring.observers import build_metrics
 from mobula.deploy.wiring.offline import OfflineTraining, build_offline_controller
-from mobula.deploy.wiring.pooled_roles import reference_folder, restart_policy
+from mobula.deploy.wiring.persistence import RunContext, build_metrics
 from mobula.deploy.wiring.preparation import prepare
+from mobula.deploy.wiring.roles import reference_folder, restart_policy
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.offline import OfflineLearner
 
@@ -85,9 +84,8 @@ class OfflineRun:
         found = newest_learner_state(self.config.run_folder / CHECKPOINTS_FOLDER)
         metrics = build_metrics(self.config, Console(file=io.StringIO()), 0 if found is None else found[0])
         try:
-            controller = build_offline_controller(
-                self.prepared, self.training, metrics, self.stop, RunAudit(), lambda value: value
-            )
+            run = RunContext(self.config, metrics, self.stop)
+            controller = build_offline_controller(self.prepared, self.training, run, lambda value: value)
             await controller.run()
         finally:
             metrics.close()

@@ -28,7 +28,7 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import Prepared, prepare
-from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import adapted_modules
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint

@@ -25,7 +25,6 @@ from mobula.deploy.host.machine import commit_of
 from mobula.deploy.host.processes import last_lines, run_logged
 
 ENGINE = ("vllm", "ray")
-
 JOB = (*ENGINE, "typer", "rich")
 
 
@@ -84,7 +83,6 @@ def stage_named(name: str) -> CheckStage:
 
 
 ROOT = Path(__file__).parents[3]
-
 PACKAGES = ("torch", "transformers", "vllm", "ray", "peft")
 
 
@@ -209,9 +207,7 @@ def _cell(machine: CheckedMachine, result: StageResult) -> str:
 
 
 RESULTS_FILE = "gpu_check.json"
-
 LEAST_S = 20.0  # a stage with less time than this is left for the next call
-
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 

@@ -20,7 +20,6 @@ from mobula.learner.policies.head import Distribution, ScoringHead, token_logpro
 from mobula.learner.policies.sde import KERNELS, FlowStep
 
 MATRIX_SIZE = 512
-
 MATRIX_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a product's largest number
 
 
@@ -63,9 +62,7 @@ def _collective(device: torch.device) -> None:
 
 # tokens, vocabulary, width, tokens in a chunk
 LOGPROB_SIZES = {"cpu": (512, 4096, 64, 64), "cuda": (4096, 151_936, 1024, 512)}
-
 HOT = Distribution(temperature=0.8, banned_ids=(3,))
-
 LOGPROB_CLOSE = 1e-3
 
 
@@ -114,7 +111,6 @@ def check_logprob_memory(context: Context) -> Figures:
 
 
 CHANNELS, FLOW_SIZE, NUM_STEPS, WIDTH = 16, 8, 6, 32
-
 FLOW_CLOSE = 1e-4  # relative
 
 

@@ -28,7 +28,7 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import SMALL_EXAMPLE
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.gpu_check.context import Context
-from mobula.deploy.wiring.parity import cases
+from mobula.deploy.checks.parity import cases
 from mobula.learner.learner import Learner
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.tiny import write_checked
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor
 
 NUM_SAMPLES = 4
-
-
 MAX_TOKENS = 8
 
 

@@ -22,29 +22,18 @@ from mobula.cluster.records.trajectory import (
 )
 from mobula.configs.load import load_config
 from mobula.deploy.checks.gpu_check.context import MIB, Context, Figures
-from mobula.deploy.checks.gpu_check.roles import (
-    Model,
-    open_checkpoint,
-    overrides,
-    scored,
-)
+from mobula.deploy.checks.gpu_check.roles import Model, open_checkpoint, overrides, scored
 from mobula.deploy.planning.workers import CONTEXT, TRAINING, worker_memory
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.policies.tiny import SMALL_TEXT, TEXT_MODELS
 
 # Dense bfloat16 FLOP/s of NVIDIA's data sheets, by a part of the card's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-
 NUM_PROMPTS, NUM_TOKENS = {"cpu": 2, "cuda": 16}, {"cpu": 32, "cuda": 1024}  # of each response
-
 NUM_IDS = 250  # every tokenizer has more
-
 NUM_SAMPLES = 4  # of each prompt
-
 MOST_SAMPLED = 128  # tokens of a response, at some 30 ms each
-
 NUM_STEPS = 3  # the first one is not timed
-
 MOST_OF_PLAN = 1.15  # that torch may allocate
 
 

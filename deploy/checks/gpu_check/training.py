@@ -18,10 +18,7 @@ import torch
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.records.media import MediaStore
-from mobula.cluster.records.trajectory import (
-    Prompt,
-    ScoredGroup,
-)
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.cluster.weight_sync.transport import TransferGroup, unpack_all
@@ -53,8 +50,6 @@ TRAINING_NUM_STEPS = 2
 # nat, mean over tokens: engine and learner of the same weights. In bfloat16 as weight_sync.canary_tolerance: a released
 # model of 135 M differs by 0.12 on the tokens of prompts.
 CLOSE = {"float32": 1e-3, "bfloat16": 0.3}
-
-
 MOVED = 1e-3  # nat: least change of a log-prob by a step
 
 
@@ -128,14 +123,8 @@ async def _trained_figures(context: Context, model: Model, learner: Learner, act
 
 
 ROOT = Path(__file__).parents[3]
-
-
 JOBS_NUM_STEPS = 3
-
-
 TIMEOUT_S = 840.0
-
-
 LOG_LINES = 20
 
 
@@ -199,9 +188,7 @@ def check_tensor_parallel(context: Context) -> Figures:
 
 
 PRETRAINED_NAME = "smollm2-135m"
-
 PRETRAINED_FOLDER = Path("data/models/smollm2-135m-instruct")
-
 PRETRAINED_WORDS = ("sampler=huggingface", "resources.dtype=bfloat16", "learner.learning_rate=1.0e-5")
 
 
@@ -257,7 +244,6 @@ def check_nccl_push(context: Context) -> Figures:
 
 
 KEPT_ASLEEP = 0.1  # most of the memory in use that may stay on the GPU: buffers of kernels
-
 OFFLOADED_PARTS = ("policy", "optimizer")
 
 
@@ -347,11 +333,8 @@ def pushed_weights(model: Model, learner: Learner) -> dict[str, torch.Tensor]:
 
 
 SHARDING_CLOSE = 2e-3  # of the gradient norm, relative; ranks sum in another order
-
 SHARDING_WORDS = ("sampler=huggingface", "learner.adam_eps=1.0e-4", "resources.dtype=float32")
-
 RANKS_ON_CPU = 2
-
 MEET_S = 120.0
 
 

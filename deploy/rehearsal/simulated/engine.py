@@ -26,8 +26,6 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.deploy.rehearsal.simulated.machine import Cores, CpuMeter, ResponseLengths
 
 _EPSILON = 1e-6  # engine steps that sums of floats may be off by
-
-
 _EPSILON_S = 1e-9  # a shorter time is no time: a clock of large values cannot advance by it
 
 
@@ -254,8 +252,6 @@ class Observed:
 
 
 TOKEN_BYTES = 9  # of a sampled token in the object store: id, log-prob and mask
-
-
 PROMPT_TOKEN_BYTES = 8  # of a prompt's token, in both of its sequences
 
 

@@ -244,8 +244,6 @@ def _generator(seed: int, prompt_id: str) -> np.random.Generator:
 
 
 Kind = Literal["node_loss", "preemption", "slow_node", "full_disk"]
-
-
 WORD = re.compile(r"^(?P<kind>\w+)(?::(?P<node>[\w.-]+))?@(?P<at>\d+)(?:x(?P<factor>[\d.]+))?(?:\+(?P<for>[\d.]+)s?)?$")
 
 

@@ -16,13 +16,13 @@ from mobula.cluster.replay.buffer import LiveGroups
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.runtime.object_store import fetch
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host.run_lock import run_lock
+from mobula.deploy.host.run_folder import run_lock
 from mobula.deploy.report.diagnose import trials
 from mobula.deploy.report.diagnose.material import not_measured
 from mobula.deploy.report.diagnose.trials import TrialGroup
-from mobula.deploy.wiring.build import learner_group, supervised_rows
 from mobula.deploy.wiring.persistence import trajectory_log
 from mobula.deploy.wiring.preparation import Prepared, prepare
+from mobula.deploy.wiring.roles import learner_group, supervised_rows
 from mobula.deploy.wiring.spawner import Spawner
 from mobula.learner.learner_group import LearnerGroup
 

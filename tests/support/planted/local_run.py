@@ -36,7 +36,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import write_config
 from mobula.deploy.wiring.persistence import trajectory_log
 from mobula.deploy.wiring.preparation import Prepared, prepare
-from mobula.deploy.wiring.rollouts import engine_settings, sampling_settings
+from mobula.deploy.wiring.roles import engine_settings, sampling_settings
 from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.examples import stored_examples
 from mobula.learner.learner import Learner

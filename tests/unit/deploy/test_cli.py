@@ -31,9 +31,8 @@ from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.doctor.this_machine import RequiredPackage, Verdict
 from mobula.deploy.host.machine import Machine
 from mobula.deploy.preloading.preloaded import Preloaded
-from mobula.deploy.run import leftovers, run_client
-from mobula.deploy.run.leftovers import Leftover, NotFreedError
-from mobula.deploy.run.run_client import RunAddress
+from mobula.deploy.run import run_client
+from mobula.deploy.run.run_client import Leftover, NotFreedError, RunAddress
 
 GIB = 2**30
 
@@ -414,7 +413,7 @@ def test_leftovers_are_listed_or_ended_by_id(monkeypatch: pytest.MonkeyPatch) ->
         Leftover("process-1-2", "digits", "sleep 1000", lambda timeout_s: ended.append("process-1-2")),
         Leftover("process-3-4", "sums", "python", stuck),
     ]
-    monkeypatch.setattr(leftovers, "find_leftovers", lambda address: there)
+    monkeypatch.setattr(run_client, "find_leftovers", lambda address: there)
     listed = CliRunner().invoke(app, ["doctor", "--leftovers"])
     assert listed.exit_code == 0 and ended == []
     assert "process-1-2  run digits: sleep 1000" in listed.stdout and "process-3-4" in listed.stdout

@@ -23,7 +23,7 @@ from mobula.cluster.metrics.definitions import (
     SplitName,
 )
 from mobula.configs.load import load_config
-from mobula.deploy.wiring.parity import CASES
+from mobula.deploy.checks.parity import CASES
 
 COMPARED = Gap(mean=6e-7, max=2e-6)
 

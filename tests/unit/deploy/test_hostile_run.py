@@ -167,7 +167,7 @@ def test_every_command_prints_through_this_console() -> None:
         "deploy/api.py": "escaped",
         "deploy/cli/commands.py": "an escaped traceback",
         "deploy/cli/job_commands.py": "escaped",
-        "deploy/host/cuda.py": "JSON to the parent process",
+        "deploy/host/machine.py": "JSON to the parent process",
         "deploy/host/terminal.py": "the console itself",
         "deploy/checks/gpu_check/__main__.py": "lines of the program",
     }

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import FakeLearner, make_scored
+from fakes import FakeLearner, make_scored, stop_request
 from family_prompts import family_prompts
 from metrics_data import FakeClock, make_metrics
 
-from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import CanaryError
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
@@ -24,8 +23,9 @@ from mobula.cluster.replay.journal_writer import JournalWriter, NoJournal
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.parity import ParityGate
+from mobula.deploy.checks.parity import ParityGate
 from mobula.deploy.wiring.persistence import (
+    RunContext,
     build_journal_writer,
     build_recovery,
     recovered,
@@ -42,8 +42,9 @@ def config(folder: Path, *overrides: str) -> RunConfig:
 
 def build(run: RunConfig, learner: FakeLearner, metrics: Metrics) -> tuple[StepLearner, Recovery]:
     nothing = SimpleNamespace()
-    steps = step_learner(run, learner, nothing, metrics, RunAudit())
-    return steps, build_recovery(run, steps, nothing, nothing, nothing, metrics)
+    context = RunContext(run, metrics, stop_request())
+    steps = step_learner(context, learner, nothing)
+    return steps, build_recovery(context, steps, nothing, nothing, nothing)
 
 
 async def test_the_journal_leads_from_a_checkpoint_to_the_last_step_that_was_written_down(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring import build
-from mobula.deploy.wiring.pooled_roles import spawn_processors
 from mobula.deploy.wiring.preparation import Prepared, ensure_data, prepare, workers_download
+from mobula.deploy.wiring.roles import spawn_processors
 from mobula.examples.geospot import geospot
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.rewards.contract import RewardRequest, checked

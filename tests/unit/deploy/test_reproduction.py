@@ -12,7 +12,7 @@ from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import dump_config, load_config
-from mobula.deploy.run.provenance import code, machine, packages, reproduction
+from mobula.deploy.run.overview import code, machine, packages, reproduction
 
 WORDS = ("experiment=digits", "resources=laptop", "seed=3", "algorithm.kl.coef=0.25", "resume=auto")
 

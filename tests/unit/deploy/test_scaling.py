@@ -12,8 +12,7 @@ from mobula.cluster.runtime.placement import NodeResources, check_room, place_at
 from mobula.cluster.workers.status import WorkerState, WorkerStatus
 from mobula.configs.load import load_config
 from mobula.deploy.wiring import spawner as autoscaling
-from mobula.deploy.wiring.pooled_roles import RoomFirst, ScaleFile
-from mobula.deploy.wiring.spawner import Autoscaler
+from mobula.deploy.wiring.spawner import Autoscaler, RoomFirst, ScaleFile
 
 SERVING, DRAINING = WorkerState.SERVING, WorkerState.DRAINING
 

@@ -18,10 +18,10 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig, WorkerResources
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import RunMark
-from mobula.deploy.host.session import ClusterSession
+from mobula.deploy.host.session import ClusterSession, engine_environment, learner_environment
 from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.wiring import spawner
-from mobula.deploy.wiring.spawner import Spawner, engine_environment, learner_environment
+from mobula.deploy.wiring.spawner import Spawner
 
 NODES = (NodeResources("here", num_cpus=2, num_gpus=0),)
 MARK = RunMark("digits/1", ProcessId("here", 1, 2))

@@ -17,7 +17,7 @@ from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE, SUMMARY_FILE
 from mobula.cluster.metrics.summary import read_summary
 from mobula.configs.load import load_config
 from mobula.deploy.host.run_folder import make_run_folder
-from mobula.deploy.run.runtime import _leave_behind
+from mobula.deploy.run.run_report import leave_behind
 from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.supervised import SupervisedExample
@@ -139,7 +139,7 @@ async def test_a_run_that_ends_because_every_image_is_damaged_names_them(tmp_pat
         await warm_start(prepared, FakeLearner(gain=0.1))
     make_run_folder(run)
     cause = cause_in_one_line(ended.value)
-    summary = _leave_behind(prepared, make_metrics([], FakeClock()), "failed", 1.0, cause)
+    summary = leave_behind(prepared, make_metrics([], FakeClock()), "failed", 1.0, cause)
     assert read_summary(run.run_folder / SUMMARY_FILE).error.startswith("DatasetError: no row of the split train")
     assert summary.skipped == {"bad_media": 3}
     named = json.loads((run.run_folder / SKIPPED_FILE).read_text())

@@ -25,7 +25,7 @@ from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.preflight.user_code import check_user_code
-from mobula.deploy.wiring.observers import build_metrics
+from mobula.deploy.wiring.persistence import build_metrics
 from mobula.deploy.wiring.preparation import prepare
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl

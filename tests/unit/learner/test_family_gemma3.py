@@ -20,7 +20,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.deploy.wiring.preparation import Prepared
-from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.head import PLAIN

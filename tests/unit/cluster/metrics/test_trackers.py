@@ -25,7 +25,7 @@ from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, 
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.configs.schema.run import MetricsConfig
-from mobula.deploy.wiring.observers import run_id
+from mobula.deploy.wiring.persistence import run_id
 
 WHY = "{} changes versions that are pinned here, so it is not among the test packages; the extra `{}` has it"
 BLOCK = 32 * 1024  # of a LevelDB log

@@ -21,7 +21,7 @@ from mobula.cluster.replay.run_identity import changed_settings, run_identity
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.data_files import KEY, identity_with_data
+from mobula.deploy.wiring.preparation import KEY, identity_with_data
 
 
 def test_a_group_comes_back_as_it_was_trained_on(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from mobula.cluster.weight_sync.transport import RendezvousStore, join_store
 from mobula.cluster.workers.status import RestartPolicy
 from mobula.configs.load import load_config
 from mobula.configs.overrides import groups, leaves, own_values
-from mobula.deploy.wiring.parity import tolerance_of
+from mobula.deploy.checks.parity import tolerance_of
 
 ROW_BYTES = NUM_COLUMNS * WORD_BYTES
 DTYPES = [torch.float32, torch.bfloat16]

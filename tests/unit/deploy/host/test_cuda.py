@@ -12,8 +12,8 @@ import pytest
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
 from mobula.deploy.doctor import this_machine as doctor
-from mobula.deploy.host import cuda
-from mobula.deploy.host.cuda import (
+from mobula.deploy.host import machine
+from mobula.deploy.host.machine import (
     CudaSoftware,
     c_compiler,
     examine,
@@ -97,7 +97,7 @@ def test_a_process_that_crashes_is_a_refusal(monkeypatch: pytest.MonkeyPatch, tm
     crashing.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(crashing))
     with pytest.raises(PreflightError, match="cannot be examined .cuInit: unknown error"):
-        cuda.examine_apart()
+        machine.examine_apart()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import pytest
 
 from mobula.deploy.host import processes
 from mobula.deploy.host.processes import ProcessId, end, marked_processes
-from mobula.deploy.host.terminal import ending_signals, ignore_signals, signals_raise, sigterm_stays_ours
-from mobula.deploy.run.runtime import _until_signal
+from mobula.deploy.host.terminal import ending_signals, ignore_signals, signals_raise, sigterm_stays_ours, until_signal
 
 VARIABLE = "MOBULA_PROCESS_TEST"
 OBEYS = "import time; print('up', flush=True); time.sleep(1000)"
@@ -138,7 +137,7 @@ def test_signals_that_come_while_a_run_closes_end_nothing() -> None:
     before = [signal.getsignal(number) for number in numbers]
     with signals_raise():
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(_until_signal(interrupted()))
+            asyncio.run(until_signal(interrupted()))
         for number in numbers:  # the summary is being written
             os.kill(os.getpid(), number)
     assert [signal.getsignal(number) for number in numbers] == before

@@ -15,25 +15,27 @@ import pytest
 from waiting import wait_until
 
 from mobula.cluster.errors import PreflightError
-from mobula.deploy.host import run_lock as locking
+from mobula.deploy.host import run_folder as locking
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import (
     DRIVER_VARIABLE,
+    LOCK_FILE,
     RECORD_FILE,
     RUN_VARIABLE,
     SESSION_FILE,
+    Holder,
     RunMark,
     RunRecord,
     marking,
     recorded,
+    run_lock,
 )
-from mobula.deploy.host.run_lock import LOCK_FILE, Holder, run_lock
 
 OTHER = replace(Holder.of_this_process(), token="other", machine="elsewhere/1/2", job="Slurm job 7")
 HOLDS = """
 import sys, time
 from pathlib import Path
-from mobula.deploy.host.run_lock import run_lock
+from mobula.deploy.host.run_folder import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -22,8 +22,7 @@ from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.host.machine import Machine
 from mobula.deploy.planning.clusters import described_nodes, read_cluster
 from mobula.deploy.planning.fit import GIB, plan_memory
-from mobula.deploy.planning.plan_command import planned_engine, refuse_shortfalls
-from mobula.deploy.planning.remedies import changed, remedies
+from mobula.deploy.planning.plan_command import changed, planned_engine, refuse_shortfalls, remedies
 from mobula.deploy.planning.workers import (
     MAX_WHOLE_GRADIENT_BYTES,
     MIB,

@@ -16,7 +16,7 @@ from mobula.configs.overrides import groups
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.fit import plan_memory
-from mobula.deploy.planning.remedies import remedies
+from mobula.deploy.planning.plan_command import remedies
 from mobula.learner.policies.shapes import tiny_shape
 
 released_shapes = cache(shapes)  # some 15 s

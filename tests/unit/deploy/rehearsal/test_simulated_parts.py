@@ -12,11 +12,10 @@ import pytest
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.load import load_config
-from mobula.deploy.rehearsal.measured import MeasuredRun, _fitted, measured_speeds
 from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, StoreLedger
 from mobula.deploy.rehearsal.simulated.machine import Cores, PlannedFault, RecordedLengths, read_faults, run_virtually
 from mobula.deploy.rehearsal.simulated.workers import RankTimes, SimulatedRank, SimulatedRanks
-from mobula.deploy.rehearsal.speeds import Speeds
+from mobula.deploy.rehearsal.speeds import MeasuredRun, Speeds, _fitted, measured_speeds
 
 AT_ONCE = RankTimes(start_s=0, update_s=0, tokens_per_s=float("inf"), response_s=0, send_s=0, save_s=0, load_s=0)
 SPEEDS = Speeds(decode_step_s=0.1, decode_sequence_s=0.0, prefill_tokens_per_s=1000, learner_tokens_per_s=1000)

@@ -20,7 +20,7 @@ from mobula.deploy.doctor.cluster import (
     report,
 )
 from mobula.deploy.doctor.this_machine import GIB, Verdict
-from mobula.deploy.host.cuda import CudaSoftware
+from mobula.deploy.host.machine import CudaSoftware
 
 CONFIG = load_config(["experiment=digits"])
 VERSIONS = {"ray": "2.60.0", "torch": "2.13.0", "vllm": "0.32.0"}

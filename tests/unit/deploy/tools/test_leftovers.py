@@ -13,7 +13,7 @@ import pytest
 from mobula.cluster.errors import PreflightError
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import RECORD_FILE, SESSION_FILE, RunMark, RunRecord
-from mobula.deploy.run.leftovers import Leftover, find_leftovers, free
+from mobula.deploy.run.run_client import Leftover, find_leftovers, free
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(1000)"
 SESSION = "session_2026-01-02_03-04-05_678901_42"

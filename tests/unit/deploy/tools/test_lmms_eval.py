@@ -16,8 +16,16 @@ from waiting import wait_until
 
 from mobula.cluster.errors import DeadlineError, PreflightError
 from mobula.configs.errors import ConfigError
-from mobula.deploy.checks.lmms_eval import LmmsEval, child_environment, command_line, evaluate
-from mobula.deploy.checks.lmms_eval_results import HarnessError, numbers, primary_metric, read_results
+from mobula.deploy.checks.lmms_eval import (
+    HarnessError,
+    LmmsEval,
+    child_environment,
+    command_line,
+    evaluate,
+    numbers,
+    primary_metric,
+    read_results,
+)
 from mobula.deploy.cli import app
 from mobula.deploy.host.processes import ProcessId
 

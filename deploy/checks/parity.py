@@ -20,7 +20,6 @@ from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.weight_sync.interfaces import Receiver
 from mobula.cluster.weight_sync.tolerance import Gap, MeasuredRounding, Rounding, Tolerance
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.preparation import Prepared
 from mobula.learner.policies.families import family_at, model_type_at
 
 SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height); no two images expand alike
@@ -37,11 +36,7 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, indices of its im
 
 
 VIDEO, SEVERAL_VIDEOS = "video", "several videos"
-
-
 NUM_FRAMES = (6, 3)  # of each video
-
-
 FRAME_RATE = 2.0  # equals the sampling rate, so that every frame is used
 
 
@@ -56,11 +51,7 @@ VIDEOS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question,
 
 
 MOST_VIDEOS = max(len(shown) for _, _, shown in VIDEOS.values())  # of a prompt
-
-
 SOUND_RATE = 16_000  # samples a second
-
-
 SOUND_LENGTHS = (13_000, 6_001)  # samples
 
 
@@ -151,11 +142,7 @@ def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
 
 
 _logger = logging.getLogger(__name__)
-
-
 IMAGES_FOLDER = "parity"  # in the run folder
-
-
 MAX_IMAGES = 2
 
 
@@ -210,10 +197,13 @@ def tolerance_of(config: RunConfig) -> Tolerance:
 
 
 def parity_gate(
-    prepared: Prepared, learner: RestartableLearner, receivers: Callable[[], Sequence[Receiver]], tolerance: Tolerance
+    config: RunConfig,
+    processor: object,
+    learner: RestartableLearner,
+    receivers: Callable[[], Sequence[Receiver]],
+    tolerance: Tolerance,
 ) -> ParityGate:
     """Returns the gate of a run; it compares nothing for model types measured in docs/models.md."""
-    config = prepared.config
     if config.sampler.is_flow:  # the canary of the first push compares flow models
         return ParityGate("flow", learner, receivers, {}, tolerance)
     model_type = model_type_at(config.policy.model)
@@ -224,7 +214,7 @@ def parity_gate(
         )
         folder = config.run_folder / IMAGES_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        assert isinstance(prepared.processor, ChatProcessor), "a family that draws has no gate"
-        compared = cases(prepared.processor, folder, min(MAX_IMAGES, config.sampler.max_images_per_prompt))
+        assert isinstance(processor, ChatProcessor), "a family that draws has no gate"
+        compared = cases(processor, folder, min(MAX_IMAGES, config.sampler.max_images_per_prompt))
         prompts = {name: case.prompt for name, case in compared.items()}
     return ParityGate(model_type, learner, receivers, prompts, tolerance)

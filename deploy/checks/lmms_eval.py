@@ -36,8 +36,6 @@ class HarnessError(MobulaError):
 
 @dataclass(frozen=True)
 class TaskSamples:
-    """Figures from the samples of one task."""
-
     file: Path
     num: int
     num_empty: int  # answers without a visible character
@@ -211,7 +209,6 @@ class LmmsEval:
 
     @property
     def is_local(self) -> bool:
-        """Whether the model is a folder of this machine."""
         return self.endpoint is None and Path(self.model).is_dir()
 
 
@@ -256,7 +253,6 @@ def evaluate(options: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, 
 
 
 def command_line(settings: LmmsEval) -> list[str]:
-    """The harness's command, to be run in the run's folder."""
     model_type = settings.model_type or _model_type(settings)
     options = ["--model", model_type, "--model_args", _model_args(settings, model_type), "--tasks", settings.tasks]
     if settings.endpoint is None:
@@ -342,7 +338,6 @@ def _python(environment: Path) -> Path:
 
 
 def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Reads the versions of the harness and its backends from its environment."""
     python = _python(environment)
     if not python.exists():
         raise PreflightError(f"{environment} holds no environment of lmms-eval: make it with `make harness`")
@@ -374,7 +369,6 @@ def _new_folder(output: Path, started: datetime) -> Path:
 
 
 def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
-    """Runs the harness to its end."""
     try:
         code = run_logged(command, environment, folder, folder / LOG, options.timeout_s)
     except TimeoutError as error:
@@ -414,5 +408,4 @@ def _as_json(task: TaskScore, folder: Path) -> dict[str, Any]:
 
 
 def _end_of(path: Path) -> str:
-    """The end of a log, as the last part of an error."""
     return "\n".join([f"the end of {path}:", *last_lines(path, NUM_LAST_LINES)])

@@ -134,7 +134,6 @@ def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], 
 
 
 def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
-    """Writes an image of smooth noise."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)

@@ -53,7 +53,6 @@ def ray_folder(environment: Mapping[str, str], fallback: Path = FALLBACK) -> Pat
 
 
 def _fault(folder: str) -> str | None:
-    """Returns the reason why Ray cannot use a folder; None if it can."""
     most = SOCKET_BYTES - RAY_BYTES
     if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         return "is no folder that can be written"
@@ -111,7 +110,6 @@ def _memory_bytes(meminfo: str, name: str) -> int:
 
 
 def _cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """Returns the instruction sets of the first core: `flags` on x86, `Features` on ARM."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -212,15 +210,13 @@ def python_headers() -> str:
 
 
 def flaws(software: CudaSoftware) -> list[Flaw]:
-    """Returns every reason why a run on this machine's GPUs would fail."""
     checks = (_driver, _torch, _compiler, _headers, _shared_memory)
     return [flaw for check in checks if (flaw := check(software)) is not None]
 
 
 def refuse_flaws(machines: Mapping[str, CudaSoftware]) -> None:
     """Raises:
-    PreflightError: a run on the GPUs of one of these machines would fail; the message has every reason.
-    """
+    PreflightError: a run on the GPUs of one of these machines would fail; the message has every reason."""
     lines = [
         f"{name}: {flaw.title}: {flaw.detail}: {flaw.action}"
         for name, software in machines.items()
@@ -278,7 +274,6 @@ def _shared_memory(software: CudaSoftware) -> Flaw | None:
 
 
 def major_of(driver: str) -> int:
-    """Parses the major version: 580 of 580.65.06."""
     match = re.match(r"\d+", driver)
     return int(match[0]) if match else 0
 

@@ -125,7 +125,6 @@ class ProcessId:
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """Parses the text that `str` wrote."""
         host, pid, start_ticks = text.rsplit("/", 2)
         return cls(host, int(pid), int(start_ticks))
 
@@ -165,8 +164,7 @@ def marked_processes(variable: str) -> Iterator[MarkedProcess]:
 
 def holders(folder: Path) -> Iterator[MarkedProcess]:
     """Yields processes with an open file below `folder` and no readable environment: Ray's agents overwrite theirs with
-    a process title.
-    """
+    a process title."""
     for process in PROC.iterdir():
         if process.name.isdecimal() and (holder := _holder(int(process.name), folder)) is not None:
             yield holder
@@ -187,7 +185,6 @@ def end(process: ProcessId, timeout_s: float) -> bool:
 
 
 def _signal(handle: int, number: signal.Signals, wait_s: float) -> bool:
-    """Whether the process behind `handle` ended within `wait_s` of the signal."""
     try:
         signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:

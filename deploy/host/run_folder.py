@@ -148,7 +148,6 @@ def _beat_of(path: Path) -> int | None:
 
 
 def _read(path: Path) -> Holder | None:
-    """Reads the holder; None if the file is missing, incomplete or damaged."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -236,7 +235,6 @@ class RunMark:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RunMark:
-        """The mark of a process."""
         return cls(environment[RUN_VARIABLE], ProcessId.parse(environment[DRIVER_VARIABLE]))
 
     @property
@@ -259,8 +257,6 @@ def marking(run: str) -> Iterator[RunMark]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Address of a run's cluster."""
-
     run: str
     run_folder: Path
     mark: RunMark
@@ -270,19 +266,16 @@ class RunRecord:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Paths of the record and of its copy."""
         copies = () if self.session_folder is None else (self.session_folder / SESSION_FILE,)
         return (self.run_folder / RECORD_FILE, *copies)
 
     def write(self, path: Path) -> None:
-        """Writes the record atomically."""
         folder = None if self.session_folder is None else str(self.session_folder)
         texts = {"mark": self.mark.environment, "run_folder": str(self.run_folder), "session_folder": folder}
         write_atomically(path, json.dumps(asdict(self) | texts, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """Reads the record that `write` wrote."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             folder = fields["session_folder"]

@@ -34,8 +34,6 @@ TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has 
 
 @dataclass(frozen=True)
 class ClusterSession:
-    """The connected cluster of a run."""
-
     nodes: tuple[NodeResources, ...]
     is_local: bool  # started by us, on the loopback address only
     mark: RunMark  # of everything that the run starts
@@ -84,7 +82,6 @@ def check_access(config: RunConfig) -> None:
 
 
 def run_record(config: RunConfig, session: ClusterSession) -> RunRecord:
-    """Returns the record by which other processes find the run."""
     ray_here = ray.get_runtime_context()
     folder = Path(ray_here.get_temp_dir()) / ray_here.get_session_name()
     is_ours = folder.name.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it

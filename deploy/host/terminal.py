@@ -101,8 +101,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 class PlainConsole(Console):
     """Every command prints through it. Text cannot style or link itself, and its control characters are escaped: a
-    response, a name or a record of a foreign run cannot write to the clipboard, the title or other lines.
-    """
+    response, a name or a record of a foreign run cannot write to the clipboard, the title or other lines."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
@@ -144,8 +143,7 @@ def write_any_text() -> None:
 
 def outlive_output(*names: str) -> None:
     """Continues without stdout or stderr (or the named stream) after a write error: closed pipe, full disk, closed
-    terminal. Do not call it for results on stdout, which must not be lost silently.
-    """
+    terminal. Do not call it for results on stdout, which must not be lost silently."""
     for name in names or ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Dispensable):

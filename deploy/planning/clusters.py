@@ -59,8 +59,6 @@ class PlannedNode:
 
 
 class NodeKind(BaseModel):
-    """Nodes of one kind in a cluster file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[str, Field(min_length=1)]
@@ -150,7 +148,6 @@ def this_node(resources: ResourcesConfig) -> PlannedNode:
 
 
 def nodes_at(address: str) -> tuple[PlannedNode, ...]:
-    """The nodes of the running cluster at `address`."""
     with connected(address):
         return joined_nodes()
 

@@ -45,7 +45,6 @@ def engine_sizes(
 
 
 def _shares_a_gpu(placement: PlacementPlan) -> bool:
-    """Whether an engine shares a GPU with another worker."""
     workers = Counter((worker.node_id, gpu) for worker in placement.workers for gpu in worker.gpus)
     return any(workers[engine.node_id, gpu] > 1 for engine in placement.of_role("rollout") for gpu in engine.gpus)
 
@@ -124,8 +123,6 @@ DRIVER_PROCESS = 1050 * 2**20  # host memory of the driver with its libraries
 
 @dataclass(frozen=True)
 class Demand:
-    """Memory demand of one device or host."""
-
     node_id: str
     place: str  # "GPU 0", or "host memory"
     num_bytes: int
@@ -140,8 +137,6 @@ class Demand:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Placement and memory of a run."""
-
     placement: PlacementPlan
     by_role: Mapping[str, WorkerMemory]
     demands: tuple[Demand, ...]

@@ -20,8 +20,7 @@ RELEASED_MODELS = Path(__file__).with_name("released_models.yaml")
 
 def policy_shape(config: RunConfig) -> ModelShape | None:
     """The shape of `policy.model`, of which config.json alone is read; None while no model is named, and of
-    models that make images, whose memory is not planned.
-    """
+    models that make images, whose memory is not planned."""
     source = config.policy.model
     if source == MISSING or config.sampler.is_flow or config.sampler.draws_tokens:
         return None
@@ -54,8 +53,6 @@ HEAD_COPIES = 3  # float32 tensors as large as the logits: scaled logits, log-pr
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The largest micro-batch of one learner rank."""
-
     rows: int  # of the longest length
     tokens: int  # padded, or of each prompt once; this rank's, where ranks share the tokens of rows
     targets: int  # tokens whose log-probs are computed

@@ -89,7 +89,6 @@ def _fits(
 
 
 def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
-    """Single settings that save memory, those that change least of the training first."""
     learner, resources = config.learner, config.resources
     if checkpointing(config) == "none":
         yield CHECKPOINTING
@@ -159,7 +158,6 @@ def _presets(resources: ResourcesConfig) -> Iterator[str]:
 
 
 def _own(preset: str) -> dict[str, Any]:
-    """The values of a preset below `resources`, without its name."""
     return {key: value for key, value in own_values("resources", preset)["resources"].items() if key != "preset"}
 
 
@@ -194,8 +192,7 @@ def as_table(rows: Sequence[PlanRow], title: str) -> Table:
 
 def memory_table(plan: MemoryPlan, device: str) -> Table:
     """Returns a table of GiB per worker, one column per role, 80 characters wide. Parts do not sum to the peak, because
-    they do not coexist.
-    """
+    they do not coexist."""
     title = f"GiB of one worker, estimated; on {'its GPU' if device == 'cuda' else 'its node'}, and in host memory"
     table = Table("", *plan.by_role, title=title)
     largest = [memory.largest for memory in plan.by_role.values()]
@@ -296,8 +293,7 @@ def show_plan(
 
 def planned_engine(config: RunConfig, nodes: Sequence[PlannedNode], roles: Sequence[str]) -> EngineSizes | None:
     """Before a run loads anything: whether the memory of its roles fits, and the sizes of its engines; None without
-    vLLM on GPUs, or where the model is not planned.
-    """
+    vLLM on GPUs, or where the model is not planned."""
     shape = _known_shape(config)
     if shape is None:
         return None

@@ -59,8 +59,7 @@ Parts = Mapping[str, int]
 @dataclass(frozen=True)
 class WorkerMemory:
     """One worker of a role, in bytes: `device[phase][part]` on each of its GPUs (on CPU: in host memory), and
-    `host[part]` in host memory. A reward worker takes `gpu_share` of each of its GPUs instead.
-    """
+    `host[part]` in host memory. A reward worker takes `gpu_share` of each of its GPUs instead."""
 
     device: Mapping[str, Parts]
     host: Parts = field(default_factory=dict)
@@ -89,7 +88,6 @@ class WorkerMemory:
 
 
 def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemory:
-    """Memory of one worker of `role`."""
     kind = role.partition(".")[0]
     match kind:
         case "learner":
@@ -151,7 +149,6 @@ def _pushed_copy(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, i
 
 
 def _process(config: RunConfig, role: str) -> int:
-    """Returns the host memory of an idle process of `role`."""
     kind = role.partition(".")[0]
     if kind == "rollout":
         return PROCESS["vllm" if config.sampler.kind is SamplerKind.VLLM else "torch"]
@@ -164,7 +161,6 @@ def _process(config: RunConfig, role: str) -> int:
 
 
 def _components(config: RunConfig, role: str) -> list[RewardComponent]:
-    """Returns the components of a reward role."""
     service = role.partition(".")[2] or role
     return [component for component in config.rewards.components if component.service == service]
 
@@ -270,7 +266,6 @@ def _adapter_learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
 
 
 def _text_matrices(shape: ModelShape) -> list[TensorSpec]:
-    """Matrices outside the vision tower."""
     towers = shape.starts(("vision", "connector"))
     return [s for s in shape.manifest.tensors if len(s.shape) == 2 and not s.name.startswith(towers)]
 
@@ -407,7 +402,6 @@ def _phases(parts: Parts) -> dict[str, Parts]:
 
 
 def _with_context(config: RunConfig, device: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Adds a CUDA context to every phase of a process on a GPU."""
     if config.resources.device != "cuda" or not any(device.values()):
         return dict(device)
     return {phase: {**parts, CONTEXT: CUDA_CONTEXT} for phase, parts in device.items()}

@@ -113,7 +113,6 @@ def as_json(
     sweep: Sweep,
     source: str,
 ) -> dict[str, Any]:
-    """The page as values for JSON."""
     demands = [] if memory is None else [{**asdict(demand), "shortfall": demand.shortfall} for demand in memory.demands]
     rows = {
         "speeds": {"source": source, **asdict(stage.speeds)},
@@ -223,7 +222,6 @@ UNKNOWN_PATH = "nowhere"  # of data that are stated
 
 
 def rehearse(command: RehearseCommand, console: Console) -> None:
-    """Plays the configuration and prints the page."""
     faults = read_faults(command.faults, command.fault_file)
     with staged(command) as (stage, source), _quiet():
         memory = stage.memory()
@@ -289,7 +287,6 @@ def _prepared(config: RunConfig, shape: ModelShape, command: RehearseCommand) ->
 def _speeds(
     prepared: Prepared, shape: ModelShape, nodes: Sequence[PlannedNode], command: RehearseCommand
 ) -> tuple[Speeds, str]:
-    """The speeds, and where they come from."""
     config = prepared.config
     if command.measured:
         runs = [MeasuredRun.read(folder) for folder in command.measured]

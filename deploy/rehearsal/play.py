@@ -52,8 +52,6 @@ class Moment:
 
 @dataclass(frozen=True)
 class RehearsedStep:
-    """One step of a rehearsal."""
-
     step: int
     seconds: Mapping[str, float]  # phase -> virtual seconds
     staleness: Mapping[int, int]  # lag in versions -> trained tokens
@@ -129,7 +127,6 @@ def staleness_shares(steps: Sequence[RehearsedStep]) -> dict[int, float]:
 
 
 def loop_s() -> float:
-    """Seconds of the virtual clock."""
     return asyncio.get_running_loop().time()
 
 
@@ -177,8 +174,6 @@ LOOKS_A_STEP = 8  # how often a fault looks for its step
 
 @dataclass(frozen=True)
 class Played:
-    """The measurements of a rehearsal."""
-
     steps: Sequence[RehearsedStep]
     store_peak: Mapping[str, int]  # node -> most bytes in its object store
     driver_s: float  # CPU seconds of the driver's code, measured
@@ -199,8 +194,7 @@ def play(
     max_wall_s: float = math.inf,
 ) -> Played:
     """Runs the configuration of `prepared` from its first step to its last. A fault may end it before, and so does
-    `max_wall_s` on this machine.
-    """
+    `max_wall_s` on this machine."""
     with TemporaryDirectory(prefix="mobula-rehearsal-") as folder:
         config = rehearsed(prepared.config, Path(folder))
         return run_virtually(_play(replace(prepared, config=config), hardware, lengths, faults, max_wall_s))

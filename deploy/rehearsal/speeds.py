@@ -59,7 +59,6 @@ class Speeds:
         return replace(self, **_stated(dict(word.partition("=")[::2] for word in words), "--speed"))
 
     def with_file(self, path: Path) -> Speeds:
-        """Returns these speeds with those of a YAML file."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
@@ -166,7 +165,6 @@ class MeasuredRun:
 
     @classmethod
     def read(cls, folder: Path) -> MeasuredRun:
-        """Reads a run folder."""
         try:
             steps = read_run_folder(folder).steps[WARM_UP_STEPS:]
         except ValueError as error:
@@ -194,8 +192,7 @@ class MeasuredRun:
     @property
     def decoding_s(self) -> float:
         """Seconds of a synchronous step in which the learner waits and engines decode. They load the push before, while
-        the driver ends its step.
-        """
+        the driver ends its step."""
         return self.seconds["wait_for_rollouts"] - max(0.0, self.settle_s - self.seconds["other"])
 
     @property
@@ -204,7 +201,6 @@ class MeasuredRun:
 
     @property
     def batch(self) -> float:
-        """Responses that one engine decodes at a time."""
         return min(self.responses_per_engine, self.config.sampler.vllm.max_num_seqs or float("inf"))
 
     @property
@@ -256,7 +252,6 @@ def measured_speeds(runs: Sequence[MeasuredRun], prompt_tokens: float) -> Speeds
 
 
 def _sizes(run: MeasuredRun, role: str, prompt_tokens: float) -> list[float]:
-    """Tokens of the rows of a worker of a role, sampled tokens among them, and calls, of a step."""
     responses = run.num_responses / max(1, run.config.resources.roles[role].num_workers)
     return [responses * (run.mean_length + prompt_tokens), responses * run.mean_length, 1.0]
 

@@ -75,7 +75,6 @@ class StatedProcessor:
 
 
 def stated_run(config: RunConfig, shape: ModelShape, stated: StatedPrompts) -> Prepared:
-    """The checked parts of a run whose data are not there."""
     rows = tuple(Row(str(index), "", "", "") for index in range(NUM_STATED_ROWS))
     report = PreflightReport(rows, (), stated.num_tokens)
     names = {TRAIN, VALIDATION, config.evaluation.split, *(s.split for s in config.evaluation.suites.values())}
@@ -139,7 +138,6 @@ class RehearsalStage:
         return self.prepared.config
 
     def memory(self) -> MemoryPlan:
-        """The memory of every worker, GPU and node."""
         return plan_memory(self.config, self.shape, self.nodes)
 
     def hardware(self) -> Hardware:
@@ -213,8 +211,6 @@ class RehearsalStage:
 
 @dataclass(frozen=True)
 class Result:
-    """The means of a rehearsal, without its first and last steps."""
-
     step_s: float
     phases: Mapping[str, float]
     utilisation: Mapping[str, float]
@@ -250,7 +246,6 @@ def result_of(stage: RehearsalStage, played: Played) -> Result:
 
 
 def quantiles(lengths: ResponseLengths, num_prompts: int = 500) -> dict[str, float]:
-    """Mean, median and 99th percentile of response lengths."""
     tokens = np.concatenate([lengths.of(f"quantiles/{index}", 8) for index in range(num_prompts)])
     return {"mean": float(tokens.mean()), "p50": float(np.median(tokens)), "p99": float(np.quantile(tokens, 0.99))}
 
@@ -279,8 +274,6 @@ MIN_EFFICIENCY = 0.8  # tokens/s a worker, over those of the smallest size
 
 @dataclass(frozen=True)
 class Gain:
-    """The effect of a role with twice the speed."""
-
     role: str
     step_s: float
     gain: float  # steps per hour, over those of the configuration
@@ -288,8 +281,6 @@ class Gain:
 
 @dataclass(frozen=True)
 class Size:
-    """A rehearsal with `factor` times the nodes, workers and prompts."""
-
     factor: int
     num_steps: int  # that were played
     num_engines: int
@@ -313,16 +304,13 @@ def gains(stage: RehearsalStage, base: Result) -> list[Gain]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The sizes that were played."""
-
     sizes: tuple[Size, ...] = ()
     ended: str = ""  # why larger sizes were not played
 
 
 def swept(stage: RehearsalStage, factors: Sequence[int], max_wall_s: float) -> Sweep:
     """Plays the run at each size, the smallest first, each for at most `max_wall_s` on this machine. A size without a
-    finished step ends the sweep.
-    """
+    finished step ends the sweep."""
     found: list[Size] = []
     for factor in sorted(factors):
         started = time.perf_counter()

@@ -92,7 +92,6 @@ def joined_cluster(
 
 
 def write_plan(path: Path, plan: PlacementPlan) -> None:
-    """Writes the placement of all workers as JSON."""
     rows = [
         {
             "role": worker.role,

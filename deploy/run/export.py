@@ -23,8 +23,6 @@ EXPORT_FOLDER = "export"  # of the run folder
 
 @dataclass(frozen=True)
 class ExportedPolicy:
-    """An exported policy and the checkpoint that it comes from."""
-
     path: Path
     run_folder: Path
     step: int
@@ -93,7 +91,6 @@ def _state(checkpoints: Path, step: int | None) -> tuple[int, Path]:
 
 
 def _write(config: RunConfig, state: Path, target: Path, *, merge: bool, ema: bool, dtype: str) -> None:
-    """Writes the directory atomically."""
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)

@@ -35,8 +35,7 @@ def relative_paths(config: RunConfig) -> dict[str, str]:
 
 def refuse_relative(config: RunConfig) -> None:
     """Raises:
-    PreflightError: a path depends on a process's working folder; the message has the words to add.
-    """
+    PreflightError: a path depends on a process's working folder; the message has the words to add."""
     paths = relative_paths(config)
     if paths:
         overrides = " ".join(f"{key}=/SHARED/{value}" for key, value in paths.items())
@@ -110,8 +109,6 @@ GLOO = INTERFACE_VARIABLES[0]
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Address on which a node's collectives listen."""
-
     node: str  # its name in the plan
     host: str
     port: int
@@ -189,8 +186,7 @@ def check_network(plan: PlacementPlan) -> None:
 
 def refuse_unreached(failures: dict[ListenAddress, list[tuple[ListenAddress, str]]]) -> None:
     """Raises:
-    PreflightError: a node does not reach another node.
-    """
+    PreflightError: a node does not reach another node."""
     pairs = [(address, *failure) for address, missed in failures.items() for failure in missed]
     if not pairs:
         return
@@ -214,7 +210,6 @@ def _asked(calls: list[Any], plan: PlacementPlan) -> list[Any]:
 
 
 def _own_place() -> tuple[str, str | None]:
-    """Address and interface of this process's collectives."""
     name = os.environ.get(GLOO)
     if name is None:
         address = node_address()

@@ -155,7 +155,6 @@ def _data(prepared: AnyPrepared) -> str:
 
 
 def _prompt(prepared: AnyPrepared) -> Iterator[tuple[str, str]]:
-    """Yields the prompt suffix and the end of one prompt; nothing for environments, which build their prompts."""
     config = prepared.config
     if not isinstance(prepared, Prepared) or config.environment.is_on:
         return
@@ -266,7 +265,6 @@ def packages() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Returns the machine of the driver."""
     return {
         "host": platform.node(),
         "system": platform.platform(),
@@ -289,7 +287,6 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 
 
 def _model(folder: Path) -> str:
-    """Returns a fingerprint of the weight files from which the run begins."""
     try:
         return fingerprint_of(checkpoint_files(folder))
     except (PreflightError, OSError):  # a flow pipeline has its weights in folders of its parts
@@ -323,7 +320,6 @@ def reproduction(config: RunConfig, provenance: Mapping[str, Any]) -> dict[str, 
 
 
 def _changed_keys(folder: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns dotted key -> (then, now) of the configuration."""
     was = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     now = config.model_dump(mode="json")
     # Sections that the run did not read are not in its file.
@@ -332,7 +328,6 @@ def _changed_keys(folder: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]
 
 
 def _changed_surroundings(folder: Path, provenance: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns dotted key -> (then, now) of code, packages, machine, data and model."""
     try:
         records = read_chain(folder).records
         was = next(record.body for record in records if record.kind == AuditKind.STARTED)

@@ -36,8 +36,6 @@ RESERVE_S = 5.0  # of a deadline: for the process that asks to start, and to say
 
 @dataclass(frozen=True)
 class RunAddress:
-    """Address of a run's control interface."""
-
     run: str
     address: str  # HOST:PORT of the cluster's control store
     namespace: str
@@ -78,7 +76,6 @@ def find_run(name: str | None, folder: Path | None, address: str | None) -> RunA
 
 
 def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
-    """The run's current status."""
     return _asked(_read_status, timeout_s, f"the status of run {run.run}", run, timeout_s - RESERVE_S)
 
 
@@ -162,7 +159,6 @@ class _Panel:
         self._deadline = time.monotonic() + timeout_s
 
     def ask_until_known(self, call: Callable[[Any], Any], request: str) -> Any:
-        """The first answer that is not None."""
         while time.monotonic() < self._deadline:
             answer = self.ask(call)
             if answer is not None:
@@ -265,7 +261,6 @@ def _processes(records: Sequence[RunRecord]) -> Iterator[Leftover]:
 
 
 def _orphans() -> Iterator[tuple[MarkedProcess, RunMark]]:
-    """Processes of dead runs."""
     for marked in marked_processes(RUN_VARIABLE):
         try:
             mark = RunMark.of(marked.environment)
@@ -338,7 +333,6 @@ def _remove_group(address: str, group_id: str, timeout_s: float) -> None:
 
 
 def _dead_groups(address: str) -> list[tuple[str, str]]:
-    """Id and name of each placement group whose driver is dead."""
     with connected(address):
         from mobula.cluster.runtime.placement_groups import groups_of_dead_drivers
 
@@ -362,6 +356,5 @@ def _is_dead(mark: RunMark) -> bool:
 
 
 def _ray_folder() -> Path:
-    """Ray's default folder of sessions; a record names any other place."""
     named = [os.environ[variable] for variable in ("RAY_TMPDIR", "TMPDIR") if variable in os.environ]
     return Path(*named[:1] or ["/tmp"]) / "ray"

@@ -139,7 +139,6 @@ def _newest_step(run: RunFolder) -> int:
 
 
 def _summary_of_killed(folder: Path, run: RunFolder) -> Summary:
-    """Builds the summary of a run whose driver was killed from its finished steps."""
     metrics = Metrics([], time.perf_counter, accuracy_component="")  # it measures no further step
     metrics.resume(read_records(folder / METRICS_FILE))
     metrics.set_counts(CounterName.SKIPPED, Counter(row.reason for row in run.skipped))

@@ -214,7 +214,6 @@ def _run_training(
 
 
 async def _train(cluster: RunCluster, run: RunContext) -> None:
-    """RL on rollouts, or an offline job on rows."""
     async with cluster.spawner() as spawner:
         checked = cluster.prepared
         if isinstance(checked, Prepared):
@@ -268,7 +267,6 @@ async def _started(*roles: Coroutine[Any, Any, Any]) -> None:
 async def _evaluate(
     output: Path | None, prepared: Prepared, inference: Inference
 ) -> tuple[list[EvaluationResult], float]:
-    """Returns the result of each suite, and the seconds that sampling and scoring took."""
     roles = (inference.rollouts, inference.rewards)
     responses = response_log(prepared, output)
     evaluator = await asyncio.to_thread(build_evaluator, prepared, *roles, lambda result: None, responses)

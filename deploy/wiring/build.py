@@ -167,7 +167,6 @@ def build_controller(
 
 
 async def _make_version_zero(prepared: Prepared, learner: LearnerGroup, start_up: StartUp) -> None:
-    """Runs the warm start and saves the frozen copy for the reference."""
     await start_up.timing("warm start", warm_start(prepared, learner))
     await learner.begin_rl()
     await learner.export(reference_folder(prepared.config))
@@ -216,7 +215,6 @@ def _dispatcher(
 
 
 def _curriculum(config: RunConfig, metrics: Metrics) -> StageCurriculum | None:
-    """Returns the curriculum over episodes; None without a curriculum."""
     curriculum = config.environment.curriculum
     if not curriculum.is_on:
         return None
@@ -305,8 +303,7 @@ def _weights(
 
 def probe_prompt(prepared: Prepared) -> tuple[Prompt, list[Prompt]]:
     """Returns the prompt for comparing engines and learner: an early held-out prompt with an image, else the first; and
-    the other early held-out prompts.
-    """
+    the other early held-out prompts."""
     prompts = prepared.fixed_prompts(prepared.config.evaluation.split, PROBE_CANDIDATES).prompts
     probe = next((prompt for prompt in prompts if prompt.media), prompts[0])
     return probe, [prompt for prompt in prompts if prompt is not probe]
@@ -335,7 +332,6 @@ async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], Non
 
 
 def _observe(prepared: Prepared, inference: Inference, metrics: Metrics) -> None:
-    """Adds the driver's counters since the previous step to the metrics."""
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
     metrics.count_up_to(CounterName.RESUMED, inference.in_flight_requests.resumed)
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)

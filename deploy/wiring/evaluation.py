@@ -118,13 +118,11 @@ def identity_of(
 
 
 def content_of(value: object) -> str:
-    """Returns the digest of a value for an identity."""
     text = json.dumps(value, sort_keys=True, default=str)
     return CONTENT + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
-    """Returns the log of responses in `folder`: images of a flow model; texts of other models, if configured."""
     config = prepared.config
     if folder is not None and config.sampler.is_flow:
         return ContactSheets(folder, timeout_s=config.timeouts.object_s)

@@ -37,8 +37,6 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OfflineTraining:
-    """Roles and rows of an offline job."""
-
     ranks: LearnerGroup  # without restarts: for use before the first checkpoint
     learner: RestartableLearner
     reference: ReferencePool | NullReference
@@ -137,7 +135,6 @@ class _Unpushed(NoReceivers):
 
 
 async def _freeze_reference(prepared: PreparedRows, learner: LearnerGroup) -> None:
-    """Saves the initial policy for the reference scorers."""
     if prepared.config.needs_reference:
         await learner.export(reference_folder(prepared.config))
 

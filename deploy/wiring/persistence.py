@@ -177,7 +177,6 @@ class RunContext:
     audit: RunAudit = field(default_factory=RunAudit)
 
     def lost(self, kind: str) -> None:
-        """Counts the loss of a worker by its kind."""
         self.metrics.count(CounterName.RESTARTS, kind)
 
     def rescored(self, reason: str) -> None:
@@ -223,7 +222,6 @@ def checkpoints_of(
 
 
 def replay_buffer(config: RunConfig, tracer: RunTracer = UNTRACED) -> ReplayBuffer:
-    """Returns the replay buffer with its journal writer."""
     return ReplayBuffer(
         journal=build_journal_writer(config),
         max_bytes=config.replay.max_bytes,
@@ -257,7 +255,6 @@ MAX_WAITING_STEPS = 2  # steps whose groups wait in memory for the trajectory lo
 
 
 def build_journal_writer(config: RunConfig) -> GroupJournal:
-    """Returns the journal writer of the replay buffer."""
     if not config.replay.journal:
         return NoJournal()
     return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s, write_s=config.timeouts.object_s)
@@ -311,7 +308,6 @@ def build_recovery(
     on_evaluated: Callable[[int, Mapping[str, Any]], None] = lambda version, evaluation: None,
     after_repeat: AfterRepeat | None = None,
 ) -> Recovery:
-    """Returns the configured recovery from the journal."""
     config = run.config
     if not config.replay.journal:
         return NoRecovery(config.run_folder / JOURNAL_FOLDER)
@@ -331,7 +327,6 @@ def build_recovery(
 
 
 def age_limit(config: RunConfig) -> AgeLimit:
-    """Returns the maximum age of groups for training."""
     algorithm = config.algorithm
     return AgeLimit(algorithm.max_trained_age, is_whole=algorithm.over_age.action == "drop")
 

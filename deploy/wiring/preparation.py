@@ -154,7 +154,6 @@ class PreparedJob(Generic[R, P]):
 
     @property
     def preparation(self) -> Preparation[R, P]:
-        """Returns the part that converts rows to prompts."""
         return self.workers or InDriver(self.processor)
 
     @property
@@ -165,7 +164,6 @@ class PreparedJob(Generic[R, P]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Returns the settings and data that must not change on resume."""
         supervised = [self.supervised.report.fingerprint] if self.supervised else []
         return identity_with_data(self.config, "; ".join([self.splits[TRAIN].fingerprint, *supervised]))
 
@@ -378,7 +376,6 @@ def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
 
 
 def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
-    """Checks that the model supports the image size and has the adapted layers."""
     flow_checkpoint(config).latent_shape(Denoising.of(config.sampler.flow))
     if config.policy.lora.is_on:
         adapted_modules(checkpoint, config.policy)
@@ -407,7 +404,6 @@ def _check_positions(config: RunConfig) -> None:
 
 
 def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
-    """Returns the folder of the teacher, and the folders of teachers by label."""
     folders = {key: checkpoint_folder(key, name) for key, name in named_teachers(config).items()}
     for key, folder in folders.items():
         check_teacher(config, folder, key)
@@ -438,7 +434,6 @@ def ensure_model(config: RunConfig) -> Path:
 
 
 def _ensure_flow_model(config: RunConfig, folder: Path) -> Path:
-    """Returns the folder of the transformer of `policy.model`."""
     if config.policy.tiny != "none" and not (folder / INDEX).is_file():
         if config.policy.tiny not in TINY_FLOW:
             names = ", ".join(TINY_FLOW)
@@ -505,8 +500,7 @@ def _refuse_served_adapters(config: RunConfig) -> None:
 
 def require_model(config: RunConfig) -> None:
     """Checks that `policy.model` exists: commands that evaluate it must not get random weights. Writes missing released
-    weights.
-    """
+    weights."""
     folder, file = Path(config.policy.model), INDEX if config.sampler.is_flow else "config.json"
     if config.policy.tiny not in ("none", *PRETRAINED) and not (folder / file).is_file():
         raise PreflightError(
@@ -516,7 +510,6 @@ def require_model(config: RunConfig) -> None:
 
 
 def ensure_data(config: RunConfig) -> None:
-    """Writes the data set with `data.writer`."""
     with _writing("data.path", config.data.path):
         data_writer(config.data)(config.data.path)
 
@@ -532,7 +525,6 @@ def _writing(key: str, folder: Path) -> Iterator[None]:
 
 
 def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
-    """Writes the list of skipped samples for the report."""
     rows = [{"sample_id": s.sample, "reason": s.reason, "message": s.detail} for s in skipped]
     (folder / SKIPPED_FILE).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 

@@ -62,12 +62,10 @@ REFERENCE_FOLDER = "reference"  # in the run folder: the frozen policy, in the H
 
 
 def reference_folder(config: RunConfig) -> Path:
-    """Returns the folder of a run's frozen policy, in the Hugging Face layout."""
     return config.run_folder / REFERENCE_FOLDER
 
 
 def restart_policy(config: RunConfig) -> RestartPolicy:
-    """Returns the restart limits of a worker."""
     supervision = config.supervision
     return RestartPolicy(
         max_restarts=supervision.max_restarts,
@@ -220,7 +218,6 @@ CALLS_AT_A_TIME = 16  # concurrent calls of a rollout actor, not counting its st
 
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:
-    """Returns the sampling settings of training."""
     sampler = config.sampler
     return SamplingSettings(
         num_samples=config.algorithm.samples_per_prompt,
@@ -341,7 +338,6 @@ def _pooled_engines(
 
 
 def _role(config: RunConfig) -> tuple[Any, ...]:
-    """Returns the class of rollout actors and its extra constructor arguments."""
     if not config.environment.is_on:
         return (RolloutActor,)
     return EpisodeActor, EpisodeSettings(
@@ -375,8 +371,6 @@ class Inference:
 
 @dataclass(frozen=True)
 class Training:
-    """Learner, reference and replay buffer."""
-
     ranks: LearnerGroup  # without restarts: for the warm start, before there is a checkpoint
     learner: RestartableLearner
     reference: ReferencePool | NullReference
@@ -418,7 +412,6 @@ def spawn_training(prepared: Prepared, spawner: Spawner, run: RunContext) -> Tra
 
 
 def supervised_rows(prepared: Prepared) -> SupervisedRows | None:
-    """Returns the rows of `algorithm.supervised`; None without them."""
     config, found = prepared.config, prepared.supervised
     if found is None:
         return None
@@ -455,7 +448,6 @@ def spawn_learner(
 
 
 def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
-    """Returns the learner ranks, including the ranks of a separate critic."""
     config, start = prepared.config, partial(start_learner, prepared, spawner)
     planners = planners_of(config)
     if not config.algorithm.critic.has_own_ranks:
@@ -473,7 +465,6 @@ def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: Supervise
 
 
 def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]:
-    """Returns the reference scorers for the supervisor."""
     if not isinstance(reference, ReferencePool):
         return []
     return [watched_pool("reference", reference.pool.check, reference.pool.close)]
@@ -488,7 +479,6 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
 
 
 def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[WorkerStatus]:
-    """Returns the status of learner ranks, which cannot be scaled."""
     if learner.is_restarting:
         state = WorkerState.WAITING
     else:

@@ -69,7 +69,6 @@ class Autoscaler:
         return "The autoscaler has been asked for a node: ask again when it has joined (`ray status`)"
 
     def withdraw(self) -> None:
-        """Withdraws the request."""
         if self._has_asked:
             request_resources(bundles=[])
             self._has_asked = False
@@ -95,8 +94,7 @@ class Spawner:
         preloaded: Preloaded | None = None,
     ) -> None:
         """`logs` is the folder for a log file of each worker; without it their output stays in Ray's session folder.
-        `preloaded` forks the workers; without it each imports its modules.
-        """
+        `preloaded` forks the workers; without it each imports its modules."""
         self.plan = plan
         self._config = config
         self._bookings = dict(bookings)
@@ -162,7 +160,6 @@ class Spawner:
             return self._book(role, [worker.index for worker in planned])
 
     def release(self, role: str, index: int) -> None:
-        """Releases the reservation of one worker and ends its processes."""
         name = f"{role}/{index}"
         with self._lock:
             if name in self._placed:
@@ -199,7 +196,6 @@ class Spawner:
         remove_placement_groups(bookings)
 
     def close(self) -> None:
-        """Releases all reservations."""
         with self._lock:
             remove_placement_groups(self._bookings)
             self._bookings.clear()
@@ -208,7 +204,6 @@ class Spawner:
 
 
 def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
-    """Returns the environment of every worker; loopback addresses on a private cluster."""
     own = {FOLDER_VARIABLE: os.getcwd(), UMASK: f"{config.umask:o}"}
     env = library_environment(config) | session.mark.environment | own
     if session.is_local:
@@ -250,14 +245,12 @@ class ScaleFile:
         self._configured = {role: workers.num_workers for role, workers in resources.roles.items()}
 
     def note(self, role: str, num_workers: int) -> None:
-        """Records the number that a role accepted."""
         row = {"num_workers": num_workers, "configured": self._configured[role]}
         write_atomically(self._path, json.dumps({**self._read(), role: row}, indent=1))
 
     def earlier(self) -> dict[str, int]:
         """Returns role -> workers where it differs from the configuration. A number configured after the scaling takes
-        precedence.
-        """
+        precedence."""
         rows = {role: row for role, row in self._read().items() if role in self._configured}
         return {
             role: row["num_workers"]
@@ -285,7 +278,6 @@ class RoomFirst:
         return self._workers.status()
 
     async def scale(self, num_workers: int) -> None:
-        """Sets the target number of workers."""
         staying = sum(worker.state is not WorkerState.DRAINING for worker in self.status())
         if num_workers > staying:
             await asyncio.to_thread(self._check_room, self._role, num_workers - staying)

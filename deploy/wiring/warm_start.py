@@ -110,8 +110,6 @@ def _examples(prepared: Prepared) -> Examples:
 
 
 class Solutions:
-    """The solution of a row."""
-
     def __init__(self, processor: ChatProcessor) -> None:
         self._processor = processor
 
@@ -127,8 +125,6 @@ class Solutions:
 
 
 class Episodes:
-    """Episodes demonstrated by the environment."""
-
     def __init__(self, demonstrations: Demonstrations) -> None:
         self._demonstrations = demonstrations
 

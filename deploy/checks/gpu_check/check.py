@@ -75,7 +75,6 @@ STAGES = (
 
 
 def stage_named(name: str) -> CheckStage:
-    """The stage of this name."""
     for stage in STAGES:
         if stage.name == name:
             return stage
@@ -87,8 +86,6 @@ PACKAGES = ("torch", "transformers", "vllm", "ray", "peft")
 
 
 class Outcome(StrEnum):
-    """Outcome of a stage."""
-
     PASSED = "passed"
     FAILED = "failed"
     NOT_HERE = "not here"
@@ -96,8 +93,6 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class StageResult:
-    """One finished stage."""
-
     outcome: Outcome
     cause: str = ""  # of a failure, or what is missing
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
@@ -108,8 +103,6 @@ class StageResult:
 
 @dataclass(frozen=True)
 class CheckedMachine:
-    """The machine that was checked."""
-
     device: str  # cpu | cuda
     name: str  # of the card or of the processor's architecture
     num_gpus: int
@@ -118,7 +111,6 @@ class CheckedMachine:
 
     @classmethod
     def here(cls, device: str) -> CheckedMachine:
-        """This machine."""
         import torch
 
         num_gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -139,7 +131,6 @@ class CheckResults:
 
 
 def read_results(file: Path) -> CheckResults:
-    """Reads the file written by `CheckResults.write`."""
     try:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         stages = {
@@ -163,7 +154,6 @@ WIDTH = 38  # of a title
 
 
 def row(title: str, result: StageResult) -> str:
-    """One line: title, outcome, seconds, and figures or the cause."""
     text = result.cause if result.outcome is not Outcome.PASSED else figures(result.figures)
     return f"{title:<{WIDTH}}  {result.outcome:<8}  {result.seconds:6.1f} s  {text}".rstrip()
 
@@ -174,7 +164,6 @@ def figures(values: Mapping[str, float | int | str]) -> str:
 
 
 def table(results: CheckResults) -> str:
-    """All finished stages in their order, under a line about the machine."""
     machine = results.machine
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     gpus = f"{machine.num_gpus} x {machine.name}" if machine.num_gpus else machine.name
@@ -200,7 +189,6 @@ def status_rows(all_results: list[CheckResults]) -> str:
 
 
 def _cell(machine: CheckedMachine, result: StageResult) -> str:
-    """Machine, torch, day and commit."""
     gpus = f" x {machine.num_gpus}" if machine.num_gpus > 1 else ""
     when = ", ".join(filter(None, (result.finished_at[:10], result.commit)))
     return f"{machine.name}{gpus}, torch {machine.packages['torch']} ({when})"
@@ -284,7 +272,6 @@ def _run(stage: CheckStage, machine: CheckedMachine, folder: Path, timeout_s: fl
 
 
 def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) -> StageResult | None:
-    """The result of a stage in a new process; None if it was not done in time."""
     own, result, log = folder / stage.name, folder / f"{stage.name}.json", _log(stage, folder)
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()

@@ -40,12 +40,10 @@ class Context:
         return tuple(named.values())
 
     def synchronize(self) -> None:
-        """Wait for the kernels that run on the GPU."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def restart_peak(self) -> None:
-        """Begin a new measurement of peak memory."""
         self.synchronize()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()

@@ -49,7 +49,6 @@ def check_torch_cuda(context: Context) -> Figures:
 
 
 def _collective(device: torch.device) -> None:
-    """A group of one rank over the backend of the device."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -176,7 +175,6 @@ def _scored(denoising: Denoising, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _by_hand(denoising: Denoising) -> tuple[Tensor, Tensor]:
-    """The same in double precision on the CPU, one step after the other."""
     model, sigmas, condition = _parts()
     model.double()
     actions, logprobs = _actions(denoising, sigmas), []

@@ -61,8 +61,6 @@ ENGINE = (
 
 
 class LocalActor(RolloutActor):
-    """A rollout actor in this process, as weight sync sees it."""
-
     name = "rollout/0"
 
     async def weight_version(self) -> int:
@@ -184,7 +182,6 @@ def open_model(context: Context, *own: str) -> Model:
 
 
 def open_checkpoint(context: Context, folder: Path, *own: str) -> Model:
-    """The model of a folder in the Hugging Face layout."""
     config = load_config(context.words(*overrides(*own), f"policy.model={folder}"))
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
     processor = ChatProcessor.of(config, store)
@@ -194,7 +191,6 @@ def open_checkpoint(context: Context, folder: Path, *own: str) -> Model:
 
 
 async def sample(model: Model, actor: LocalActor, seed: int) -> list[TrajectoryGroup]:
-    """One group of every prompt."""
     return list(await asyncio.gather(*(actor.sample_apart(prompt, model.sampling(seed)) for prompt in model.prompts)))
 
 

@@ -90,7 +90,6 @@ def allocated_bytes(context: Context, work: Callable[[], object]) -> int:
 
 
 def _step_seconds(context: Context, model: Model, groups: list[TrajectoryGroup]) -> list[float]:
-    """Seconds of each step of a new learner."""
     learner, seconds = model.learner(), []
     for version in range(1, NUM_STEPS + 1):
         started = time.perf_counter()
@@ -149,8 +148,6 @@ def _random_groups(model: Model, num: int, num_tokens: int) -> list[TrajectoryGr
 
 
 def _at(groups: list[TrajectoryGroup], version: int) -> list[ScoredGroup]:
-    """The groups as sampled by the weights of `version`."""
-
     def aged(trajectory: Trajectory) -> Trajectory:
         return replace(trajectory, weight_spans=(WeightSpan(version, 0, trajectory.num_steps),))
 

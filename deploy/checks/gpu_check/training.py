@@ -75,8 +75,7 @@ class PlantingSender(LocalSender):
 
 async def train(context: Context, model: Model) -> Figures:
     """Sample, train and push; engine and learner agree before and after, and each push changes what is sampled. One bit
-    of the last push arrives stale, which its digest shows, and the push is sent again.
-    """
+    of the last push arrives stale, which its digest shows, and the push is sent again."""
     context.restart_peak()
     learner = model.learner()
     actor = await model.actor()
@@ -309,7 +308,6 @@ def check_packing(context: Context) -> Figures:
 
 
 def _packing_difference(padded: Model, packed: Model, close: float) -> float:
-    """Largest difference of the two, which is within `close`."""
     [groups] = sampled_groups(padded)
     outcomes = []
     for model in (padded, packed):
@@ -354,7 +352,6 @@ def check_sharding(context: Context) -> Figures:
 
 
 def _gradient_norm(model: Model, groups: list[ScoredGroup]) -> float:
-    """The gradient norm of one step in this process alone."""
     learner = model.learner()
     try:
         return learner.update(groups, 1).metrics["grad_norm"]
@@ -383,7 +380,6 @@ def _on_ranks(context: Context, model: Model, groups: list[ScoredGroup], num_ran
 def _started_rank(
     context: Context, model: Model, groups: list[ScoredGroup], rank: int, num_ranks: int, address: str
 ) -> BaseProcess:
-    """Another rank in a process that sees its own GPU alone."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if context.is_cuda:
         listed = seen.split(",") if seen else [str(n) for n in range(context.num_gpus)]

@@ -86,7 +86,6 @@ class Decoder:
 
     @property
     def num_responses(self) -> int:
-        """Responses in the batch and in the queue."""
         return len(self._active) + len(self._queue)
 
     def pause(self) -> None:
@@ -116,7 +115,6 @@ class Decoder:
         return self._tokens_by_version(group)
 
     def fail(self, error: Exception) -> None:
-        """Ends all groups with an error."""
         self.settle()
         groups = {entry[3]: None for entry in self._active} | {entry[1]: None for entry in self._queue}
         self._active.clear()
@@ -186,7 +184,6 @@ class Decoder:
             heapq.heappush(self._active, (span[1], next(self._numbers), sibling, group))
 
     def _drop(self, group: _Group) -> None:
-        """Removes a cancelled group."""
         self.settle()
         self._queue = deque(entry for entry in self._queue if entry[-1] is not group)
         self._active = [entry for entry in self._active if entry[-1] is not group]

@@ -64,7 +64,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 
@@ -175,8 +174,6 @@ class Cores:
 
 
 class _Job:
-    """A fixed amount of work."""
-
     def __init__(self, cores: Cores, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self._loop.create_future()
@@ -282,7 +279,6 @@ def read_faults(words: Sequence[str], file: Path | None = None) -> tuple[Planned
 
 
 def disk_error() -> OSError:
-    """The error of a write to a full disk."""
     return OSError(errno.ENOSPC, "No space left on device")
 
 

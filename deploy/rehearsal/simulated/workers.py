@@ -29,8 +29,6 @@ from mobula.rewards.pool.worker import GroupOutcomes, Question
 
 
 class SimulatedReply:
-    """Stands for the object reference of a call."""
-
     def __init__(self, result: Future[Any]) -> None:
         self._result = result
 
@@ -130,7 +128,6 @@ class SimulatedRanks:
         await asyncio.shield(self._updating[version])
 
     def forget(self) -> None:
-        """Forgets updates in progress: the ranks were lost."""
         for task in self._updating.values():
             task.cancel()
         self._updating = {}
@@ -224,8 +221,6 @@ class SimulatedRank:
 
 
 class SimulatedScorer:
-    """One reference scorer."""
-
     def __init__(self, load_s: float, tokens_per_s: float, response_s: float, call_s: float, cores: Cores) -> None:
         self.busy_s = 0.0
         self._load_s = load_s
@@ -290,7 +285,6 @@ class SimulatedRewards:
 
 
 def _num_references(groups: Sequence[ScoredGroup], portion: Portion | None) -> int:
-    """References in the arguments of one rank's update."""
     pairs = [(g.group, g.reference_logprobs) for g in groups] if portion is None else portion.references.values()
     return sum(reference is not None for pair in pairs for reference in pair)
 

@@ -27,14 +27,7 @@ from mobula.deploy.host.run_folder import check_run_folder, held_run_folder, mak
 from mobula.deploy.run.logs import log_to, set_up_logging
 from mobula.deploy.run.overview import LABEL_WIDTH, Parameters, checkpoint_bytes, overview
 from mobula.deploy.run.runtime import evaluate
-from mobula.deploy.wiring.preparation import (
-    TRAIN,
-    VALIDATION,
-    ensure_data,
-    ensure_model,
-    prepare,
-    require_model,
-)
+from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, prepare, require_model
 from mobula.learner.learner import Learner
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl

@@ -19,7 +19,6 @@ from mobula.deploy.host.terminal import ending_signals, ignore_signals, signals_
 VARIABLE = "MOBULA_PROCESS_TEST"
 OBEYS = "import time; print('up', flush=True); time.sleep(1000)"
 IGNORES = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {OBEYS}"
-
 Start = Callable[..., subprocess.Popen[str]]
 
 

@@ -1,14 +1,19 @@
-"""An engine asks vLLM for the memory that the plan books for it, and starts beside the other roles of its GPU."""
+"""Memory of activations, and the sizes of engines that follow from the memory of their GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from docs.generate.scaling_guide import GPU_GB, LONG, MODELS, ROWS, shapes
+from kept_bytes import kept_bytes
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
 from vllm import AsyncEngineArgs
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
@@ -20,17 +25,156 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes
 from mobula.deploy.planning.fit import GIB, EngineSizes, MemoryPlan, plan_memory
-from mobula.deploy.planning.memory import refuse_small_cache, sequence_bytes
+from mobula.deploy.planning.memory import (
+    Microbatch,
+    checkpointing,
+    logits_bytes,
+    media_patches,
+    refuse_small_cache,
+    sequence_bytes,
+    training_bytes,
+)
 from mobula.deploy.planning.workers import CONTEXT, KV_CACHE, SAMPLING, SYNC, TRAINING, USABLE, worker_memory
-from mobula.learner.policies.shapes import ModelShape, shape_of_values, tiny_shape
+from mobula.learner.policies.base import RowOutline
+from mobula.learner.policies.head import Distribution, token_logprobs
+from mobula.learner.policies.packing import split_microbatches
+from mobula.learner.policies.shapes import ModelShape, shape_of_config, shape_of_values, tiny_shape
 from mobula.learner.policies.tiny import TINY
+
+TOLERANCE = 0.15
+TOKENS = 256
+
+
+def config(dtype: str, *words: str) -> RunConfig:
+    words = words or ("learner.activation_checkpointing=none",)
+    return load_config(["experiment=own", "resources=gpu_1", *words, f"resources.dtype={dtype}"], is_complete=False)
+
+
+def vision_model() -> Qwen2_5_VLForConditionalGeneration:
+    tiny = TINY["qwen2.5-vl"]
+    found = tiny.new_config(tiny.new_tokenizer())
+    text, vision = found.text_config, found.vision_config
+    text.hidden_size, text.intermediate_size, text.num_attention_heads = 128, 384, 4
+    vision.hidden_size, vision.intermediate_size, vision.num_heads, vision.depth = 128, 384, 4, 6
+    vision.out_hidden_size = 128
+    return Qwen2_5_VLForConditionalGeneration(found)
+
+
+def text_model() -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            vocab_size=100,
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("build", [text_model, vision_model])
+def test_blocks_of_the_language_model_keep_what_is_estimated(build: Callable[[], torch.nn.Module], dtype: str) -> None:
+    model = build().to(getattr(torch, dtype))
+    hidden = model.config.get_text_config().hidden_size
+    embeds = torch.randn(1, TOKENS, hidden, dtype=getattr(torch, dtype), requires_grad=True)
+    measured = kept_bytes(
+        lambda: model.get_decoder()(inputs_embeds=embeds, use_cache=False).last_hidden_state, model.parameters()
+    )
+    shape = shape_of_config(model.config)
+    width = 2 * (shape.text.hidden + shape.text.intermediate) * getattr(torch, dtype).itemsize
+    estimated = training_bytes(config(dtype), shape, Microbatch(1, TOKENS, TOKENS, 0))[0] - TOKENS * width
+    assert estimated == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_the_vision_tower_keep_what_is_estimated(dtype: str) -> None:
+    model = vision_model().to(getattr(torch, dtype))
+    pixels = torch.randn(256, 1176, dtype=getattr(torch, dtype), requires_grad=True)
+    grid = torch.tensor([[1, 16, 16]])
+    measured = kept_bytes(
+        lambda: model.model.get_image_features(pixels, grid, return_dict=True).pooler_output, model.parameters()
+    )
+    shape = shape_of_config(model.config)
+    assert shape.vision is not None
+    width = 2 * (shape.vision.hidden + shape.vision.intermediate) * getattr(torch, dtype).itemsize
+    estimated = training_bytes(config(dtype), shape, Microbatch(1, 0, 0, 256))[0] - 256 * width
+    assert estimated == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_log_probs_take_what_is_estimated_at_their_peak() -> None:
+    """Bytes allocated by one call, counted operation by operation with the profiler."""
+    rows, vocab = 128, 2048
+    shape = replace(shape_of_config(text_model().config), vocab=vocab)
+    hidden, head = torch.randn(rows, 64), torch.randn(vocab, 64, requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.long)
+
+    def forward() -> torch.Tensor:
+        logits = hidden @ head.T  # held while log-probs are computed, as TokenPolicy does
+        return token_logprobs(logits, targets, Distribution(0.7, (1, 2))).logprobs
+
+    with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile:
+        forward()
+    now = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    assert logits_bytes(config("float32"), shape, rows) == pytest.approx(peak, rel=TOLERANCE)
+
+
+def test_recomputed_blocks_keep_their_inputs_alone() -> None:
+    shape = shape_of_config(text_model().config)
+    batch = Microbatch(1, TOKENS, TOKENS, 0)
+    with_blocks = config("float32", "learner.activation_checkpointing=blocks")
+    assert (checkpointing(config("float32")), checkpointing(with_blocks)) == ("none", "blocks")
+    assert training_bytes(with_blocks, shape, batch)[0] < training_bytes(config("float32"), shape, batch)[0] / 2
+
+
+def test_the_largest_microbatch_shares_images_between_siblings() -> None:
+    shape = shape_of_config(vision_model().config)
+    found = Microbatch.of(
+        config("float32", "learner.share_prompts=false", "learner.tokens_per_microbatch=30720"), shape
+    )
+    assert (found.rows, found.tokens, found.targets) == (10, 30720, 10240)
+    assert found.patches == 2 * 2 * 3072  # two groups of eight siblings, two images of 768 tokens each
+
+
+SHARED = ("learner.packing=true", "learner.share_prompts=true", "learner.tokens_per_microbatch=30720")
+
+
+def test_the_largest_microbatch_has_each_prompt_once() -> None:
+    """A group of eight responses of 1,024 tokens and a prompt of 2,048 takes 10,240 tokens."""
+    shape = shape_of_config(vision_model().config)
+    found = Microbatch.of(config("float32", *SHARED), shape)
+    assert (found.rows, found.tokens, found.targets) == (24, 30720, 30720)
+    assert found.patches == 15 * 2 * 3072, "responses of a few tokens leave space for 15 prompts"
+
+
+def test_no_microbatch_of_shared_prompts_is_larger_than_estimated() -> None:
+    shape, rng = shape_of_config(vision_model().config), np.random.default_rng(0)
+    run = config("float32", *SHARED)
+    largest = Microbatch.of(run, shape)
+    for longest in (4, 64, 1024):
+        lengths = [(int(rng.integers(1700, 2048)), rng.integers(1, longest + 1, 8).tolist()) for _ in range(40)]
+        rows = [(n, RowOutline(own, prompt, (own,), 0, ())) for n, (prompt, owns) in enumerate(lengths) for own in owns]
+        groups = [n for n, _ in rows]
+        [plan] = split_microbatches([row for _, row in rows], run.learner, 1, groups)
+        for batch in plan:
+            prompts = {groups[i] for i in batch}
+            own = sum(rows[i][1].num_targets for i in batch)
+            assert own <= largest.targets and own + sum(lengths[n][0] for n in prompts) <= largest.tokens
+            assert len(prompts) <= largest.patches // media_patches(run, shape) + 2, "prompts are up to a sixth shorter"
+
 
 CASES = [(row, model) for row in (*ROWS, ("gpu_1", 1, 1)) for model in yaml.safe_load(MODELS.read_text())]
 VLLM_DEFAULT = AsyncEngineArgs.gpu_memory_utilization
 
 
 @cache
-def config(*words: str) -> RunConfig:
+def config_of_engine_sizes(*words: str) -> RunConfig:
     base = ["experiment=own", *words]
     plain = load_config(base, is_complete=False)
     longest = plain.data.max_prompt_tokens + plain.sampler.max_tokens
@@ -41,7 +185,7 @@ def planned(row: tuple[str, int, int], shape: ModelShape, *words: str) -> tuple[
     """With the smallest GPU that holds it: its bytes, the configuration and the plan."""
     preset, num_nodes, num_gpus = row
     counted = [f"resources.num_nodes={num_nodes}"] if preset.startswith("multi_node") else []
-    found = config(f"resources={preset}", *counted, *words)
+    found = config_of_engine_sizes(f"resources={preset}", *counted, *words)
     for size in GPU_GB:
         plan = plan_memory(found, shape, described_nodes(f"{num_nodes}x{num_gpus}x{size}GB"))
         if not plan.shortfalls:
@@ -106,12 +250,14 @@ def test_the_default_of_vllm_is_refused_beside_a_learner() -> None:
 def test_the_cache_takes_what_the_plan_leaves() -> None:
     shape = shapes()["Qwen2.5-VL 3B"]
     words = ("resources=gpu_1", "policy.lora.rank=16")
-    small, large = (plan_memory(config(*words), shape, described_nodes(f"1x1x{size}GB")) for size in (48, 80))
+    small, large = (
+        plan_memory(config_of_engine_sizes(*words), shape, described_nodes(f"1x1x{size}GB")) for size in (48, 80)
+    )
     assert large.engine is not None and small.engine is not None
     assert large.engine.kv_cache_bytes > small.engine.kv_cache_bytes > 0
     gpu = next(demand for demand in large.demands if demand.place == "GPU 0")
     assert 0.94 * 80e9 < gpu.num_bytes <= USABLE * 80e9, "nothing is left over, and no more is taken"
-    fixed = config(*words, "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=7")
+    fixed = config_of_engine_sizes(*words, "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=7")
     engine = plan_memory(fixed, shape, described_nodes("1x1x80GB")).engine
     assert engine is not None and (engine.kv_cache_bytes, engine.num_seqs) == (4 * GIB, 7)
 
@@ -119,42 +265,46 @@ def test_the_cache_takes_what_the_plan_leaves() -> None:
 def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None:
     shape = shapes()["Qwen3 0.6B"]
     words = ("resources=gpu_1", *LONG, "learner=single")
-    engine = plan_memory(config(*words), shape, described_nodes("1x1x48GB")).engine
+    engine = plan_memory(config_of_engine_sizes(*words), shape, described_nodes("1x1x48GB")).engine
     assert engine is not None
-    sequence = sequence_bytes(config(*words), shape, 12288)
+    sequence = sequence_bytes(config_of_engine_sizes(*words), shape, 12288)
     assert engine.num_seqs == engine.kv_cache_bytes // sequence
     many = plan_memory(
-        config("resources=gpu_1", "algorithm.max_concurrent_groups=2"), shape, described_nodes("1x1x80GB")
+        config_of_engine_sizes("resources=gpu_1", "algorithm.max_concurrent_groups=2"),
+        shape,
+        described_nodes("1x1x80GB"),
     )
     assert many.engine is not None and many.engine.num_seqs == 2 * 8, "no more responses are under way"
 
 
 def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
     shape, nodes = shapes()["Qwen2.5-VL 3B"], described_nodes("1x2x141GB")
-    alone = plan_memory(config("resources=two_gpu"), shape, nodes).engine
+    alone = plan_memory(config_of_engine_sizes("resources=two_gpu"), shape, nodes).engine
     assert alone is not None and (alone.kv_cache_bytes, alone.memory_bytes > 100e9) == (0, True)
-    fixed = plan_memory(config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296"), shape, nodes).engine
+    fixed = plan_memory(
+        config_of_engine_sizes("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296"), shape, nodes
+    ).engine
     assert fixed is not None and fixed.kv_cache_bytes == 4 * GIB
 
 
 def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shapes()["Qwen2.5-VL 3B"]
     words = ("resources=gpu_1", "policy.lora.rank=16", "sampler.vllm.gpu_memory_fraction=0.3")
-    engine = plan_memory(config(*words), shape, described_nodes("1x1x80GB")).engine
+    engine = plan_memory(config_of_engine_sizes(*words), shape, described_nodes("1x1x80GB")).engine
     assert engine is not None and engine.memory_bytes <= 0.3 * 80e9
     assert share_of(monkeypatch, 80 * 10**9, engine, fraction=0.3) == 0.3
 
 
 def test_a_cache_that_does_not_fit_is_a_shortfall_of_the_plan() -> None:
     shape = shapes()["Qwen2.5-VL 3B"]
-    plan = plan_memory(config("resources=gpu_1"), shape, described_nodes("1x1x24GB"))
+    plan = plan_memory(config_of_engine_sizes("resources=gpu_1"), shape, described_nodes("1x1x24GB"))
     assert [demand.place for demand in plan.shortfalls] == ["GPU 0"]
-    least = 8 * sequence_bytes(config("resources=gpu_1"), shape, 3072)
+    least = 8 * sequence_bytes(config_of_engine_sizes("resources=gpu_1"), shape, 3072)
     assert plan.by_role["rollout"].largest[KV_CACHE] == least, "the siblings of one prompt"
 
 
 def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_joins_late() -> None:
-    found = config("resources=one_gpu_colocated", "sampler.vllm.kv_cache_bytes=4294967296")
+    found = config_of_engine_sizes("resources=one_gpu_colocated", "sampler.vllm.kv_cache_bytes=4294967296")
     engine = worker_memory(found, shapes()["Qwen3 0.6B"], "rollout")
     assert [engine.device[phase].get(KV_CACHE, 0) for phase in (TRAINING, SYNC, SAMPLING)] == [0, 0, 4 * GIB]
     assert "joining" not in engine.device and worker_memory(found, shapes()["Qwen3 0.6B"], "learner").device["joining"]
@@ -164,8 +314,10 @@ def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_join
 def test_memory_that_is_not_known_is_asked_for() -> None:
     nodes = [replace(node, gpu_bytes=None) for node in described_nodes("1x2x80GB")]
     with pytest.raises(PreflightError, match="set it and sampler.vllm.max_num_seqs"):
-        plan_memory(config("resources=two_gpu"), shapes()["Qwen3 0.6B"], nodes)
-    given = config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=8")
+        plan_memory(config_of_engine_sizes("resources=two_gpu"), shapes()["Qwen3 0.6B"], nodes)
+    given = config_of_engine_sizes(
+        "resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=8"
+    )
     assert plan_memory(given, shapes()["Qwen3 0.6B"], nodes).shortfalls == ()
 
 
@@ -190,7 +342,7 @@ def judge(engine: str) -> str:
 
 @pytest.mark.parametrize(("engine", "share"), [("{}", 0.3), ("{gpu_memory_utilization: 0.5}", 0.5)])
 def test_a_judge_is_planned_with_its_share_of_the_gpu(engine: str, share: float) -> None:
-    found = config("resources=two_gpu", "resources.learner.num_gpus=0.7", SERVICE, judge(engine))
+    found = config_of_engine_sizes("resources=two_gpu", "resources.learner.num_gpus=0.7", SERVICE, judge(engine))
     nodes: tuple[PlannedNode, ...] = described_nodes("1x2x80GB")
     plan = plan_memory(found, shapes()["Qwen3 0.6B"], nodes)
     worker = plan.placement.of_role("reward.judge")[0]
@@ -209,6 +361,7 @@ SMOLLM2 = {  # 135M
     "num_key_value_heads": 3,
     "tie_word_embeddings": True,
 }
+
 MIB = 2**20
 
 

@@ -34,56 +34,11 @@ class HarnessError(MobulaError):
     """The harness failed, or its results are missing or invalid."""
 
 
-@dataclass(frozen=True)
-class TaskSamples:
-    file: Path
-    num: int
-    num_empty: int  # answers without a visible character
-    num_failed: int  # answers that the harness made up because it got none
-    mean_output_tokens: float | None  # None where the harness counted none
+def read_results(folder: Path) -> dict[str, Any]:
+    """The newest results below `folder` as entries of the artifact, with figures of the samples beside them.
 
-
-@dataclass(frozen=True)
-class TaskScore:
-    """One task: `metrics` by name, `NAME,FILTER` where the harness filtered answers; `primary` is None without any."""
-
-    task: str
-    primary: str | None
-    metrics: Mapping[str, float]
-    stderr: Mapping[str, float]
-    samples: TaskSamples
-
-    @property
-    def score(self) -> float | None:
-        return None if self.primary is None else self.metrics[self.primary]
-
-
-@dataclass(frozen=True)
-class Results:
-    """Results of one run; `groups` holds the rows that average over tasks."""
-
-    file: Path
-    tasks: tuple[TaskScore, ...]
-    groups: Mapping[str, Mapping[str, float]]
-    harness_seconds: float  # by the harness's own clock, from the load of the model to the last score
-
-    @property
-    def mean_primary_score(self) -> float | None:
-        """The mean over tasks that have a score; None if no task has one."""
-        scores = [task.score for task in self.tasks if task.score is not None]
-        return sum(scores) / len(scores) if scores else None
-
-    @property
-    def num_samples(self) -> int:
-        return sum(task.samples.num for task in self.tasks)
-
-    @property
-    def num_failed(self) -> int:
-        return sum(task.samples.num_failed for task in self.tasks)
-
-
-def read_results(folder: Path) -> Results:
-    """The newest results below `folder`, with the samples written beside them."""
+    Paths are relative to the parent of `folder`. The mean score is None if no task has a score.
+    """
     files = sorted(folder.rglob("*_results.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     if not files:
         raise HarnessError(f"no *_results.json below {folder}: the harness ended before it scored anything")
@@ -95,10 +50,18 @@ def read_results(folder: Path) -> Results:
     except (ValueError, KeyError, TypeError) as error:
         raise HarnessError(f"{newest} is not what lmms-eval writes ({error}): run it again") from error
     groups = {name: numbers(row) for name, row in rows.items() if members.get(name)}
-    tasks = tuple(_task(name, row, newest) for name, row in rows.items() if not members.get(name))
+    tasks = [_task(name, row, newest, folder.parent) for name, row in rows.items() if not members.get(name)]
     if not tasks:
         raise HarnessError(f"{newest} holds no task: name tasks, or groups that have some")
-    return Results(newest, tasks, groups, harness_seconds)
+    scores = [task["primary_score"] for task in tasks if task["primary_score"] is not None]
+    return {
+        "harness_seconds": round(harness_seconds, 3),  # from the load of the model to the last score
+        "num_samples": sum(task["num_samples"] for task in tasks),
+        "mean_primary_score": sum(scores) / len(scores) if scores else None,
+        "tasks": tasks,
+        "groups": groups,
+        "results_file": str(newest.relative_to(folder.parent)),
+    }
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -119,15 +82,25 @@ def primary_metric(metrics: Mapping[str, float]) -> str | None:
     return min(metrics, key=lambda key: ("," in key, key), default=None)
 
 
-def _task(name: str, row: Mapping[str, Any], results: Path) -> TaskScore:
+def _task(name: str, row: Mapping[str, Any], results: Path, root: Path) -> dict[str, Any]:
+    """Metrics are by name, `NAME,FILTER` where the harness filtered answers; the primary one is None without any."""
     values = numbers(row)
     stderr = {key: value for key, value in values.items() if "_stderr" in key.partition(",")[0]}
     metrics = {key: value for key, value in values.items() if key not in stderr}
     samples = results.with_name(f"{results.name.removesuffix('_results.json')}_samples_{name}.jsonl")
-    return TaskScore(name, primary_metric(metrics), metrics, stderr, _samples(name, samples))
+    primary = primary_metric(metrics)
+    return {
+        "task": name,
+        "primary_metric": primary,
+        "primary_score": None if primary is None else metrics[primary],
+        "metrics": metrics,
+        "stderr": stderr,
+        **_samples(name, samples),
+        "samples_file": str(samples.relative_to(root)),
+    }
 
 
-def _samples(task: str, path: Path) -> TaskSamples:
+def _samples(task: str, path: Path) -> dict[str, int | float | None]:
     num = num_empty = num_failed = 0
     tokens: list[int] = []
     try:
@@ -143,7 +116,12 @@ def _samples(task: str, path: Path) -> TaskSamples:
         raise HarnessError(f"task {task} has a score, and no samples in {path}: see the log beside it") from error
     except (ValueError, KeyError, TypeError) as error:
         raise HarnessError(f"{path}, sample {num + 1}, is not what lmms-eval writes ({error}): run it again") from error
-    return TaskSamples(path, num, num_empty, num_failed, sum(tokens) / len(tokens) if tokens else None)
+    return {
+        "num_samples": num,
+        "num_empty_answers": num_empty,
+        "num_failed_requests": num_failed,  # whose answers the harness made up because it got none
+        "mean_output_tokens": sum(tokens) / len(tokens) if tokens else None,
+    }
 
 
 def _texts(value: object) -> list[str]:
@@ -239,14 +217,15 @@ def evaluate(options: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, 
         "endpoint": options.endpoint,
         "limit": options.limit,
         "seconds": round(seconds, 3),
-        **_scores(results, folder, seconds),
+        **results,
+        "samples_per_s": round(results["num_samples"] / seconds, 4),
         "log_file": LOG,
     }
     path = folder / ARTIFACT
     write_atomically(path, json.dumps(artifact, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    if results.num_failed:
+    if num_failed := sum(task["num_failed_requests"] for task in results["tasks"]):
         raise HarnessError(
-            f"{results.num_failed} of {results.num_samples} answers are the harness's own words for requests that "
+            f"{num_failed} of {results['num_samples']} answers are the harness's own words for requests that "
             f"failed, and count as wrong answers in {path}: see {folder / LOG}, fix the endpoint, run it again"
         )
     return path, artifact
@@ -377,34 +356,6 @@ def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], 
         ) from error
     if code:
         raise HarnessError(f"lmms-eval ended with {code}; {_end_of(folder / LOG)}")
-
-
-def _scores(results: Results, folder: Path, seconds: float) -> dict[str, Any]:
-    return {
-        "harness_seconds": round(results.harness_seconds, 3),
-        "num_samples": results.num_samples,
-        "samples_per_s": round(results.num_samples / seconds, 4),
-        "mean_primary_score": results.mean_primary_score,
-        "tasks": [_as_json(task, folder) for task in results.tasks],
-        "groups": results.groups,
-        "results_file": str(results.file.relative_to(folder)),
-    }
-
-
-def _as_json(task: TaskScore, folder: Path) -> dict[str, Any]:
-    samples = task.samples
-    return {
-        "task": task.task,
-        "primary_metric": task.primary,
-        "primary_score": task.score,
-        "metrics": task.metrics,
-        "stderr": task.stderr,
-        "num_samples": samples.num,
-        "num_empty_answers": samples.num_empty,
-        "num_failed_requests": samples.num_failed,
-        "mean_output_tokens": samples.mean_output_tokens,
-        "samples_file": str(samples.file.relative_to(folder)),
-    }
 
 
 def _end_of(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,10 @@ from mobula.cluster.weight_sync.tolerance import Gap, MeasuredRounding, Rounding
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.families import family_at, model_type_at
 
+_logger = logging.getLogger(__name__)
+
+IMAGES_FOLDER = "parity"  # in the run folder
+MAX_IMAGES = 2  # of a prompt of the gate
 SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height); no two images expand alike
 
 
@@ -39,30 +44,23 @@ VIDEO, SEVERAL_VIDEOS = "video", "several videos"
 NUM_FRAMES = (6, 3)  # of each video
 FRAME_RATE = 2.0  # equals the sampling rate, so that every frame is used
 
-
-VIDEOS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its images, its videos
+# Of families with videos; those with images are for prompts that may have some: question, its images, its videos.
+VIDEOS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
     VIDEO: ("<video>Which digit is shown longest?", (), (0,)),
     "image and video": ("<image><video>Which of these?", (1,), (0,)),
     SEVERAL_VIDEOS: ("<video>And then:\n<video>And again:\n<video>", (), (1, 0, 1)),
 }
 
-
-"""The cases of families with videos; those with images are for prompts that may have some."""
-
-
 MOST_VIDEOS = max(len(shown) for _, _, shown in VIDEOS.values())  # of a prompt
 SOUND_RATE = 16_000  # samples a second
 SOUND_LENGTHS = (13_000, 6_001)  # samples
 
-
-SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its images, its sounds
+# Of families with sounds; the last one is for those with images too: question, its images, its sounds.
+SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
     "sound": ("<audio>Which pattern is this?", (), (0,)),
     "two sounds": ("First <audio>and <audio> What is this?", (), (1, 0)),
     "image and sound": ("<image>and <audio>What is this?", (0,), (0,)),
 }
-
-
-"""The cases of families with sounds; the last one is for those with images too."""
 
 
 @dataclass(frozen=True)
@@ -78,32 +76,42 @@ class Case:
 def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
     """Returns the cases that the processor's family supports, with at most `most` images each, written to `folder`."""
     paths = [_image(folder / f"image{n}.png", n, size) for n, size in enumerate(SIZES)]
-    built = {}
-    for number, (name, (question, shown)) in enumerate(CASES.items()):
-        if len(shown) > (most if processor.takes_images else 0):
-            continue
-        row = Row(f"case{number}", question, "7", "7", tuple(paths[i] for i in shown))
-        images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
-        built[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images)
-    if processor.videos.limit:
-        built |= _video_cases(processor, folder, paths, most)
+    shots, waves = _shots(folder) if processor.videos.limit else [], []
     if processor.sounds.limit:
-        built |= _sound_cases(processor, paths)
-    return built
+        waves = [_tones(length, seed) for seed, length in enumerate(SOUND_LENGTHS)]
+    files = [EncodedFile(encode_wav(wave, SOUND_RATE), f"sound {n}") for n, wave in enumerate(waves)]
+    most = most if processor.takes_images else 0
 
+    def case(
+        name: str, question: str, images: Sequence[int], videos: Sequence[int] = (), sounds: Sequence[int] = ()
+    ) -> Case:
+        row = Row(
+            name,
+            question,
+            "7",
+            "7",
+            tuple(paths[i] for i in images),
+            videos=tuple(FrameList(shots[i], FRAME_RATE, f"video {i}") for i in videos),
+            audios=tuple(files[i] for i in sounds),
+        )
+        return Case(
+            processor.prepare(row, f"0/{name}"),
+            tuple(_opened(paths[i]) for i in images),
+            tuple(tuple(map(_opened, shots[i])) for i in videos),
+            tuple(waves[i] for i in sounds),
+        )
 
-def _sound_cases(processor: ChatProcessor, paths: Sequence[Path]) -> dict[str, Case]:
-    samples = [_tones(length, seed) for seed, length in enumerate(SOUND_LENGTHS)]
-    files = [EncodedFile(encode_wav(wave, SOUND_RATE), f"sound {n}") for n, wave in enumerate(samples)]
-    built = {}
-    for name, (question, shown, played) in SOUNDS.items():
-        if shown and not processor.takes_images:
-            continue
-        audios = tuple(files[i] for i in played)
-        row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in shown), audios=audios)
-        images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
-        sounds = tuple(samples[i] for i in played)
-        built[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images, sounds=sounds)
+    built = {
+        name: case(f"case{number}", question, images)
+        for number, (name, (question, images)) in enumerate(CASES.items())
+        if len(images) <= most
+    }
+    for name, (question, images, played) in VIDEOS.items() if shots else ():
+        if len(images) <= most and len(played) <= processor.videos.limit:
+            built[name] = case(f"case-{name}", question, images, videos=played)
+    for name, (question, images, played) in SOUNDS.items() if waves else ():
+        if processor.takes_images or not images:
+            built[name] = case(f"case-{name}", question, images, sounds=played)
     return built
 
 
@@ -114,23 +122,13 @@ def _tones(length: int, seed: int) -> np.ndarray:
     return (np.sin(2 * np.pi * pitches[:, None] * times).mean(0) + random.normal(0, 0.05, length)).astype(np.float32)
 
 
-def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], most: int) -> dict[str, Case]:
-    videos, shown = [], []
-    for number, num_frames in enumerate(NUM_FRAMES):
-        start = len(SIZES) + sum(NUM_FRAMES[:number])
-        frames = tuple(_image(folder / f"frame{start + n}.png", start + n, SIZES[0]) for n in range(num_frames))
-        videos.append(FrameList(frames, FRAME_RATE, f"video {number}"))
-        shown.append(tuple(Image.open(frame).convert("RGB") for frame in frames))
-    built = {}
-    for name, (question, images, played) in VIDEOS.items():
-        if len(images) > (most if processor.takes_images else 0) or len(played) > processor.videos.limit:
-            continue
-        own = tuple(videos[i] for i in played)
-        row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in images), videos=own)
-        opened = tuple(Image.open(paths[i]).convert("RGB") for i in images)
-        prompt = processor.prepare(row, f"0/{row.sample_id}")
-        built[name] = Case(prompt, opened, tuple(shown[i] for i in played))
-    return built
+def _shots(folder: Path) -> list[tuple[Path, ...]]:
+    seeds = iter(range(len(SIZES), len(SIZES) + sum(NUM_FRAMES)))
+    return [tuple(_image(folder / f"frame{n}.png", n, SIZES[0]) for n in islice(seeds, num)) for num in NUM_FRAMES]
+
+
+def _opened(path: Path) -> Image.Image:
+    return Image.open(path).convert("RGB")
 
 
 def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
@@ -138,11 +136,6 @@ def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
     pixels = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)
     return path
-
-
-_logger = logging.getLogger(__name__)
-IMAGES_FOLDER = "parity"  # in the run folder
-MAX_IMAGES = 2
 
 
 class ParityGate:

@@ -30,7 +30,6 @@ SOCKET_BYTES = 107  # of the path of a Unix socket
 
 # Below the folder: /ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store
 RAY_BYTES = 72
-GIT_S = 30.0
 MIN_FREE_BYTES = 32 << 20  # Ray's processes write their logs there; without space they do not start, and do not say so
 _logger = logging.getLogger(__name__)
 
@@ -66,6 +65,8 @@ def _fault(folder: str) -> str | None:
     return None
 
 
+ROOT = Path(__file__).parents[2]  # of the checkout
+GIT_S = 10.0
 MEMORY_FILE = Path("/proc/meminfo")
 CPU_FILE = Path("/proc/cpuinfo")
 SHARED_MEMORY = Path("/dev/shm")
@@ -104,6 +105,20 @@ def as_node(machine: Machine, resources: ResourcesConfig) -> NodeResources:
     return NodeResources("this machine", num_cpus=num_cpus, num_gpus=machine.num_gpus)
 
 
+def checkout_commit(length: int = 40) -> str:
+    """Returns the commit of this checkout, with `+` if tracked files differ from it; empty outside one."""
+    commit = _git("rev-parse", f"--short={length}", "HEAD")
+    return commit + ("+" if commit and _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=GIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def _memory_bytes(meminfo: str, name: str) -> int:
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
     return int(fields[name].split()[0]) * 1024
@@ -115,21 +130,6 @@ def _cpu_flags(cpuinfo: str) -> frozenset[str]:
         if name.strip() in ("flags", "Features"):
             return frozenset(value.split())
     return frozenset()
-
-
-def commit_of(checkout: Path, *options: str) -> str:
-    """Returns the commit of a checkout as `git rev-parse` with `options` prints it, with `+` if tracked files differ
-    from it; empty outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=checkout, capture_output=True, text=True, timeout=GIT_S)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    commit = git("rev-parse", *options, "HEAD")
-    return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 LEAST_DRIVER = {12: 525, 13: 580}  # by the major version of torch's CUDA; later minor versions run on it too

@@ -45,8 +45,6 @@ class Moment:
     at_s: float
     driver_cpu_s: float  # measured: CPU time of the coordination code
     busy_s: Mapping[str, float]  # role -> seconds of work, summed over its workers
-    tokens: int  # decoded
-    store_bytes: Mapping[str, int]  # node -> bytes of groups and media
     borrowed: int  # references that the learner ranks have received
 
 
@@ -234,8 +232,6 @@ async def _play(
             at_s=loop.time(),
             driver_cpu_s=observed.cpu.driver_s,
             busy_s=roles.busy_s(),
-            tokens=observed.num_tokens(),
-            store_bytes=dict(observed.store.used),
             borrowed=roles.ranks.borrowed,
         )
 

@@ -14,7 +14,7 @@ from mobula.cluster.errors import PlacementError, WorkerDiedError
 from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.recovery.restartable_learner import NotRestartableError, RestartableLearner
 from mobula.cluster.rollout.in_flight import InFlightRequests
-from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.workers.status import RestartBudget
@@ -33,13 +33,22 @@ from mobula.deploy.rehearsal.simulated.workers import (
 )
 from mobula.deploy.rehearsal.speeds import Speeds
 from mobula.deploy.wiring.persistence import replay_buffer
-from mobula.deploy.wiring.roles import Inference, Training, restart_policy, reward_role, watched_rank
+from mobula.deploy.wiring.roles import (
+    Inference,
+    Training,
+    alive_s,
+    health_checks,
+    restart_policy,
+    reward_role,
+    service_settings,
+    watched_rank,
+)
 from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.shares import planner_of
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
-from mobula.rewards.pool.service import RewardService, ServiceSettings
+from mobula.rewards.pool.service import RewardService
 
 OPTIMIZER_COPIES = 6  # bytes of a checkpoint over those of the bfloat16 weights: float32 weights and two moments
 REFERENCE, LEARNER, ROLLOUT = "reference", "learner", "rollout"
@@ -248,18 +257,12 @@ class SimulatedRoles:
         return self.rank_handles
 
     def _rollouts(self) -> RolloutPool:
-        supervision = self.config.supervision
         return RolloutPool(
             self._start_engine,
             len(self.places(ROLLOUT)),
             release=_release,
             policy=restart_policy(self.config),
-            health=HealthChecks(
-                interval_s=supervision.interval_s,
-                probe_interval_s=supervision.probe_interval_s,
-                max_failures_in_a_row=supervision.max_failures_in_a_row,
-                no_worker_s=supervision.no_worker_s,
-            ),
+            health=health_checks(self.config),
             on_lost=self._on_lost,
         )
 
@@ -301,7 +304,7 @@ class SimulatedRoles:
             Path("reference"),
             hosts=hosts,
             restarts=restart_policy(config),
-            alive_s=config.supervision.sign_timeout_s / 2,
+            alive_s=alive_s(config),
             timeout_s=config.timeouts.reference_s,
             max_attempts=config.max_rollout_retries + 1,
             on_lost=self._on_lost,
@@ -313,23 +316,14 @@ class SimulatedRoles:
         return RewardPool(self.config.rewards, services, losses)
 
     def _reward_service(self, name: str, losses: LossCounter) -> RewardService:
-        config, pool, role = self.config, self.config.rewards.pool, reward_role(name)
+        config, role = self.config, reward_role(name)
         hosts = _Hosts(self, role, partial(SimulatedRewards, config.rewards, name, self._hardware.speeds.reward_s))
         return RewardService(
             role,
             [hosts.handle(worker.index) for worker in self.places(role)],
             hosts=hosts,
             restarts=restart_policy(config),
-            settings=ServiceSettings(
-                start_s=config.timeouts.start_s,
-                alive_s=config.supervision.sign_timeout_s / 2,
-                timeout_s=config.timeouts.start_s
-                + pool.batches_in_flight * pool.max_batch_groups * config.timeouts.reward_s,
-                max_batch=pool.max_batch_groups,
-                max_in_flight=pool.batches_in_flight,
-                max_queued=pool.max_queued_groups,
-                max_attempts=config.max_rollout_retries + 1,
-            ),
+            settings=service_settings(config),
             on_lost=losses.count_loss,
         )
 

@@ -28,7 +28,7 @@ from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_files
 from mobula.configs.load import dump_config
 from mobula.configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import AUTO_SUFFIX
-from mobula.deploy.host.machine import CPU_FILE, commit_of
+from mobula.deploy.host.machine import CPU_FILE, ROOT, checkout_commit
 from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, Prepared
 from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.policies.families import frozen_prefixes
@@ -216,7 +216,6 @@ def _number(count: int) -> str:
     return str(count)
 
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("actors", "cluster", "configs", "deploy", "learner", "rewards")
 
 
@@ -255,7 +254,7 @@ def code() -> dict[str, str]:
         for path in sorted((ROOT / package).rglob("*.py")):
             content = path.read_bytes()
             digest.update(f"{path.relative_to(ROOT)}\0{len(content)}\0".encode() + content)
-    return {"version": metadata.version("mobula"), "commit": commit_of(ROOT), "sha256": digest.hexdigest()}
+    return {"version": metadata.version("mobula"), "commit": checkout_commit(), "sha256": digest.hexdigest()}
 
 
 def packages() -> dict[str, str]:

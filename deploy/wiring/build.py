@@ -32,9 +32,9 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.parity import parity_gate, tolerance_of
 from mobula.deploy.wiring.evaluation import (
     RESPONSES_FOLDER,
+    JudgedLog,
     build_evaluator,
     build_guard,
-    judged_log,
     record_evaluation,
     repeat_evaluation,
     response_log,
@@ -88,9 +88,10 @@ def build_controller(
     observers: Sequence[GroupObserver] = [rejections, stages] if stages else [rejections]
     dispatcher = _dispatcher(run, gate, source, rollouts, inference, training, observers)
     guard = build_guard(run, training.ranks, training.learner, dispatcher.reject_before)
-    responses = InformingLog(judged_log(guard, response_log(prepared, config.run_folder / RESPONSES_FOLDER)))
+    responses = response_log(prepared, config.run_folder / RESPONSES_FOLDER)
+    informing = InformingLog(JudgedLog(guard, responses) if guard else responses)
     on_result = partial(record_evaluation, metrics)
-    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses, training.replay)
+    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, informing, training.replay)
     probe, others = probe_prompt(prepared)
     tolerance = tolerance_of(config)
     weights = _weights(prepared, inference, training, probe, others, tolerance)

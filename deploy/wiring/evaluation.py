@@ -223,11 +223,6 @@ def repeat_evaluation(
         guard.evaluated(version, [[Reward(**reward) for reward in rewards] for rewards in evaluation["rewards"]])
 
 
-def judged_log(guard: RunGuard | None, log: ResponseLog) -> ResponseLog:
-    """Returns `log`, with the guard before it if there is one."""
-    return log if guard is None else JudgedLog(guard, log)
-
-
 def _identity(config: RunConfig) -> str:
     """Digest of what the guard measures: windows of another reward or size are not compared."""
     measured = [config.rewards.model_dump(mode="json"), config.guard.window_steps, config.guard.repetition_ngram]

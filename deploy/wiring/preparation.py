@@ -382,25 +382,20 @@ def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
 
 
 def _check_positions(config: RunConfig) -> None:
-    most, wanted = max_positions(config.policy.model), config.sampler.max_model_len
-    supervised = config.algorithm.supervised
-    if supervised.is_on and most is not None and supervised.max_tokens > most:
-        raise PreflightError(
-            f"algorithm.supervised.max_tokens={supervised.max_tokens} is more than the {most} positions of "
-            f"policy.model={config.policy.model}: set algorithm.supervised.max_tokens={most} or less"
-        )
-    if config.offline.is_on and most is not None and config.offline.max_tokens > most:
-        raise PreflightError(
-            f"offline.max_tokens={config.offline.max_tokens} is more than the {most} positions of policy.model="
-            f"{config.policy.model}: set offline.max_tokens={most} or less"
-        )
+    """Checks that the model has positions for the longest sequences."""
+    most, supervised = max_positions(config.policy.model), config.algorithm.supervised
+    sequences = [("algorithm.supervised.max_tokens", supervised.max_tokens, "")] if supervised.is_on else []
     if config.offline.is_on:
-        return
-    if most is not None and wanted > most:
-        raise PreflightError(
-            f"sampler.max_model_len={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
-            f"set sampler.max_model_len={most} or less, and data.max_prompt_tokens and sampler.max_tokens to fit"
-        )
+        sequences.append(("offline.max_tokens", config.offline.max_tokens, ""))
+    else:
+        more = ", and data.max_prompt_tokens and sampler.max_tokens to fit"
+        sequences.append(("sampler.max_model_len", config.sampler.max_model_len, more))
+    for key, wanted, more in sequences:
+        if most is not None and wanted > most:
+            raise PreflightError(
+                f"{key}={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
+                f"set {key}={most} or less{more}"
+            )
 
 
 def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
@@ -412,36 +407,35 @@ def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
 
 
 def ensure_model(config: RunConfig) -> Path:
-    """Returns the folder of `policy.model`. Writes a missing model `policy.tiny`; looks up a hub name."""
-    folder = Path(config.policy.model)
-    if config.sampler.is_flow:
-        return _ensure_flow_model(config, folder)
-    if config.policy.tiny != "none" and not (folder / "config.json").is_file():
-        if config.policy.tiny == TINY_JANUS:
-            with _writing("policy.model", folder):
-                return write_tiny_janus(folder)
-        if config.policy.tiny in PRETRAINED:
-            _logger.info("writing the released weights of %s to %s", config.policy.tiny, folder)
-            with _writing("policy.model", folder):
-                return PRETRAINED[config.policy.tiny].write(folder)
-        if config.policy.tiny not in TINY:
-            known = ", ".join((*TINY, *PRETRAINED))
-            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {known} or none")
-        _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
+    """Returns the folder of `policy.model`, of a flow model that of its transformer. Writes a missing model
+    `policy.tiny`; looks up a hub name."""
+    policy, folder, is_flow = config.policy, Path(config.policy.model), config.sampler.is_flow
+    if policy.tiny != "none" and not (folder / (INDEX if is_flow else "config.json")).is_file():
+        write = (_flow_writers() if is_flow else _writers(policy)).get(policy.tiny)
+        if write is None:
+            raise PreflightError(
+                f"policy.tiny={policy.tiny} is no flow model: choose {', '.join(TINY_FLOW)} or none"
+                if is_flow
+                else f"policy.tiny={policy.tiny} is unknown: choose {', '.join((*TINY, *PRETRAINED))} or none"
+            )
+        kind = "the released weights of" if policy.tiny in PRETRAINED else "a random-weight"
+        _logger.info("writing %s %s to %s", kind, policy.tiny, folder)
         with _writing("policy.model", folder):
-            return write_tiny(config.policy.tiny, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
-    return checkpoint_folder("policy.model", config.policy.model)
+            write(folder)
+    if is_flow:
+        return flow_checkpoint(config).folder / TRANSFORMER
+    return checkpoint_folder("policy.model", policy.model)
 
 
-def _ensure_flow_model(config: RunConfig, folder: Path) -> Path:
-    if config.policy.tiny != "none" and not (folder / INDEX).is_file():
-        if config.policy.tiny not in TINY_FLOW:
-            names = ", ".join(TINY_FLOW)
-            raise PreflightError(f"policy.tiny={config.policy.tiny} is no flow model: choose {names} or none")
-        _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
-        with _writing("policy.model", folder):
-            write_tiny_flow(config.policy.tiny, folder)
-    return flow_checkpoint(config).folder / TRANSFORMER
+def _flow_writers() -> dict[str, Callable[[Path], Path]]:
+    return {name: partial(write_tiny_flow, name) for name in TINY_FLOW}
+
+
+def _writers(policy: PolicyConfig) -> dict[str, Callable[[Path], Path]]:
+    tied = policy.tiny_tied_embeddings
+    tiny = {name: partial(write_tiny, name, tie_word_embeddings=tied) for name in TINY}
+    released = {name: model.write for name, model in PRETRAINED.items()}
+    return {TINY_JANUS: write_tiny_janus, **released, **tiny}
 
 
 def checkpoint_folder(key: str, name: str) -> Path:

@@ -75,6 +75,30 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
     )
 
 
+def health_checks(config: RunConfig) -> HealthChecks:
+    supervision = config.supervision
+    return HealthChecks(
+        interval_s=supervision.interval_s,
+        probe_interval_s=supervision.probe_interval_s,
+        max_failures_in_a_row=supervision.max_failures_in_a_row,
+        no_worker_s=supervision.no_worker_s,
+    )
+
+
+def service_settings(config: RunConfig) -> ServiceSettings:
+    """Returns the limits of the workers of a reward service; a call may wait for the start of its worker."""
+    timeouts, pool = config.timeouts, config.rewards.pool
+    return ServiceSettings(
+        start_s=timeouts.start_s,
+        alive_s=alive_s(config),
+        timeout_s=timeouts.start_s + pool.batches_in_flight * pool.max_batch_groups * timeouts.reward_s,
+        max_batch=pool.max_batch_groups,
+        max_in_flight=pool.batches_in_flight,
+        max_queued=pool.max_queued_groups,
+        max_attempts=config.max_rollout_retries + 1,
+    )
+
+
 @dataclass(frozen=True)
 class Processors:
     """The processor workers of a run, if any."""
@@ -106,7 +130,7 @@ def spawn_processors(prepared: AnyJob, spawner: Spawner, on_lost: Callable[[str]
         hosts=RoleHosts(spawner, PROCESSOR, start, stop_s=timeouts.stop_s),
         restarts=restart_policy(config),
         start_s=timeouts.start_s,
-        alive_s=_alive_s(config),
+        alive_s=alive_s(config),
         timeout_s=timeouts.prepare_s + (config.data.download_timeout_s if config.data.allowed_hosts else 0.0),
         object_s=timeouts.object_s,
         on_lost=on_lost,
@@ -136,21 +160,12 @@ def reward_role(service: str) -> str:
 
 def _reward_service(config: RunConfig, spawner: Spawner, name: str, losses: LossCounter) -> RewardService:
     role, start = reward_role(name), partial(_start_reward, config, spawner, name)
-    timeouts, pool = config.timeouts, config.rewards.pool
     return RewardService(
         role,
         [start(worker) for worker in spawner.workers(role)],
-        hosts=RoleHosts(spawner, role, start, stop_s=timeouts.stop_s),
+        hosts=RoleHosts(spawner, role, start, stop_s=config.timeouts.stop_s),
         restarts=restart_policy(config),
-        settings=ServiceSettings(
-            start_s=timeouts.start_s,
-            alive_s=_alive_s(config),
-            timeout_s=timeouts.start_s + pool.batches_in_flight * pool.max_batch_groups * timeouts.reward_s,
-            max_batch=pool.max_batch_groups,
-            max_in_flight=pool.batches_in_flight,
-            max_queued=pool.max_queued_groups,
-            max_attempts=config.max_rollout_retries + 1,
-        ),
+        settings=service_settings(config),
         on_lost=losses.count_loss,
     )
 
@@ -184,7 +199,7 @@ def reference_pool(
         frozen,
         hosts=RoleHosts(spawner, "reference", start, stop_s=timeouts.stop_s),
         restarts=restart_policy(config),
-        alive_s=_alive_s(config),
+        alive_s=alive_s(config),
         timeout_s=timeouts.reference_s,
         max_attempts=config.max_rollout_retries + 1,
         on_lost=on_lost,
@@ -209,7 +224,7 @@ def _start_reward(config: RunConfig, spawner: Spawner, service: str, worker: Pla
     )
 
 
-def _alive_s(config: RunConfig) -> float:
+def alive_s(config: RunConfig) -> float:
     """Returns a ping timeout below the supervisor's, so that the pool replaces a silent worker first."""
     return config.supervision.sign_timeout_s / 2
 
@@ -274,12 +289,7 @@ def rollout_pool(
         len(spawner.workers("rollout")),
         release=hosts.release,
         policy=restart_policy(config),
-        health=HealthChecks(
-            interval_s=supervision.interval_s,
-            probe_interval_s=supervision.probe_interval_s,
-            max_failures_in_a_row=supervision.max_failures_in_a_row,
-            no_worker_s=supervision.no_worker_s,
-        ),
+        health=health_checks(config),
         on_lost=on_lost,
         on_excluded=lambda prompt, error: prepared.note_skipped(Skipped(prompt.sample_id, error.reason, str(error))),
     )

@@ -94,9 +94,11 @@ class Examples(Protocol):
 
     async def taught(self, prompt: Prompt, seed: int) -> Any: ...
 
-    async def checked(self, prompt: Prompt, seed: int) -> Any: ...
+    async def checked(self, prompt: Prompt, seed: int) -> Any:
+        return await self.taught(prompt, seed)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _examples(prepared: Prepared) -> Examples:
@@ -109,7 +111,7 @@ def _examples(prepared: Prepared) -> Examples:
     return Solutions(processor)
 
 
-class Solutions:
+class Solutions(Examples):
     def __init__(self, processor: ChatProcessor) -> None:
         self._processor = processor
 
@@ -118,13 +120,8 @@ class Solutions:
         answer = self._processor.encode_answer(solution)
         return SupervisedExample(prompt, answer, np.ones(len(answer), dtype=bool))
 
-    checked = taught
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Episodes:
+class Episodes(Examples):
     def __init__(self, demonstrations: Demonstrations) -> None:
         self._demonstrations = demonstrations
 
@@ -133,13 +130,11 @@ class Episodes:
         actions = demonstration.actions
         return SupervisedExample(prompt, actions.token_ids, demonstration.mask, actions.media, actions.media_spans)
 
-    checked = taught
-
     def close(self) -> None:
         self._demonstrations.close()
 
 
-class Images:
+class Images(Examples):
     """One image of a row, at one noise level for training and at several for validation."""
 
     def __init__(self, processor: FlowProcessor, config: RunConfig) -> None:
@@ -164,6 +159,3 @@ class Images:
         clean = self._processor.clean(prompt, derived_seed(seed, "image"))
         conditions = condition_of(prompt)
         return ImageExample(CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed))
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -21,7 +21,7 @@ from signal import Signals
 from typing import Any
 
 from mobula.cluster.files import write_atomically
-from mobula.deploy.host.machine import commit_of
+from mobula.deploy.host.machine import ROOT, checkout_commit
 from mobula.deploy.host.processes import last_lines, run_logged
 
 ENGINE = ("vllm", "ray")
@@ -81,7 +81,6 @@ def stage_named(name: str) -> CheckStage:
     raise ValueError(f"{name} is no stage of the GPU check: choose {', '.join(s.name for s in STAGES)}")
 
 
-ROOT = Path(__file__).parents[3]
 PACKAGES = ("torch", "transformers", "vllm", "ray", "peft")
 
 
@@ -266,9 +265,7 @@ def _run(stage: CheckStage, machine: CheckedMachine, folder: Path, timeout_s: fl
         return None
     result = result or StageResult(Outcome.FAILED, f"not done within {timeout_s:g} s; see {_log(stage, folder)}")
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return replace(
-        result, seconds=round(time.monotonic() - started, 1), finished_at=now, commit=commit_of(ROOT, "--short=12")
-    )
+    return replace(result, seconds=round(time.monotonic() - started, 1), finished_at=now, commit=checkout_commit(12))
 
 
 def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) -> StageResult | None:

@@ -37,6 +37,7 @@ from mobula.deploy.checks.gpu_check.roles import (
     scored,
     set_engine_environment,
 )
+from mobula.deploy.host.machine import ROOT
 from mobula.deploy.host.processes import last_lines, run_logged
 from mobula.learner.learner import Learner
 from mobula.learner.policies.flow.families import TRANSFORMER
@@ -121,7 +122,6 @@ async def _trained_figures(context: Context, model: Model, learner: Learner, act
     }
 
 
-ROOT = Path(__file__).parents[3]
 JOBS_NUM_STEPS = 3
 TIMEOUT_S = 840.0
 LOG_LINES = 20

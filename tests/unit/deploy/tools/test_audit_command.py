@@ -12,12 +12,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mobula.deploy.cli.commands import app
-from mobula.deploy.report.audit import AuditOptions, audit
+from mobula.deploy.report.audit import audit
 
 
 def shown(folder: Path, *, is_json: bool = False, head: str = "") -> tuple[int, str]:
     text = io.StringIO()
-    code = audit(None, folder, AuditOptions(head=head, is_json=is_json), Console(file=text, width=200))
+    code = audit(None, folder, Console(file=text, width=200), head=head, is_json=is_json)
     return code, text.getvalue()
 
 

@@ -151,16 +151,16 @@ def test_groups_count_once_through_their_tasks_and_the_newest_results_are_read(t
             (tmp_path / "m" / f"{stamp}_samples_{task}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     os.utime(tmp_path / "m" / "2_results.json", (1, 1))
     read = read_results(tmp_path)
-    assert [(task.task, task.primary, task.score) for task in read.tasks] == [
+    assert [(task["task"], task["primary_metric"], task["primary_score"]) for task in read["tasks"]] == [
         ("mini", "anls", 0.25),
         ("other", "acc", 0.75),
         ("hidden", None, None),
     ]
-    assert read.groups == {"all": {"acc": 0.9}}
-    assert read.mean_primary_score == 0.5
-    mini = read.tasks[0]
-    assert (mini.stderr, mini.samples.num, mini.samples.num_empty) == ({"anls_stderr": 0.1}, 3, 1)
-    assert (mini.samples.mean_output_tokens, read.num_samples, read.harness_seconds) == (3.0, 5, 2.5)
+    assert read["groups"] == {"all": {"acc": 0.9}}
+    assert read["mean_primary_score"] == 0.5
+    mini = read["tasks"][0]
+    assert (mini["stderr"], mini["num_samples"], mini["num_empty_answers"]) == ({"anls_stderr": 0.1}, 3, 1)
+    assert (mini["mean_output_tokens"], read["num_samples"], read["harness_seconds"]) == (3.0, 5, 2.5)
 
 
 def test_the_command_holds_what_was_asked(asked: LmmsEval, tmp_path: Path) -> None:

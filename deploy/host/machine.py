@@ -65,8 +65,6 @@ def _fault(folder: str) -> str | None:
     return None
 
 
-ROOT = Path(__file__).parents[2]  # of the checkout
-GIT_S = 10.0
 MEMORY_FILE = Path("/proc/meminfo")
 CPU_FILE = Path("/proc/cpuinfo")
 SHARED_MEMORY = Path("/dev/shm")
@@ -103,20 +101,6 @@ def as_node(machine: Machine, resources: ResourcesConfig) -> NodeResources:
     """Returns the node of a private cluster: `resources.num_cpus` of the machine's cores, or all."""
     num_cpus = min(resources.num_cpus, machine.num_cores) if resources.num_cpus else machine.num_cores
     return NodeResources("this machine", num_cpus=num_cpus, num_gpus=machine.num_gpus)
-
-
-def checkout_commit(length: int = 40) -> str:
-    """Returns the commit of this checkout, with `+` if tracked files differ from it; empty outside one."""
-    commit = _git("rev-parse", f"--short={length}", "HEAD")
-    return commit + ("+" if commit and _git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=GIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _memory_bytes(meminfo: str, name: str) -> int:

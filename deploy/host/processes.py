@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired, run
 from typing import ParamSpec, TypeVar
 
 from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
 from mobula.cluster.failures import COLOUR
 from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
 
+ROOT = Path(__file__).parents[2]  # of the checkout
+GIT_S = 10.0
 HEEDS_WITHIN_S = 10.0  # after SIGTERM; then SIGKILL
 TAIL_BYTES = 64 << 10
 
@@ -56,6 +58,20 @@ def last_lines(log: Path, num: int) -> list[str]:
         text = file.read().decode(errors="replace")
     shown = [COLOUR.sub("", line).rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in shown if line.strip()][-num:]
+
+
+def checkout_commit(length: int = 40) -> str:
+    """Returns the commit of this checkout, with `+` if tracked files differ from it; empty outside one."""
+    commit = _git("rev-parse", f"--short={length}", "HEAD")
+    return commit + ("+" if commit and _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=GIT_S, check=False)
+    except (OSError, TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _end_group(pid: int, handle: int) -> None:

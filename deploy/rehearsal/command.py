@@ -61,36 +61,40 @@ BAR = 40  # characters of a whole step
 MIN_GAIN = 0.02
 
 
-def show(
-    console: Console,
-    stage: RehearsalStage,
-    played: Played,
-    result: Result,
-    memory: MemoryPlan | None,
-    found: Sequence[Gain],
-    sweep: Sweep,
-    source: str,
-) -> None:
+@dataclass(frozen=True)
+class Rehearsal:
+    """The results of a rehearsal."""
+
+    stage: RehearsalStage
+    source: str  # of its speeds
+    memory: MemoryPlan
+    played: Played
+    result: Result
+    gains: Sequence[Gain]
+    sweep: Sweep
+
+
+def show(console: Console, page: Rehearsal) -> None:
     """Prints the page, 80 characters wide."""
-    for line in _headline(stage, source):
+    stage, played, result, sweep = page.stage, page.played, page.result, page.sweep
+    for line in _headline(stage, page.source):
         console.print(line, highlight=False)
     console.print(_step_table(result))
     console.print(_role_table(stage, result))
     staleness = ", ".join(f"{lag}: {share:.0%}" for lag, share in result.staleness.items())
     console.print(f"staleness of trained tokens, in versions: {staleness}", highlight=False)
-    if memory is not None:
-        console.print(demand_table(memory.demands))
-        for demand in memory.shortfalls:
-            text = f"{demand.node_id}, {demand.place}: {demand.shortfall / GIB:.1f} GiB short"
-            console.print(text, style="red", highlight=False)
+    console.print(demand_table(page.memory.demands))
+    for demand in page.memory.shortfalls:
+        text = f"{demand.node_id}, {demand.place}: {demand.shortfall / GIB:.1f} GiB short"
+        console.print(text, style="red", highlight=False)
     for line in _loads(stage, result):
         console.print(line, highlight=False)
     for event in played.events:
         console.print(f"event, {event}", highlight=False)
-    for gain in found:
+    for gain in page.gains:
         if gain.gain >= MIN_GAIN:
             console.print(f"{gain.role} at twice the speed: {gain.gain:+.0%} steps/h", highlight=False)
-    if found and found[0].gain < MIN_GAIN:
+    if page.gains and page.gains[0].gain < MIN_GAIN:
         console.print("no role at twice the speed gives more than 2 % steps/h", highlight=False)
     if sweep.sizes:
         console.print(_size_table(sweep.sizes))
@@ -104,30 +108,22 @@ def show(
     )
 
 
-def as_json(
-    stage: RehearsalStage,
-    played: Played,
-    result: Result,
-    memory: MemoryPlan | None,
-    found: Sequence[Gain],
-    sweep: Sweep,
-    source: str,
-) -> dict[str, Any]:
-    demands = [] if memory is None else [{**asdict(demand), "shortfall": demand.shortfall} for demand in memory.demands]
+def as_json(page: Rehearsal) -> dict[str, Any]:
+    stage, result, sweep = page.stage, page.result, page.sweep
+    demands = [{**asdict(demand), "shortfall": demand.shortfall} for demand in page.memory.demands]
     rows = {
-        "speeds": {"source": source, **asdict(stage.speeds)},
+        "speeds": {"source": page.source, **asdict(stage.speeds)},
         "steps_per_hour": 3600 / result.step_s,
         "wait_share": result.wait_share,
         "driver_share": result.driver.share,
         "result": asdict(result),
-        "played": asdict(played),
+        "played": asdict(page.played),
         "memory": demands,
-        "gains": [asdict(gain) for gain in found],
+        "gains": [asdict(gain) for gain in page.gains],
         "sizes": [asdict(size) for size in sweep.sizes],
         "sizes_ended": sweep.ended,
     }
-    page: dict[str, Any] = strict(_plain(rows))
-    return page
+    return _plain(rows)
 
 
 def _plain(value: Any) -> Any:
@@ -230,11 +226,11 @@ def rehearse(command: RehearseCommand, console: Console) -> None:
             raise PreflightError(f"the rehearsal ended before its first step: {played.error}")
         result = result_of(stage, played)
         found = gains(stage, result) if command.with_gains else []
-        sweep = swept(stage, command.factors, command.size_s)
-    show(console, stage, played, result, memory, found, sweep, source)
+        page = Rehearsal(stage, source, memory, played, result, found, swept(stage, command.factors, command.size_s))
+    show(console, page)
     if command.json_file is not None:
-        page = as_json(stage, played, result, memory, found, sweep, source)
-        command.json_file.write_text(json.dumps(page, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(as_json(page), indent=1, allow_nan=False)
+        command.json_file.write_text(text + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_files
 from mobula.configs.load import dump_config
 from mobula.configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import AUTO_SUFFIX
-from mobula.deploy.host.machine import CPU_FILE, ROOT, checkout_commit
+from mobula.deploy.host.machine import CPU_FILE
+from mobula.deploy.host.processes import ROOT, checkout_commit
 from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, Prepared
 from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.policies.families import frozen_prefixes

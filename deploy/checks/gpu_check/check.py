@@ -21,8 +21,7 @@ from signal import Signals
 from typing import Any
 
 from mobula.cluster.files import write_atomically
-from mobula.deploy.host.machine import ROOT, checkout_commit
-from mobula.deploy.host.processes import last_lines, run_logged
+from mobula.deploy.host.processes import ROOT, checkout_commit, last_lines, run_logged
 
 ENGINE = ("vllm", "ray")
 JOB = (*ENGINE, "typer", "rich")

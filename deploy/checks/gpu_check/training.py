@@ -37,8 +37,7 @@ from mobula.deploy.checks.gpu_check.roles import (
     scored,
     set_engine_environment,
 )
-from mobula.deploy.host.machine import ROOT
-from mobula.deploy.host.processes import last_lines, run_logged
+from mobula.deploy.host.processes import ROOT, last_lines, run_logged
 from mobula.learner.learner import Learner
 from mobula.learner.policies.flow.families import TRANSFORMER
 from mobula.learner.policies.flow.tiny import write_tiny_flow

@@ -139,10 +139,8 @@ def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
 
 
 class ParityGate:
-    """Called with the version of every completed push; compares the log-probs of a few prompts after the first push.
-
-    Runs before the canary of that push, which has one prompt and reports a difference as a failed transfer.
-    """
+    """Called with the version of every completed push; compares the log-probs of a few prompts after the first push,
+    before its canary, which has one prompt and reports a difference as a failed transfer."""
 
     def __init__(
         self,

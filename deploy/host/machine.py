@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -194,8 +194,29 @@ def python_headers() -> str:
 
 
 def flaws(software: CudaSoftware) -> list[Flaw]:
-    checks = (_driver, _torch, _compiler, _headers, _shared_memory)
-    return [flaw for check in checks if (flaw := check(software)) is not None]
+    """Returns every reason why a run on this machine's GPUs would fail."""
+    return list(_flaws(software))
+
+
+def _flaws(software: CudaSoftware) -> Iterator[Flaw]:
+    if not software.driver:
+        action = "install the NVIDIA driver, or start the container with its GPUs (docker run --gpus all)"
+        yield Flaw("NVIDIA driver", "none answers", action)
+    elif not software.gpus:
+        yield Flaw("NVIDIA driver", f"{software.driver} shows no GPU", "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
+    if software.driver and software.torch_gpus < len(software.gpus):
+        yield _torch(software)
+    if not software.compiler:
+        action = "install one (apt-get install gcc), or name it in CC"
+        yield Flaw("C compiler", "none, and Triton compiles for every kernel at run time", action)
+    if not software.headers:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        action = f"install them (apt-get install python{version}-dev), or make the environment with uv's Python"
+        yield Flaw("Python.h", "missing, and what Triton compiles includes it", action)
+    if software.shared_memory_bytes < LEAST_SHARED_MEMORY:
+        size = f"{software.shared_memory_bytes / MIB:.0f} MiB"
+        detail = f"{size}, through which NCCL and the processes of an engine exchange"
+        yield Flaw(str(SHARED_MEMORY), detail, "enlarge it (docker run --shm-size=16g, an emptyDir of medium Memory)")
 
 
 def refuse_flaws(machines: Mapping[str, CudaSoftware]) -> None:
@@ -210,18 +231,7 @@ def refuse_flaws(machines: Mapping[str, CudaSoftware]) -> None:
         raise PreflightError("a run on GPUs would fail here:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _driver(software: CudaSoftware) -> Flaw | None:
-    if software.driver and software.gpus:
-        return None
-    if not software.driver:
-        action = "install the NVIDIA driver, or start the container with its GPUs (docker run --gpus all)"
-        return Flaw("NVIDIA driver", "none answers", action)
-    return Flaw("NVIDIA driver", f"{software.driver} shows no GPU", "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
-
-
-def _torch(software: CudaSoftware) -> Flaw | None:
-    if software.torch_gpus >= len(software.gpus) or not software.driver:
-        return None
+def _torch(software: CudaSoftware) -> Flaw:
     if not software.torch_cuda:
         action = "install the gpu extra: remove .venv and run `make environment` on a machine whose nvidia-smi answers"
         return Flaw("torch", f"{software.torch} is built without CUDA", action)
@@ -233,28 +243,6 @@ def _torch(software: CudaSoftware) -> Flaw | None:
         action = f"install a driver of version {least} or later, or NVIDIA's package cuda-compat"
         return Flaw("torch", f"{detail} with driver {software.driver}", action)
     return Flaw("torch", detail, "run `python -c 'import torch; torch.zeros(1).cuda()'` to see why")
-
-
-def _compiler(software: CudaSoftware) -> Flaw | None:
-    if software.compiler:
-        return None
-    action = "install one (apt-get install gcc), or name it in CC"
-    return Flaw("C compiler", "none, and Triton compiles for every kernel at run time", action)
-
-
-def _headers(software: CudaSoftware) -> Flaw | None:
-    if software.headers:
-        return None
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    action = f"install them (apt-get install python{version}-dev), or make the environment with uv's Python"
-    return Flaw("Python.h", "missing, and what Triton compiles includes it", action)
-
-
-def _shared_memory(software: CudaSoftware) -> Flaw | None:
-    if software.shared_memory_bytes >= LEAST_SHARED_MEMORY:
-        return None
-    detail = f"{software.shared_memory_bytes / MIB:.0f} MiB, through which NCCL and the processes of an engine exchange"
-    return Flaw(str(SHARED_MEMORY), detail, "enlarge it (docker run --shm-size=16g, an emptyDir of medium Memory)")
 
 
 def major_of(driver: str) -> int:

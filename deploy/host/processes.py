@@ -31,10 +31,8 @@ def run_logged(
     log: Path,
     timeout_s: float,
 ) -> int:
-    """Run `words` in `folder` with both outputs in `log`; its exit code, negative for a signal.
-
-    The program's process group is gone on return, and after an error.
-    """
+    """Runs `command` in `folder` with both outputs in `log`; returns its exit code, negative for a signal. Its process
+    group is gone on return, and after an error."""
     with log.open("wb") as file:
         process = Popen(
             command, env=environment, cwd=folder, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
@@ -205,8 +203,7 @@ def _signal(handle: int, number: signal.Signals, wait_s: float) -> bool:
         signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
         return True
-    ended, _, _ = select.select([handle], [], [], wait_s)  # a pidfd becomes readable when its process ends
-    return bool(ended)
+    return _ends_within(handle, wait_s)
 
 
 def _holder(pid: int, folder: Path) -> MarkedProcess | None:

@@ -31,10 +31,8 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Makes the ending signals raise KeyboardInterrupt in the body, so that context managers and `finally` blocks run.
-
-    Restores the earlier handlers afterwards, also the handler of SIGINT.
-    """
+    """Makes the ending signals raise KeyboardInterrupt in the body, so that context managers and `finally` blocks run;
+    restores the earlier handlers, also that of SIGINT."""
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
         yield
         return
@@ -82,10 +80,7 @@ async def until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], 
 
 @contextmanager
 def sigterm_stays_ours() -> Iterator[None]:
-    """Restores this module's SIGTERM handler after the body.
-
-    Ray replaces the handler when it starts, and sets the default action when it ends.
-    """
+    """Restores this module's SIGTERM handler after the body: Ray replaces it when it starts and when it ends."""
     before = signal.getsignal(signal.SIGTERM)
     is_ours = before in (signal.SIG_IGN, _interrupt) and threading.current_thread() is threading.main_thread()
     try:

@@ -153,9 +153,8 @@ def nodes_at(address: str) -> tuple[PlannedNode, ...]:
 
 
 def joined_nodes() -> tuple[PlannedNode, ...]:
-    """Returns the nodes of the connected cluster, with the CUDA software of nodes with GPUs.
-
-    If the driver reports no GPU, the memory follows from Ray's accelerator type, if that type has a single size."""
+    """Returns the nodes of the connected cluster, with the CUDA software of nodes with GPUs. Without a GPU of the
+    driver, the memory follows from Ray's accelerator type, if that type has a single size."""
     import ray
 
     from mobula.cluster.runtime.placement_groups import cluster_nodes

@@ -156,7 +156,7 @@ class SimulatedRoles:
             resources = self.config.resources
             workers = resources.roles[role].model_copy(update={"num_workers": len(own)})
             try:
-                plan = plan_placement(_with_role(resources, role, workers), self._free_nodes(), (role,))
+                plan = plan_placement(with_role(resources, role, workers), self._free_nodes(), (role,))
             except PlacementError:
                 continue
             moved = {
@@ -378,7 +378,7 @@ class _Hosts:
     async def release(self, index: int) -> None: ...
 
 
-def _with_role(resources: ResourcesConfig, role: str, workers: WorkerResources) -> ResourcesConfig:
+def with_role(resources: ResourcesConfig, role: str, workers: WorkerResources) -> ResourcesConfig:
     """The resources with other workers of a role."""
     if role in type(resources).model_fields:
         return resources.model_copy(update={role: workers})

@@ -23,7 +23,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode
 from mobula.deploy.planning.fit import MemoryPlan, plan_memory
 from mobula.deploy.rehearsal.play import DriverLoad, Played, driver_load, mean_phases, play, staleness_shares, warm
-from mobula.deploy.rehearsal.roles import Hardware
+from mobula.deploy.rehearsal.roles import Hardware, with_role
 from mobula.deploy.rehearsal.simulated.engine import summary_of
 from mobula.deploy.rehearsal.simulated.machine import Cores, PlannedFault, ResponseLengths
 from mobula.deploy.rehearsal.speeds import Speeds
@@ -84,10 +84,8 @@ def stated_run(config: RunConfig, shape: ModelShape, stated: StatedPrompts) -> P
 
 
 def prepared_run(config: RunConfig, shape: ModelShape) -> Prepared:
-    """The checked parts of a run with its own data, which are read, checked and processed as a run does.
-
-    `config.policy.model` is a folder of a shrunk model; the manifest is that of the real one.
-    """
+    """The checked parts of a run with its own data, processed as a run does; `config.policy.model` is a folder of a
+    shrunk model, and the manifest is that of the real one."""
     prepared = prepare(config, lambda media: None)
     if not isinstance(prepared, Prepared):
         raise PreflightError("a rehearsal needs a run that samples responses: offline jobs have no rollouts")
@@ -172,25 +170,15 @@ class RehearsalStage:
 
     def larger(self, factor: int) -> RehearsalStage:
         """The same with `factor` times the nodes, workers and prompts."""
-        config, resources = self.config, self.config.resources
-        roles = {
-            name: workers.model_copy(update={"num_workers": workers.num_workers * factor})
-            for name, workers in resources.roles.items()
-            if name in type(resources).model_fields
-        }
-        algorithm = config.algorithm
+        config, resources, algorithm = self.config, self.config.resources, self.config.algorithm
+        for name, workers in resources.roles.items():
+            more = workers.model_copy(update={"num_workers": workers.num_workers * factor})
+            resources = with_role(resources, name, more)
         groups = {
             "prompts_per_step": algorithm.prompts_per_step * factor,
             "max_concurrent_groups": algorithm.max_concurrent_groups * factor,
         }
-        services = {
-            name: workers.model_copy(update={"num_workers": workers.num_workers * factor})
-            for name, workers in resources.reward_services.items()
-        }
-        changes: dict[str, Any] = {
-            "resources": resources.model_copy(update={**roles, "reward_services": services}),
-            "algorithm": algorithm.model_copy(update=groups),
-        }
+        changes = {"resources": resources, "algorithm": algorithm.model_copy(update=groups)}
         prepared = replace(self.prepared, config=config.model_copy(update=changes))
         return replace(self, prepared=prepared, nodes=_repeated(self.nodes, factor))
 

@@ -60,10 +60,7 @@ def joined_cluster(
     preloaded: Preloaded | None,
     checkpoint: Path | None = None,
 ) -> Iterator[RunCluster]:
-    """Runs every check that needs no cluster and checks access to it, then joins or starts Ray.
-
-    `checkpoint` is the checkpoint to resume from.
-    """
+    """Runs every check that needs no cluster and checks access to it, then joins or starts Ray."""
     check_access(config)
     if "rollout" in roles:
         refuse_too_small_cache(config)

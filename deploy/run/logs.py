@@ -46,10 +46,8 @@ class RunLogHandler(logging.FileHandler):
 
 
 class ConsoleHandler(logging.Handler):
-    """Each record with the time of day: the first line of a warning or an error, all lines of others.
-
-    Where the console is no terminal, every line has the time, and none is broken or coloured.
-    """
+    """Each record with the time of day: the first line of a warning or an error, all lines of others. Where the console
+    is no terminal, every line has the time, and none is broken or coloured."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()

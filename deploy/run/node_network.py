@@ -46,8 +46,7 @@ def refuse_relative(config: RunConfig) -> None:
 
 
 def check_on_all_nodes(config: RunConfig) -> None:
-    """On a connected cluster of several nodes: every node sees the run's data, model and folder under the same
-    paths."""
+    """Checks that every node of a connected cluster sees the run's data, model and folder under the same paths."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if len(nodes) < 2:
         return

@@ -111,8 +111,7 @@ def earlier_wall_s(folder: Path) -> float:
 
 
 def _has_dead_driver(folder: Path) -> bool:
-    """Whether the folder has the record of a driver that was killed; a run that ended in order has removed its
-    record."""
+    """Whether the folder has the record of a killed driver; a run that ended in order has removed its record."""
     path = folder / RECORD_FILE
     try:
         record = RunRecord.read(path)

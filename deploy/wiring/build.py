@@ -64,10 +64,8 @@ def build_controller(
     run: RunContext,
     beside: Sequence[Watched],
 ) -> Controller:
-    """Builds the main loop and its collaborators; the supervisor also watches the roles in `beside`.
-
-    Prepares the held-out prompts. Call it in a thread: the event loop serves the processor workers.
-    """
+    """Builds the main loop and its collaborators; the supervisor also watches the roles in `beside`. Prepares the
+    held-out prompts: call it in a thread, since the event loop serves the processor workers."""
     config, metrics, audit = run.config, run.metrics, run.audit
     curriculum = _curriculum(config, metrics)
     inference.in_flight_requests.on_attempt = run.tracer.attempt

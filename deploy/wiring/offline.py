@@ -71,10 +71,8 @@ def build_offline_controller(
     run: RunContext,
     put: Callable[[Any], Any] = ray.put,
 ) -> Controller:
-    """Builds the main loop of an offline job and its collaborators.
-
-    Prepares the held-out rows. Call it in a thread: the event loop serves the processor workers.
-    """
+    """Builds the main loop of an offline job and its collaborators. Prepares the held-out rows: call it in a thread,
+    since the event loop serves the processor workers."""
     config, metrics = run.config, run.metrics
     training.learner.observe_with(run.audit)
     held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)

@@ -85,10 +85,7 @@ USABLE_ROWS = "the usable rows of these files, which depend on lengths, columns 
 
 
 def identity_with_data(config: RunConfig, usable_rows: str = "") -> dict[str, Any]:
-    """Returns the run's identity, with a fingerprint of the training files if they are on this machine.
-
-    `usable_rows` is the fingerprint of the rows that passed the checks.
-    """
+    """Returns the run's identity, with fingerprints of training files on this machine and of the usable rows."""
     fingerprints = {KEY: _fingerprint(config), USABLE_ROWS: usable_rows}
     return run_identity(config) | {key: fingerprint for key, fingerprint in fingerprints.items() if fingerprint}
 
@@ -362,8 +359,7 @@ def _check_answers(config: RunConfig) -> None:
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
-    """Checks that the names in `policy.freeze` and `policy.lora.target_modules` exist, and that something is left to
-    train."""
+    """Checks the names in `policy.freeze` and `policy.lora.target_modules`, and that something is left to train."""
     names = [spec.name for spec in checkpoint.tensors]
     refuse_unknown_prefixes(policy.freeze, family_at(policy.model).parts, names)
     if policy.lora.is_on:

@@ -110,10 +110,7 @@ class Processors:
 
 def spawn_processors(prepared: AnyJob, spawner: Spawner, on_lost: Callable[[str], None]) -> tuple[AnyJob, Processors]:
     """Starts the workers of `resources.processor`, which load in the background. Without workers the driver prepares
-    prompts. Returns `prepared` with this choice, and the workers. Call it in the event loop of the pool.
-
-    `on_lost` receives the kind of each loss.
-    """
+    prompts. Returns `prepared` with this choice, and the workers. Call it in the event loop of the pool."""
     config = prepared.config
 
     def start(worker: PlacedWorker) -> Any:
@@ -144,10 +141,7 @@ async def _nothing() -> None:
 
 
 def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None) -> RewardPool:
-    """Starts the reward workers of every service, which load in the background.
-
-    `on_lost` receives the kind of each loss.
-    """
+    """Starts the reward workers of every service, which load in the background; `on_lost` gets the kind of a loss."""
     losses = LossCounter(on_lost)
     services = {name: _reward_service(config, spawner, name, losses) for name in config.rewards.services}
     return RewardPool(config.rewards, services, losses)
@@ -298,8 +292,7 @@ def rollout_pool(
 def adapter_engines(
     prepared: Prepared, pool: RolloutPool, in_flight_requests: InFlightRequests, on_retry: Callable[[str], None]
 ) -> PooledAdapterEngines:
-    """Returns the training service's view of a rollout pool. `on_retry` gets the kind of each failure that is
-    retried."""
+    """Returns the training service's view of a rollout pool. `on_retry` gets the kind of each retried failure."""
     if not prepared.config.sampler.adapters.are_on:
         raise ValueError("sampler.adapters.max_served=0 serves no adapters: set it to 1 or more")
     return _pooled_engines(prepared, pool, in_flight_requests, on_retry)
@@ -514,10 +507,8 @@ def _chunk_tokens(config: RunConfig) -> int:
 
 
 def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
-    """Returns the handles of all learner ranks, which load in the background.
-
-    If a rank's node is gone, blocks until all ranks are placed again, or raises PlacementError.
-    """
+    """Returns the handles of all learner ranks, which load in the background. If a rank's node is gone, blocks until
+    all ranks are placed again, or raises PlacementError."""
     config, processor = prepared.config, prepared.processor
     role = OfflineLearner if config.offline.is_on else Learner
     ranks = spawner.book_together("learner")

@@ -78,10 +78,9 @@ BOOKING_S = 30.0  # for one joining worker, after a check for free resources
 
 
 class Spawner:
-    """Starts every role of a run with its reservation and environment.
+    """Starts every role of a run with its reservation and environment. Workers that join later are reserved one by one.
 
-    Workers that join later are reserved one by one. Methods that reserve resources or query the cluster block:
-    call them in a thread.
+    Methods that reserve resources or query the cluster block: call them in a thread.
     """
 
     def __init__(
@@ -152,8 +151,7 @@ class Spawner:
             return self._book(role, [index])[0]
 
     def book_together(self, role: str) -> tuple[PlacedWorker, ...]:
-        """Returns the places of a role's workers in one shared reservation; replaces all of them if one node is
-        gone."""
+        """Returns the places of a role's workers in one reservation; replaces all of them if one node is gone."""
         planned = self.plan.of_role(role)
         with self._lock:
             self._give_up_if_gone([worker.name for worker in planned])
@@ -292,10 +290,8 @@ def control_loop(
     replay: GroupQueue,
     ranks: Callable[[], Sequence[WorkerStatus]],
 ) -> ControlLoop:
-    """Answers `mobula status` and `mobula scale` for this run; `ranks` lists workers that cannot be scaled.
-
-    `in_flight_requests` is None for a job without engines.
-    """
+    """Answers `mobula status` and `mobula scale`. `ranks` lists workers that cannot be scaled; `in_flight_requests` is
+    None for a job without engines."""
     config, metrics = run.config, run.metrics
     stop_s, scale_file = config.timeouts.stop_s, ScaleFile(config.run_folder, config.resources)
     return ControlLoop(

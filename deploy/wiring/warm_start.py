@@ -74,10 +74,8 @@ async def _taught(prepared: Prepared, learner: LearnerGroup, examples: Examples)
 
 
 def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
-    """Selects `num_rows` rows (0: all), deterministically.
-
-    Alternates between distinct answers: RL cannot reinforce an answer that the policy never gives.
-    """
+    """Selects `num_rows` rows (0: all), deterministically, with distinct answers in turn: RL cannot reinforce an answer
+    that the policy never gives."""
     if num_rows == 0:
         return rows
     by_answer: defaultdict[str, list[int]] = defaultdict(list)

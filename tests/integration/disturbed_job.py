@@ -17,9 +17,9 @@ import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets w
 from disturbed import DisturbedLearner  # noqa: E402
 
 from mobula.deploy.cli import app  # noqa: E402
-from mobula.deploy.wiring import build  # noqa: E402
+from mobula.deploy.wiring import roles  # noqa: E402
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ["PYTHONPATH"]])  # where workers find all this
-    build.Learner = DisturbedLearner
+    roles.Learner = DisturbedLearner
     app(["train", *sys.argv[1:]])

@@ -19,14 +19,14 @@ from struck_roles import SABOTAGE, saboteur  # noqa: E402
 
 from mobula.configs.load import load_config  # noqa: E402
 from mobula.deploy.run import runtime  # noqa: E402
-from mobula.deploy.wiring import build  # noqa: E402
+from mobula.deploy.wiring import roles  # noqa: E402
 
 
 def main(folder: str, words: Sequence[str]) -> int:
     os.environ[SABOTAGE] = folder
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:3], os.environ["PYTHONPATH"]])  # where workers find all this
     saboteur().enlist("driver")
-    build.Learner, build.CriticRank = StruckLearner, StruckCritic
+    roles.Learner, roles.CriticRank = StruckLearner, StruckCritic
     return runtime.train(load_config(words))
 
 

@@ -24,7 +24,7 @@ from mobula.cluster.runtime.placement import NodeResources, PlacementPlan, infer
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring import build
+from mobula.deploy.wiring import roles
 from mobula.deploy.wiring.preparation import Prepared, ensure_data, prepare, workers_download
 from mobula.deploy.wiring.roles import spawn_processors
 from mobula.examples.geospot import geospot
@@ -130,10 +130,10 @@ def config_of(folder: Path, *words: str) -> RunConfig:
 async def test_a_step_has_its_rows_with_their_images_and_unusable_ones_are_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build.ray, "put", lambda value: value)
+    monkeypatch.setattr(roles.ray, "put", lambda value: value)
     prepared = prepare(config_of(folder), lambda value: value)
     assert [(skipped.sample, skipped.reason) for skipped in prepared.skipped] == [("long", "too_long")]
-    found, again = (build.supervised_rows(prepared) for _ in range(2))
+    found, again = (roles.supervised_rows(prepared) for _ in range(2))
     first, second = await found.of(1), await found.of(2)
     assert [len(first), len(second)] == [4, 4], "two minibatches of two rows each"
     names = [row.summary.sample_id for row in (*first, *second)]
@@ -163,7 +163,7 @@ def test_a_curriculum_orders_prompts_and_not_the_rows_beside_them(folder: Path) 
 def test_a_run_without_rows_has_none(folder: Path) -> None:
     off = ("algorithm.supervised.coef=0", "algorithm.supervised.path=")
     config = config_of(folder, *off)
-    assert build.supervised_rows(prepare(config, lambda value: value)) is None
+    assert roles.supervised_rows(prepare(config, lambda value: value)) is None
     key = "algorithm.supervised.max_tokens"
     assert key not in run_identity(config) and key in run_identity(config_of(folder))
 

@@ -26,10 +26,9 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig, WorkerResources
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import RunMark
-from mobula.deploy.host.session import ClusterSession, engine_environment, learner_environment
+from mobula.deploy.host.session import ALLOCATOR_VARIABLES, ClusterSession, engine_environment, learner_environment
 from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.wiring import spawner
-from mobula.deploy.wiring import spawner as autoscaling
 from mobula.deploy.wiring.spawner import Autoscaler, RoomFirst, ScaleFile, Spawner
 
 NODES = (NodeResources("here", num_cpus=2, num_gpus=0),)
@@ -294,7 +293,7 @@ def test_a_worker_on_a_gpu_has_the_usual_malloc() -> None:
 def test_ranks_that_train_on_gpus_have_segments_that_grow_and_engines_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's sleep mode keeps memory in pools of its own, which torch cannot have with such segments."""
     config = load_config(["experiment=digits", "resources=one_gpu_colocated"])
-    for name in spawner.ALLOCATOR_VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     settings = learner_environment(config)["PYTORCH_ALLOC_CONF"]
     assert "expandable_segments:True" in settings.split(",")
@@ -386,8 +385,8 @@ class FakeRay:
 def requests(monkeypatch: pytest.MonkeyPatch, labels: dict[str, str]) -> list[list[dict[str, float]]]:
     """What the autoscaler of a cluster whose second node has these labels is asked for."""
     asked: list[list[dict[str, float]]] = []
-    monkeypatch.setattr(autoscaling, "ray", FakeRay(labels))
-    monkeypatch.setattr(autoscaling, "request_resources", lambda bundles: asked.append(bundles))
+    monkeypatch.setattr(spawner, "ray", FakeRay(labels))
+    monkeypatch.setattr(spawner, "request_resources", lambda bundles: asked.append(bundles))
     return asked
 
 

@@ -681,15 +681,15 @@ async def test_gates_see_what_was_scored_ahead_and_each_service_is_asked_once(fu
 
 
 def test_a_run_sends_responses_that_end_to_its_reward_pool(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    from mobula.deploy.wiring import build  # everything that a run is made of, which no other test here needs
+    from mobula.deploy.wiring import roles  # everything that a run is made of, which no other test here needs
 
     given: list[object] = []
     kinds: list[str] = []
-    monkeypatch.setattr(build, "reward_pool", lambda config, spawner, on_lost: given.append(on_lost) or bench.pool)
-    monkeypatch.setattr(build, "rollout_pool", lambda prepared, spawner, in_flight_requests, on_lost: None)
+    monkeypatch.setattr(roles, "reward_pool", lambda config, spawner, on_lost: given.append(on_lost) or bench.pool)
+    monkeypatch.setattr(roles, "rollout_pool", lambda prepared, spawner, in_flight_requests, on_lost: None)
     environment = SimpleNamespace(is_on=False)
     config = SimpleNamespace(sampler=SimpleNamespace(chunk_tokens=CHUNK), environment=environment)
-    inference = build.spawn_inference(SimpleNamespace(config=config), None, kinds.append)
+    inference = roles.spawn_inference(SimpleNamespace(config=config), None, kinds.append)
     assert inference.in_flight_requests.on_ended == bench.pool.score_ahead
     assert given == [kinds.append], "a reward worker that is lost counts as a restart"
 

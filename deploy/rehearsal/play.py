@@ -124,10 +124,6 @@ def staleness_shares(steps: Sequence[RehearsedStep]) -> dict[int, float]:
     return {lag: num / total for lag, num in sorted(tokens.items())}
 
 
-def loop_s() -> float:
-    return asyncio.get_running_loop().time()
-
-
 # CPU seconds of the driver's process inside Ray, which a rehearsal does not run. A trajectory: the difference of the
 # two sides of benchmarks/driver_overhead.py. A call: `remote` and its answer. A borrowed reference: a rank
 # receives the references of its share, and Ray notes each of them. Both measured with 6 actors on 2 cores.

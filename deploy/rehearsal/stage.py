@@ -96,17 +96,13 @@ def shrunk(config: RunConfig, model_type: str, folder: Path) -> RunConfig:
     """The configuration with a tiny model of the family of `model_type`, which is written to `folder`."""
     if config.policy.tiny in TINY and not (Path(config.policy.model) / "config.json").is_file():
         name = config.policy.tiny
-    elif (name := next((tiny for tiny in TINY if _as_type(tiny) == model_type), "")) == "":
+    elif (name := next((tiny for tiny in TINY if tiny.replace("-", "_").replace(".", "_") == model_type), "")) == "":
         raise PreflightError(
             f"no shrunk model stands for the model type {model_type}: set policy.tiny to one of {', '.join(TINY)}"
         )
     write_tiny(name, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     policy = config.policy.model_copy(update={"model": str(folder), "tiny": "none"})
     return config.model_copy(update={"policy": policy})
-
-
-def _as_type(tiny: str) -> str:
-    return tiny.replace("-", "_").replace(".", "_")
 
 
 FEW_STEPS = 5  # of a rehearsal at another size or speed

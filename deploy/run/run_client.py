@@ -257,7 +257,9 @@ def _processes(records: Sequence[RunRecord]) -> Iterator[Leftover]:
     hidden = ((process, record.mark) for record in records for process in _holders(record))
     for marked, mark in (*_orphans(), *hidden):
         process_id = f"process-{marked.process.pid}-{marked.process.start_ticks}"
-        yield Leftover(process_id, _run_of(mark), marked.command, partial(_end_process, marked.process))
+        yield Leftover(
+            process_id, mark.run_id.rpartition("/")[0], marked.command, partial(_end_process, marked.process)
+        )
 
 
 def _orphans() -> Iterator[tuple[MarkedProcess, RunMark]]:
@@ -344,10 +346,6 @@ def _remove_group_there(address: str, group_id: str) -> None:
         from mobula.cluster.runtime.placement_groups import remove_group
 
         remove_group(group_id)
-
-
-def _run_of(mark: RunMark) -> str:
-    return mark.run_id.rpartition("/")[0]
 
 
 def _is_dead(mark: RunMark) -> bool:

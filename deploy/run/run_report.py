@@ -94,7 +94,9 @@ def report_again(name: str) -> Path:
     has_dead_driver = _has_dead_driver(folder)
     try:
         run = read_run_folder(folder)
-        is_killed = has_dead_driver or run.summary is None or run.summary.version < _newest_step(run)
+        is_killed = (
+            has_dead_driver or run.summary is None or run.summary.version < (run.steps[-1].step if run.steps else 0)
+        )
         path = write_report(folder, _summary_of_killed(folder, run) if is_killed else None)
         path.chmod(folder.stat().st_mode & 0o640)  # what `folder_access` is, also without a readable configuration
         return path
@@ -131,10 +133,6 @@ def _has_dead_driver(folder: Path) -> bool:
             f"`mobula report` there; if that machine is gone, remove {path} first"
         )
     return True
-
-
-def _newest_step(run: RunFolder) -> int:
-    return run.steps[-1].step if run.steps else 0
 
 
 def _summary_of_killed(folder: Path, run: RunFolder) -> Summary:

@@ -407,7 +407,7 @@ def ensure_model(config: RunConfig) -> Path:
     `policy.tiny`; looks up a hub name."""
     policy, folder, is_flow = config.policy, Path(config.policy.model), config.sampler.is_flow
     if policy.tiny != "none" and not (folder / (INDEX if is_flow else "config.json")).is_file():
-        write = (_flow_writers() if is_flow else _writers(policy)).get(policy.tiny)
+        write = _writers(policy, is_flow).get(policy.tiny)
         if write is None:
             raise PreflightError(
                 f"policy.tiny={policy.tiny} is no flow model: choose {', '.join(TINY_FLOW)} or none"
@@ -423,11 +423,9 @@ def ensure_model(config: RunConfig) -> Path:
     return checkpoint_folder("policy.model", policy.model)
 
 
-def _flow_writers() -> dict[str, Callable[[Path], Path]]:
-    return {name: partial(write_tiny_flow, name) for name in TINY_FLOW}
-
-
-def _writers(policy: PolicyConfig) -> dict[str, Callable[[Path], Path]]:
+def _writers(policy: PolicyConfig, is_flow: bool) -> dict[str, Callable[[Path], Path]]:
+    if is_flow:
+        return {name: partial(write_tiny_flow, name) for name in TINY_FLOW}
     tied = policy.tiny_tied_embeddings
     tiny = {name: partial(write_tiny, name, tie_word_embeddings=tied) for name in TINY}
     released = {name: model.write for name, model in PRETRAINED.items()}

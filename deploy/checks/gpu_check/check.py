@@ -15,7 +15,6 @@ from enum import StrEnum
 from importlib import metadata
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -168,28 +167,6 @@ def table(results: CheckResults) -> str:
     lines = [f"{gpus}; Python {machine.python}, {packages}"]
     lines += [row(stage.title, results.stages[stage.name]) for stage in STAGES if stage.name in results.stages]
     return "\n".join(lines)
-
-
-def status_rows(all_results: list[CheckResults]) -> str:
-    """The Markdown table of docs/supported.md: where, when and at which commit each stage passed, a machine a row."""
-    lines = ["| stage | passed on | failed on |", "|---|---|---|"]
-    for stage in STAGES:
-        found = [
-            (results.machine, results.stages[stage.name]) for results in all_results if stage.name in results.stages
-        ]
-        passed, failed = (
-            [_cell(machine, result) for machine, result in found if result.outcome is outcome]
-            for outcome in (Outcome.PASSED, Outcome.FAILED)
-        )
-        columns = ([stage.title], passed or [stage.missing or "nowhere yet"], failed or ["-"])
-        lines += [f"| {' | '.join(cells)} |" for cells in zip_longest(*columns, fillvalue="")]
-    return "\n".join(lines)
-
-
-def _cell(machine: CheckedMachine, result: StageResult) -> str:
-    gpus = f" x {machine.num_gpus}" if machine.num_gpus > 1 else ""
-    when = ", ".join(filter(None, (result.finished_at[:10], result.commit)))
-    return f"{machine.name}{gpus}, torch {machine.packages['torch']} ({when})"
 
 
 RESULTS_FILE = "gpu_check.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from docs.generate.checked_machines import BEGIN, END, TARGET, text
+from docs.generate.checked_machines import BEGIN, END, TARGET, status_rows, text
 
 from mobula.configs.load import load_config
 from mobula.deploy.checks.gpu_check import check as runner
@@ -25,7 +25,6 @@ from mobula.deploy.checks.gpu_check.check import (
     StageResult,
     check,
     read_results,
-    status_rows,
     table,
 )
 from mobula.deploy.checks.gpu_check.context import Context

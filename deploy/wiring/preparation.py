@@ -378,20 +378,25 @@ def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
 
 
 def _check_positions(config: RunConfig) -> None:
-    """Checks that the model has positions for the longest sequences."""
-    most, supervised = max_positions(config.policy.model), config.algorithm.supervised
-    sequences = [("algorithm.supervised.max_tokens", supervised.max_tokens, "")] if supervised.is_on else []
+    most, wanted = max_positions(config.policy.model), config.sampler.max_model_len
+    supervised = config.algorithm.supervised
+    if supervised.is_on and most is not None and supervised.max_tokens > most:
+        raise PreflightError(
+            f"algorithm.supervised.max_tokens={supervised.max_tokens} is more than the {most} positions of "
+            f"policy.model={config.policy.model}: set algorithm.supervised.max_tokens={most} or less"
+        )
+    if config.offline.is_on and most is not None and config.offline.max_tokens > most:
+        raise PreflightError(
+            f"offline.max_tokens={config.offline.max_tokens} is more than the {most} positions of policy.model="
+            f"{config.policy.model}: set offline.max_tokens={most} or less"
+        )
     if config.offline.is_on:
-        sequences.append(("offline.max_tokens", config.offline.max_tokens, ""))
-    else:
-        more = ", and data.max_prompt_tokens and sampler.max_tokens to fit"
-        sequences.append(("sampler.max_model_len", config.sampler.max_model_len, more))
-    for key, wanted, more in sequences:
-        if most is not None and wanted > most:
-            raise PreflightError(
-                f"{key}={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
-                f"set {key}={most} or less{more}"
-            )
+        return
+    if most is not None and wanted > most:
+        raise PreflightError(
+            f"sampler.max_model_len={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
+            f"set sampler.max_model_len={most} or less, and data.max_prompt_tokens and sampler.max_tokens to fit"
+        )
 
 
 def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
@@ -408,12 +413,11 @@ def ensure_model(config: RunConfig) -> Path:
     policy, folder, is_flow = config.policy, Path(config.policy.model), config.sampler.is_flow
     if policy.tiny != "none" and not (folder / (INDEX if is_flow else "config.json")).is_file():
         write = _writers(policy, is_flow).get(policy.tiny)
+        if write is None and is_flow:
+            raise PreflightError(f"policy.tiny={policy.tiny} is no flow model: choose {', '.join(TINY_FLOW)} or none")
         if write is None:
-            raise PreflightError(
-                f"policy.tiny={policy.tiny} is no flow model: choose {', '.join(TINY_FLOW)} or none"
-                if is_flow
-                else f"policy.tiny={policy.tiny} is unknown: choose {', '.join((*TINY, *PRETRAINED))} or none"
-            )
+            known = ", ".join((*TINY, *PRETRAINED))
+            raise PreflightError(f"policy.tiny={policy.tiny} is unknown: choose {known} or none")
         kind = "the released weights of" if policy.tiny in PRETRAINED else "a random-weight"
         _logger.info("writing %s %s to %s", kind, policy.tiny, folder)
         with _writing("policy.model", folder):

@@ -186,13 +186,14 @@ _NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})
 class RelaxedAccuracy:
     """The metric of PlotQA (Methani et al. 2020) and ChartQA (Masry et al. 2022).
 
-    If answer a and reference r are both numbers and r is not 0, the value is 1 for |a - r| / |r| <= `tolerance`
-    (published: 0.05); "x%" is x / 100. Otherwise the value is 1 if the texts are equal, ignoring case. `extract`
-    selects the part of the response with the answer (`mobula.rewards.functions.parsing.extraction`).
+    If answer a and reference r are both numbers, the value is 1 for |a - r| / |r| <= `tolerance` (published: 0.05), and
+    for a = r = 0; "x%" is x / 100. Otherwise the value is 1 if the texts are equal, ignoring case. `extract` selects
+    the part of the response with the answer (`mobula.rewards.functions.parsing.extraction`).
 
     A number is a decimal in ASCII or full-width digits, with or without exponent. Deliberate differences from the
-    public scorers: "nan", "inf", "1_000" and digits of other scripts are texts, surrounding white space is stripped,
-    an empty answer scores 0, and a prompt without references is a `RewardError`. As published, "1,000" is a text.
+    public scorers: "0.0" is 0 (they compare texts there), "nan", "inf", "1_000" and digits of other scripts are texts,
+    surrounding white space is stripped, an empty answer scores 0, and a prompt without references is a `RewardError`.
+    As published, "1,000" is a text.
     """
 
     def __init__(self, tools: Tools, *, tolerance: float, extract: str) -> None:
@@ -209,8 +210,8 @@ class RelaxedAccuracy:
 
     def _equals(self, answer: str, reference: str) -> bool:
         ours, theirs = _read(answer), _read(reference)
-        if ours is not None and theirs:
-            return abs(ours - theirs) / abs(theirs) <= self._tolerance
+        if ours is not None and theirs is not None:
+            return abs(ours - theirs) / abs(theirs) <= self._tolerance if theirs else ours == 0
         return answer.lower() == reference.lower()
 
 

@@ -68,7 +68,6 @@ MISSED: dict[str, list[str]] = {
     "anls": [],
     "relaxed_accuracy": [
         r"1,000 for 1000",
-        r"0.0 for 0",
         r"100. for $100",
         r"yes. for yes",
         r"50 for 50%",

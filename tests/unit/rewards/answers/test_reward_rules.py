@@ -225,7 +225,10 @@ def test_anls_has_the_published_values(answer: str, references: tuple[str, ...],
         ("\uff15\uff10", "50", 1.0),
         ("1e2", "100", 1.0),
         ("0", "0", 1.0),
-        ("0.0", "0", 0.0),  # a reference of 0 is compared as text
+        ("0.0", "0", 1.0),  # the public scorers compare a reference of 0 as text
+        ("-0", "0.0", 1.0),
+        ("0.01", "0", 0.0),
+        ("zero", "0", 0.0),
         ("1,000", "1000", 0.0),
         ("1,000", "1,000", 1.0),
         ("Yes", "yes", 1.0),

@@ -19,25 +19,6 @@ SETTLED = "settled by the journal"  # reason of prompts rejected after the newes
 # `newer`: the engine joined during the push, or got a later version, each through a load that checks every byte.
 VERIFIED = ("checksum", "checksum+canary", "newer")
 POLICY = "policy/"  # the trained policy in the run folder
-BODIES: Mapping[str, Mapping[str, Any]] = {  # what the replay reads of a record: key -> type
-    AuditKind.STARTED: {"code": dict, "bounds": dict, "found": dict, "metrics": dict, "config_sha256": str},
-    AuditKind.RESUMED: {"version": int, "manifest": str},
-    AuditKind.RECOVERED: {"version": int},
-    AuditKind.CHECKPOINT: {"version": int, "manifest": str},
-    AuditKind.TRAINED: {"version": int, "source": str, "groups": list},
-    AuditKind.REPEATED: {"version": int, "groups": list},
-    AuditKind.RESTORED: {"version": int},
-    AuditKind.REGENERATED: {"group": list, "source": str},
-    AuditKind.PUSHED: {"version": int, "manifest": str, "receivers": dict},
-    AuditKind.ADMITTED: {"version": int, "engine": str},
-    AuditKind.LOST: {"worker": str, "at_s": int | float},
-    AuditKind.METRICS: {"version": int, "of": str, "sha256": str},
-    AuditKind.WRITTEN: {"file": str, "num_bytes": int, "sha256": str},
-    AuditKind.LOGGED: {"version": int, "file": str, "num_bytes": int, "sha256": str},
-    AuditKind.GUARDED: {"version": int, "action": str, "text": str},
-    AuditKind.ROLLED_BACK: {"version": int, "restored": int, "text": str},
-    AuditKind.ENDED: {"status": str, "files": dict},
-}
 
 
 @dataclass
@@ -124,25 +105,6 @@ class History:
         self.logged: dict[int, AuditRecord] = {}
         self.ended: AuditRecord | None = None  # if it is the newest record
         self.findings: list[AuditFinding] = []
-        self._handlers: Mapping[str, Callable[[AuditRecord], None]] = {
-            AuditKind.STARTED: self._started,
-            AuditKind.RESUMED: self._resumed,
-            AuditKind.RECOVERED: self._recovered,
-            AuditKind.CHECKPOINT: self._checkpoint,
-            AuditKind.TRAINED: self._trained,
-            AuditKind.REPEATED: self._repeated,
-            AuditKind.RESTORED: self._restored,
-            AuditKind.REGENERATED: self._regenerated,
-            AuditKind.PUSHED: self._pushed,
-            AuditKind.ADMITTED: self._admitted,
-            AuditKind.LOST: self._lost,
-            AuditKind.METRICS: self._metrics,
-            AuditKind.WRITTEN: self._written,
-            AuditKind.LOGGED: self._logged,
-            AuditKind.GUARDED: self._guarded,
-            AuditKind.ROLLED_BACK: self._rolled_back,
-            AuditKind.ENDED: self._end,
-        }
 
     @property
     def version(self) -> int:
@@ -156,9 +118,10 @@ class History:
             self.parts.append(Part(None))
             self._find(f"{record.name} stands before the start of the run")
         try:
-            if record.kind in self._handlers:
-                _check_body(record)
-                self._handlers[record.kind](record)
+            if record.kind in REPLAY:
+                apply, fields = REPLAY[record.kind]
+                _check_body(record, fields)
+                apply(self, record)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self._find(f"{record.name} is not as this version writes it ({type(error).__name__}: {error})")
 
@@ -342,9 +305,33 @@ class History:
         return Descent(made, tuple(reversed(steps)))
 
 
-def _check_body(record: AuditRecord) -> None:
-    """"""
-    for name, kind in BODIES[record.kind].items():
+REPLAY: Mapping[str, tuple[Callable[[History, AuditRecord], None], Mapping[str, Any]]] = {
+    AuditKind.STARTED: (
+        History._started,
+        {"code": dict, "bounds": dict, "found": dict, "metrics": dict, "config_sha256": str},
+    ),
+    AuditKind.RESUMED: (History._resumed, {"version": int, "manifest": str}),
+    AuditKind.RECOVERED: (History._recovered, {"version": int}),
+    AuditKind.CHECKPOINT: (History._checkpoint, {"version": int, "manifest": str}),
+    AuditKind.TRAINED: (History._trained, {"version": int, "source": str, "groups": list}),
+    AuditKind.REPEATED: (History._repeated, {"version": int, "groups": list}),
+    AuditKind.RESTORED: (History._restored, {"version": int}),
+    AuditKind.REGENERATED: (History._regenerated, {"group": list, "source": str}),
+    AuditKind.PUSHED: (History._pushed, {"version": int, "manifest": str, "receivers": dict}),
+    AuditKind.ADMITTED: (History._admitted, {"version": int, "engine": str}),
+    AuditKind.LOST: (History._lost, {"worker": str, "at_s": int | float}),
+    AuditKind.METRICS: (History._metrics, {"version": int, "of": str, "sha256": str}),
+    AuditKind.WRITTEN: (History._written, {"file": str, "num_bytes": int, "sha256": str}),
+    AuditKind.LOGGED: (History._logged, {"version": int, "file": str, "num_bytes": int, "sha256": str}),
+    AuditKind.GUARDED: (History._guarded, {"version": int, "action": str, "text": str}),
+    AuditKind.ROLLED_BACK: (History._rolled_back, {"version": int, "restored": int, "text": str}),
+    AuditKind.ENDED: (History._end, {"status": str, "files": dict}),
+}
+"""Kind of a record -> what it changes, and what the replay reads of its body: key -> type."""
+
+
+def _check_body(record: AuditRecord, fields: Mapping[str, Any]) -> None:
+    for name, kind in fields.items():
         if not isinstance(record.body[name], kind):
             raise TypeError(f"{name} is {type(record.body[name]).__name__}")
         if kind is int:

@@ -12,8 +12,17 @@ from typing import Any, Protocol, TypeVar
 from mobula.cluster.errors import JournalError
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
-from mobula.cluster.replay import journal as records
-from mobula.cluster.replay.journal import NO_SECONDS, Journal, JournalRecord, Seconds
+from mobula.cluster.replay.journal import (
+    NO_SECONDS,
+    Journal,
+    JournalRecord,
+    Seconds,
+    evaluated,
+    finished,
+    rejected,
+    resumed,
+    trained,
+)
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
 
@@ -47,25 +56,11 @@ class GroupJournal(Protocol):
     async def close(self) -> None: ...
 
 
-class NoJournal:
-    """Implements `GroupJournal` without writing anything."""
-
-    async def finished(self, group: ScoredGroup) -> None: ...
-
-    async def rejected(self, outcome: GroupOutcome, reason: str) -> None: ...
-
-    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
-
-    async def trained(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None: ...
-
-    async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
-
-    async def forget(self, version: int) -> None: ...
+class NoJournal(GroupJournal):
+    """Writes nothing."""
 
     async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
         return {}
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -99,30 +94,30 @@ class JournalWriter:
         self._journal = journal
         self._timeout_s = timeout_s
         self._write_s = write_s
-        self._thread = (start_thread or _start_thread)()
+        self._thread = DaemonThread("journal") if start_thread is None else start_thread()
         self._late = ThreadPoolExecutor(MAX_LATE, thread_name_prefix="journal-late")
         self._waiting: list[tuple[_Draft, asyncio.Future[bool]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def finished(self, group: ScoredGroup) -> None:
         what = f"group {group.summary.group_id} for the journal"
-        await self._append(_Draft(lambda fetched: records.finished(fetched, group.rewards), [group.group], what))
+        await self._append(_Draft(lambda fetched: finished(fetched, group.rewards), [group.group], what))
 
     async def rejected(self, outcome: GroupOutcome, reason: str) -> None:
-        await self._append(_Draft(lambda: records.rejected(outcome, reason)))
+        await self._append(_Draft(lambda: rejected(outcome, reason)))
 
     async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
-        await self._append(_Draft(lambda: records.evaluated(version, evaluation)))
+        await self._append(_Draft(lambda: evaluated(version, evaluation)))
 
     async def trained(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None:
         group_ids = [group.summary.group_id for group in groups]
         references = [group.reference_logprobs for group in groups]
         what = "reference log-probs for the journal"
-        made = partial(records.trained, version, group_ids, seconds=seconds)
+        made = partial(trained, version, group_ids, seconds=seconds)
         await self._append(_Draft(lambda *logprobs: made(logprobs), references, what))
 
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None:
-        await self._append(_Draft(lambda: records.resumed(version, group_ids)))
+        await self._append(_Draft(lambda: resumed(version, group_ids)))
 
     async def forget(self, version: int) -> None:
         await self._on_thread(self._journal.forget, version)
@@ -198,7 +193,3 @@ def _made(draft: _Draft, values: Sequence[Any] | None) -> JournalRecord | None:
         return draft.make(*values)
     except Exception:
         return None
-
-
-def _start_thread() -> Executor:
-    return DaemonThread("journal")

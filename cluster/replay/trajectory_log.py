@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import replacing
-from mobula.cluster.records.arrow import SCHEMA, RecordedGroup, from_batch, to_rows
+from mobula.cluster.records.arrow import SCHEMA, RecordedGroup, from_batch, record_batch, to_rows
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.replay.buffer import LiveGroups
 from mobula.cluster.roles import Learner, UpdateReport
@@ -46,7 +46,7 @@ class TrajectoryLog:
         ]
         path = self._path(step)
         with replacing(path) as file:
-            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
+            pq.write_table(pa.Table.from_batches([record_batch(rows)]), file, compression="zstd")
         self._on_written(step, path)
         return path
 

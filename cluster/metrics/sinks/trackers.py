@@ -1,23 +1,28 @@
-"""Experiment trackers by name. Each is one module of this package, with a library that is an optional extra."""
+"""Experiment trackers: MLflow, trackio, and Weights & Biases. The library of each is an optional extra."""
 
 from __future__ import annotations
 
+import os
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.sinks.base import Sink
+from mobula.cluster.metrics.sinks.base import COLUMNS, TABLE, Sink, cells, evaluation_scalars, images, step_scalars
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 from mobula.cluster.user_code import chosen, is_user_code
 
-TRACKERS: Mapping[str, str] = {
-    "mlflow": "mobula.cluster.metrics.sinks.mlflow_runs:MlflowSink",
-    "trackio": "mobula.cluster.metrics.sinks.trackio_runs:TrackioSink",
-    "wandb": "mobula.cluster.metrics.sinks.wandb_runs:WandbSink",
-}
-"""Name of the tracker, its library and its extra -> class of the sink, created with a `TrackedRun`."""
+MLFLOW_CONFIG = "config.yaml"
+MLFLOW_RUN_ID = "mobula.run_id"  # tag
+UNFIT = re.compile(r"[^\w\-./ ]")  # characters that MLflow refuses in a name
+STEP = "trained_step"  # the axis in trackio and wandb
+STAGED = "wandb/data"  # tables with images before they are sent
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,149 @@ class TrackedRun:
     folder: Path  # run folder; local files are below it
     address: str  # of the tracker's server; empty: local files only
     config: Mapping[str, Any]  # resolved
+
+
+class MlflowSink:
+    """Logs to one MLflow run per run. A resumed run finds it by the tag `mobula.run_id` in the experiment, which is the
+    project."""
+
+    name = "mlflow"
+
+    def __init__(self, run: TrackedRun) -> None:
+        import mlflow
+
+        if not run.address:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow requires a database
+        uri = run.address or (run.folder / "mlruns").absolute().as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name(run.project)
+        experiment = known.experiment_id if known is not None else self._client.create_experiment(run.project)
+        earlier = self._client.search_runs([experiment], f"tags.`{MLFLOW_RUN_ID}` = '{run.run_id}'", max_results=1)
+        if earlier:
+            self._run_id = earlier[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            tags = {MLFLOW_RUN_ID: run.run_id}
+            self._run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
+            self._client.log_text(self._run_id, yaml.safe_dump(dict(run.config), sort_keys=False), MLFLOW_CONFIG)
+
+    def emit(self, record: StepRecord) -> None:
+        self._log(step_scalars(record), record.step)
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        self._log(evaluation_scalars(record), record.version)
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """Writes artifacts below `samples/step-000003`: a table, and each image under the kind of its response."""
+        folder = f"{TABLE}/step-{samples[0].step:06d}"
+        rows = [dict(zip(COLUMNS, cells(sample), strict=True)) for sample in samples]
+        self._client.log_dict(self._run_id, {TABLE: rows}, f"{folder}/{TABLE}.json")
+        for sample in samples:
+            for number, image in enumerate(images(sample)):
+                self._client.log_image(self._run_id, image, artifact_file=f"{folder}/{sample.kind}-{number}.png")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(1000 * time.time())
+        metrics = [Metric(UNFIT.sub("_", name), float(value), now_ms, step) for name, value in scalars.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+
+class TrackioSink:
+    """Logs to trackio. `TRACKIO_DIR=RUN/trackio trackio show` shows the files below the run folder. trackio finds a run
+    by its name, so the name ends with the beginning of the run's id.
+    """
+
+    name = "trackio"
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str((run.folder / "trackio").absolute()))  # read by the import
+        import trackio
+
+        self._library = trackio
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.run_id[:8]}",
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+            server_url=run.address or None,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def emit(self, record: StepRecord) -> None:
+        self._run.log({STEP: record.step, **step_scalars(record)}, step=record.step)
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        self._run.log({STEP: record.version, **evaluation_scalars(record)}, step=record.version)
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """Logs a table of the step's responses with their images."""
+        image = self._library.Image
+        rows = [[*cells(sample), [image(opened) for opened in images(sample)]] for sample in samples]
+        table = self._library.Table(columns=[*COLUMNS, "images"], data=rows)
+        self._run.log({STEP: samples[0].step, TABLE: table}, step=samples[0].step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbSink:
+    """Logs offline without an address: `wandb sync` sends the folder later. WANDB_API_KEY or ~/.netrc has the key of a
+    server. The axis of every chart is the step, because an evaluation may end after later steps.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        run.folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("WANDB_DATA_DIR", str((run.folder / STAGED).absolute()))  # the default is the home folder
+        server = {"base_url": run.address} if run.address else {}
+        settings = wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True, **server)
+        self._library = wandb
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            dir=run.folder,
+            config=dict(run.config),
+            mode="online" if run.address else "offline",
+            resume="allow" if run.address else None,
+            settings=settings,
+        )
+        self._run.define_metric("*", step_metric=STEP)
+
+    def emit(self, record: StepRecord) -> None:
+        self._run.log({STEP: record.step, **step_scalars(record)})
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        self._run.log({STEP: record.version, **evaluation_scalars(record)})
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """Logs a table of the step's responses, each with its first image, and all images by kind of response."""
+        shown = {s.kind: [self._library.Image(image, caption=s.response) for image in images(s)] for s in samples}
+        rows = [[*cells(sample), next(iter(shown[sample.kind]), None)] for sample in samples]
+        table = self._library.Table(columns=[*COLUMNS, "image"], data=rows)
+        by_kind = {f"{TABLE}_{kind}": panel for kind, panel in shown.items() if panel}
+        self._run.log({STEP: samples[0].step, TABLE: table, **by_kind})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[TrackedRun], Sink]] = {
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
+    "wandb": WandbSink,
+}
+"""Name of the tracker, its library and its extra -> class of the sink."""
 
 
 def refuse_missing(names: Sequence[str]) -> None:
@@ -48,4 +196,4 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 def tracker(name: str) -> Callable[[TrackedRun], Sink]:
     """Returns the class of a tracker's sink."""
-    return chosen({}, TRACKERS.get(name, name), "metrics.trackers", ("run",))
+    return chosen(TRACKERS, name, "metrics.trackers", ("run",))

@@ -404,8 +404,9 @@ def test_evaluations_reach_the_sinks_with_their_interval() -> None:
 
 
 def test_metrics_and_report_load_neither_ray_nor_torch() -> None:
-    modules = "hub, report.report, report.samples, summary, sinks.jsonl, sinks.console".split(", ")
-    imports = "; ".join(f"import mobula.cluster.metrics.{name}" for name in modules)
+    names = "hub, report.samples, summary, sinks.jsonl, sinks.console, sinks.trackers".split(", ")
+    modules = [*(f"mobula.cluster.metrics.{name}" for name in names), "mobula.deploy.report.report"]
+    imports = "; ".join(f"import {module}" for module in modules)
     check = f"{imports}; import sys; assert not {{'ray', 'torch'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from mobula.cluster.runtime.child.process import ChildProcess
+from mobula.cluster.runtime.child_process import ChildProcess
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
 from mobula.cluster.failures import COLOUR
-from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
+from mobula.cluster.runtime.child_process import ChildProcess, RaisedError
 
 ROOT = Path(__file__).parents[2]  # of the checkout
 GIT_S = 10.0

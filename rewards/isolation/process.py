@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from mobula.cluster.errors import DeadlineError, RewardError, WorkerDiedError
-from mobula.cluster.runtime.child.process import ChildProcess
+from mobula.cluster.runtime.child_process import ChildProcess
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.rewards.contract import Outcome, TimedOutError, failure
 from mobula.rewards.isolation import child

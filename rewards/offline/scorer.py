@@ -17,7 +17,7 @@ import msgspec
 
 from mobula.cluster.errors import DeadlineError, PreflightError, RewardError, WorkerDiedError
 from mobula.cluster.records.trajectory import Reward
-from mobula.cluster.runtime.child.process import ChildProcess
+from mobula.cluster.runtime.child_process import ChildProcess
 from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import ComponentError, RewardScoring

@@ -32,7 +32,7 @@ from mobula.actors.environments.hosts.ray_actor import RayEnvironment
 from mobula.actors.environments.registry import build_environment
 from mobula.actors.environments.wire import Json, action_to_json, reset_from_json, spec_from_json, step_from_json
 from mobula.cluster.errors import DeadlineError, WorkerDiedError
-from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
+from mobula.cluster.runtime.child_process import ChildProcess, RaisedError
 from mobula.configs.schema.data import EnvironmentConfig
 
 T = TypeVar("T")

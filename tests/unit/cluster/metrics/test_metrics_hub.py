@@ -1,13 +1,14 @@
-"""The hub: one record a step, totals that are weighted right, failures that cost a sink and not the run."""
+"""The metrics hub: values of a step, times of the start, and warnings of idle steps."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -21,19 +22,23 @@ from metrics_data import (
     fetch_value,
     make_group,
     make_metrics,
+    write_run,
 )
 
 from mobula.cluster.errors import RunStopped
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.guard_events import NUM_IDLE, SignalWatch, idle_cause
+from mobula.cluster.metrics.hub import Metrics, StartUp
+from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord, from_line, to_line
 from mobula.cluster.metrics.summary import Summary, read_summary, summarize, write_summary
-from mobula.cluster.records.trajectory import FinishReason, GroupOutcome, Reward
+from mobula.cluster.records.trajectory import FinishReason, GroupOutcome, Reward, ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.group_observers import RejectionCounts
 from mobula.cluster.workers.status import Progress
+from mobula.deploy.report.report import write_report
 
 ISSUE_KEYS = (
     "accuracy_before accuracy_after seed num_steps samples_per_s tokens_per_s seconds logprob_gap_mean logprob_gap_max "
@@ -435,3 +440,157 @@ def test_reasons_of_rewards_are_counted_under_few_names() -> None:
             step.record([group], UpdateReport(number, {}), REPLAY)
     counted = sink.records[-1].counters[CounterName.REWARD_REASONS]
     assert len(counted) <= 25 and sum(counted.values()) == 40 and "answer: xx of # words" in counted
+
+
+def test_phases_in_turns_and_side_by_side_are_measured_until_the_first_response() -> None:
+    clock = FakeClock()
+    start_up = StartUp(clock(), clock)
+    clock.pass_s(3)
+    start_up.ended("imports")
+
+    async def loads(seconds: float, after: asyncio.Event, done: asyncio.Event) -> None:
+        await after.wait()
+        clock.pass_s(seconds)
+        done.set()
+
+    async def side_by_side() -> None:
+        begun, learner, engines = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        begun.set()
+        await asyncio.gather(
+            start_up.timing("engines", loads(4, learner, engines)), start_up.timing("learner", loads(2, begun, learner))
+        )
+
+    asyncio.run(side_by_side())
+    for response in range(2):
+        clock.pass_s(1)
+        start_up.ended("first push", 0.5)
+        clock.pass_s(response + 1)
+        start_up.responded()
+    phases = {"imports": 3, "learner": 2, "engines": 6, "first push": 0.5, "first response": 1, "total": 11}
+    assert start_up.seconds == phases
+    assert list(start_up.seconds) == list(phases)
+
+
+def test_a_phase_that_fails_has_no_seconds() -> None:
+    clock = FakeClock()
+    start_up = StartUp(clock(), clock)
+    with pytest.raises(ValueError, match="model"), start_up.timed("learner"):
+        raise ValueError("no model")
+    assert start_up.seconds == {}
+
+
+def test_the_report_lists_the_phases(tmp_path: Path) -> None:
+    write_run(tmp_path / "digits", num_steps=2)
+    assert 'id="start-up"' not in write_report(tmp_path / "digits").read_text(encoding="utf-8")
+    summary = read_run_folder(tmp_path / "digits").summary
+    assert summary is not None
+    summary = replace(summary, start_up={"imports": 4.24, "total": 21.0})
+    text = write_report(tmp_path / "digits", summary).read_text(encoding="utf-8")
+    assert '<th scope="row">imports</th><td>4.2</td>' in text
+    assert '<th scope="row">total</th><td>21.0</td>' in text
+
+
+LEARNS = {MetricName.GRAD_NORM: 0.7, MetricName.LEARNING_RATE: 1e-6, MetricName.OPTIMIZER_STEPS: 1.0}
+
+
+def hub(*, learns_from_rewards: bool = True) -> Metrics:
+    watch = SignalWatch(learns_from_rewards=learns_from_rewards, fetch=fetch_value, timeout_s=1)
+    return Metrics([], FakeClock(), accuracy_component="answer", signal=watch)
+
+
+def run(metrics: Metrics, step: int, rewards: Sequence[Sequence[float]], **changes: float) -> None:
+    groups = [make_group(f"s{i}", of_one, text="It is 7.") for i, of_one in enumerate(rewards)]
+    finish(metrics, step, groups, changes)
+
+
+def finish(metrics: Metrics, step: int, groups: Sequence[ScoredGroup], changes: Mapping[str, float]) -> None:
+    with metrics.step(step) as scope:
+        scope.record(groups, UpdateReport(step, {**LEARNS, **changes}), REPLAY)
+
+
+def test_rewards_that_are_all_zero_are_named_with_cause_and_samples(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = hub()
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 6):
+            run(metrics, step, [[0.0, 0.0]] * 4, grad_norm=0.0)
+    [message] = caplog.messages
+    first, *samples = message.splitlines()
+    assert first == (
+        "nothing was learned in steps 1 to 3: every response has the reward 0 (answer 0, format 1); answer says 'not "
+        "equal' of 8 of 8 responses: compare the prompt (data.prompt_suffix, data.system_prompt) with what the reward "
+        "reads (rewards.components)"
+    )
+    assert len(samples) == 3 * 4
+    assert samples[:4] == [
+        "  sample s0: reward 0 (answer 0, format 1, answer: not equal)",
+        "    prompt ends: '<|im_start|>user\\nWhich digit is this?<|im_end|>'",
+        "    response (stop): 'It is 7.'",
+        "    references: ('3',)",
+    ]
+    [warning] = summarize(metrics, FACTS, status="done", version=5, wall_s=1).warnings
+    assert warning.startswith("nothing was learned in the last 5 of 5 steps: every response has the reward 0")
+
+
+def test_a_run_that_learns_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = hub()
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 12):
+            is_idle = step % 3 != 0  # two idle steps in a row happen
+            run(metrics, step, [[0.0, 0.0 if is_idle else 1.0]], grad_norm=0.0 if is_idle else 0.5)
+        run(metrics, 12, [[1.0, 0.0]])
+    assert caplog.messages == [] and metrics.warnings == ()
+
+
+def test_a_run_of_two_idle_steps_is_named_at_its_end() -> None:
+    metrics = hub()
+    for step in (1, 2):
+        run(metrics, step, [[1.0, 1.0]], grad_norm=0.0)
+    assert "the last 2 of 2 steps: every response has the reward 1" in metrics.warnings[0]
+
+
+def test_a_resumed_run_counts_the_steps_of_its_earlier_part() -> None:
+    metrics = hub()
+    metrics.resume([record(grad_norm=0.0)] * 2)
+    run(metrics, 7, [[0.0, 0.0]], grad_norm=0.0)
+    assert "the last 3 of 3 steps" in metrics.warnings[0]
+
+
+def test_responses_that_are_all_cut_are_a_likely_cause(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = hub()
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, NUM_IDLE + 1):
+            groups = [make_group("a", [0.0, 0.0], finish_reason=FinishReason.LENGTH)]
+            finish(metrics, step, groups, {MetricName.GRAD_NORM: 0.0})
+    assert "100% of the responses were cut at their longest length: raise sampler.max_tokens" in caplog.messages[0]
+
+
+def record(**values: float) -> StepRecord:
+    least = {
+        MetricName.REWARD_MIN: 0.0,
+        MetricName.REWARD_MAX: 1.0,
+        MetricName.UNIFORM_FRACTION: 0.5,
+        MetricName.TRUNCATED_FRACTION: 0.0,
+        MetricName.NUM_SAMPLES: 2.0,
+        MetricName.NUM_TOKENS: 8.0,
+    }
+    return StepRecord(6, {"total": 1.0}, {**least, **LEARNS, **values}, {}, {"answer": 0.5}, {})
+
+
+@pytest.mark.parametrize(
+    ("values", "learns_from_rewards", "cause"),
+    [
+        ({}, True, None),
+        ({"learning_rate": 0.0}, True, "the learning rate is 0: raise learner.learning_rate"),
+        ({"optimizer_steps": 0.0}, True, "every optimizer step was skipped"),
+        ({"reward_max": 0.0}, True, "every response has the reward 0 (answer 0.5)"),
+        ({"reward_max": 0.0}, False, None),
+        ({"grad_norm": 0.0, "uniform_fraction": 1.0}, True, "rewards within each group are equal (0 to 1 over all"),
+        ({"grad_norm": 0.0}, True, "the gradient norm is 0: see policy.freeze"),
+        ({"grad_norm": 0.0, "reward_max": 0.0, "uniform_fraction": 1.0}, False, "the gradient norm is 0: see policy."),
+    ],
+)
+def test_a_step_that_trains_nothing_has_a_cause(
+    values: dict[str, float], learns_from_rewards: bool, cause: str | None
+) -> None:
+    found = idle_cause(record(**values), learns_from_rewards=learns_from_rewards)
+    assert found is None if cause is None else (found is not None and cause in found)

@@ -1,18 +1,23 @@
-"""The report of one run, and of several on one page."""
+"""The report, the comparison of runs, and evaluations in both."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pytest
-from metrics_data import write_run
+from hypothesis import given
+from hypothesis import strategies as st
+from metrics_data import FACTS, FakeClock, make_metrics, write_run
 
 from mobula.cluster.metrics.report.run_folder import (
     Evidence,
@@ -23,13 +28,27 @@ from mobula.cluster.metrics.report.run_folder import (
     write_findings,
 )
 from mobula.cluster.metrics.report.samples import read_samples
-from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord, to_line
-from mobula.deploy.report.charts import MAX_POINTS, Chart, curve
+from mobula.cluster.metrics.sinks.base import evaluation_scalars
+from mobula.cluster.metrics.step_records import BeforeAfter, EvaluationRecord, StepRecord, from_line, to_line
+from mobula.cluster.metrics.summary import (
+    Summary,
+    bootstrap_interval,
+    interval_of_mean,
+    ks,
+    pass_at_k,
+    reflection_ratios,
+    summarize,
+    wilson_interval,
+)
+from mobula.configs.load import load_config
+from mobula.deploy.report.charts import MAX_POINTS, Chart, accuracy_chart, curve
 from mobula.deploy.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
 from mobula.deploy.report.page import write_bytes, write_duration, write_number
 from mobula.deploy.report.report import write_report
+from mobula.deploy.run.run_report import headline
 
 VOID = {"meta", "link", "img", "br", "path", "input", "hr"}
+
 HOSTILE = '<script>alert("owned")</script><img src=x onerror=alert(1)> </pre></article> & \'"'
 
 
@@ -267,3 +286,181 @@ def test_the_diagnosis_is_a_section_with_its_evidence_and_pictures(tmp_path: Pat
     section = page[page.index('id="diagnosis"') :].partition("</section>")[0]
     assert "90 % were cut" in section and "<b>raise it</b>" in section and "cut after &lt;b&gt;" in section
     assert section.count("data:image/png") == 1 and "too few groups" not in section
+
+
+GREEDY = {"split": "test", "num_prompts": 24, "num_samples": 1, "temperature": 0.0, "rows": "sha256:aa"}
+
+WARM = {**GREEDY, "temperature": 1.0}
+
+OWN = ["experiment=own", "policy.model=m", "data.path=d"]
+
+
+def record(version: int, accuracy: float, identity: Mapping[str, Any], **fields: Any) -> EvaluationRecord:
+    return EvaluationRecord(version, accuracy, accuracy - 0.1, accuracy + 0.1, 24, identity=identity, **fields)
+
+
+CHANGED = [record(0, 0.917, GREEDY), record(4, 0.9, GREEDY), record(8, 0.448, WARM)]
+
+SAME = [record(0, 0.3, GREEDY), record(8, 0.6, GREEDY)]
+
+
+def summary_of(records: list[EvaluationRecord]) -> Summary:
+    metrics = make_metrics([], FakeClock())
+    for each in records:
+        metrics.record_evaluation(each)
+    return summarize(metrics, FACTS, status="done", version=8, wall_s=1.0)
+
+
+def test_a_changed_evaluation_gives_no_pair_and_says_what_differs() -> None:
+    pair = BeforeAfter.of(CHANGED)
+    assert (pair.before, pair.after) == (None, CHANGED[-1])
+    assert pair.reason == "version 0 was evaluated in another way: temperature 0.0 -> 1.0"
+    assert BeforeAfter.of(SAME) == BeforeAfter(SAME[0], SAME[1])
+    back = [*CHANGED, record(12, 0.95, GREEDY)]
+    assert BeforeAfter.of(back) == BeforeAfter(back[0], back[-1]), "the newest is that of the start again"
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [
+        ({**GREEDY, "split": "validation", "rows": "sha256:bb"}, "split test -> validation"),
+        ({**GREEDY, "rows": "sha256:bb"}, "other rows"),
+        ({**GREEDY, "stop_strings": "'.'"}, "stop_strings None -> '.'"),
+        ({}, "an earlier version of Mobula recorded no identity of the evaluation"),
+    ],
+)
+def test_the_reason_names_the_keys_and_only_then_digests(new: Mapping[str, Any], reason: str) -> None:
+    assert BeforeAfter.of([record(0, 0.5, GREEDY), record(4, 0.5, new)]).reason.endswith(f": {reason}")
+
+
+def test_the_last_line_and_the_summary_have_no_before_of_another_evaluation() -> None:
+    summary = summary_of(CHANGED)
+    assert (summary.accuracy_before, summary.accuracy_after) == (None, 0.448)
+    assert summary.not_compared.endswith("temperature 0.0 -> 1.0")
+    assert headline(load_config(OWN), summary) == (
+        "held-out accuracy 44.8% after RL; not compared with the start, since version 0 was evaluated in another way: "
+        "temperature 0.0 -> 1.0"
+    )
+    assert headline(load_config(OWN), summary_of(SAME)) == "held-out accuracy 30.0% before RL, 60.0% after RL"
+
+
+def test_means_that_leave_responses_out_say_how_many() -> None:
+    missing = [replace(SAME[0], num=3, num_unscored=1), replace(SAME[1], num=24)]
+    assert headline(load_config(OWN), summary_of(missing)) == (
+        "held-out accuracy 30.0% before RL (3 of 4 prompts), 60.0% after RL"
+    )
+    assert missing[0].counted == "3 of 4 prompts"
+    assert replace(missing[0], identity={**GREEDY, "num_samples": 4}).counted == "3 of 4 responses"
+    assert evaluation_scalars(missing[0])["evaluation/num_unscored"] == 1
+    assert from_line(to_line(missing[0])) == missing[0]
+
+
+def test_a_line_of_an_earlier_version_has_no_identity() -> None:
+    row = json.loads(to_line(SAME[0]))
+    del row["identity"], row["num_unscored"]
+    assert from_line(json.dumps(row)) == replace(SAME[0], identity={}, num_unscored=0)
+
+
+def run_with(folder: Path, records: list[EvaluationRecord]) -> RunFolder:
+    write_run(folder, num_steps=8)
+    return replace(read_run_folder(folder), evaluations=records, suites={})
+
+
+def test_the_report_shows_the_newest_number_alone_and_one_curve_for_each_evaluation(tmp_path: Path) -> None:
+    run = run_with(tmp_path, CHANGED)
+    held_out = [series for series in accuracy_chart(run.steps, CHANGED).series if series.label.startswith("held out")]
+    assert [(s.label, len(s.points)) for s in held_out] == [("held out", 2), ("held out (temperature 0.0 -> 1.0)", 1)]
+    lines = [
+        line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if json.loads(line)["kind"] == "step"
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, *map(to_line, CHANGED)]) + "\n")
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    hero = text[text.index("Held-out accuracy") : text.index('class="facts"')]
+    assert "0.448" in hero and "0.917" not in hero and "→" not in hero and "temperature 0.0 -&gt; 1.0" in hero
+
+
+def test_runs_that_were_evaluated_in_different_ways_are_in_different_rows(tmp_path: Path) -> None:
+    runs = {name: run_with(tmp_path / name, records) for name, records in (("a", SAME), ("b", CHANGED))}
+    lines = [ComparedRuns(name, [run]) for name, run in runs.items()]
+    rows = {(row.suite, row.label): row for row in table(lines)}
+    assert set(rows) == {("held_out", "a"), ("held_out", "b"), ("held_out (temperature 0.0 -> 1.0)", "b")}
+    changed = rows["held_out (temperature 0.0 -> 1.0)", "b"]
+    assert changed.before is None and changed.after is not None and changed.after.value == 0.448
+    same = rows["held_out", "b"]
+    assert same.before is not None and same.after is not None and (same.before.value, same.after.value) == (0.917, 0.9)
+    page = render_comparison(lines, by_epoch=False)
+    assert "Accuracy on held out (temperature 0.0 -&gt; 1.0)" in page
+    both = {row.suite: row for row in table([ComparedRuns("both", list(runs.values()))])}
+    assert both["held_out"].num_runs == 2 and both["held_out (temperature 0.0 -> 1.0)"].num_runs == 1
+
+
+def test_the_interval_is_the_one_of_the_literature() -> None:
+    low, high = wilson_interval(0.1, 20)  # 2 of 20: Newcombe 1998's formula 3, computed by hand
+    assert (round(low, 4), round(high, 4)) == (0.0279, 0.3010)
+    low, high = wilson_interval(81 / 263, 263)  # his table I
+    assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
+
+
+@given(num=st.integers(1, 10_000), share=st.floats(0, 1))
+def test_the_interval_holds_the_mean_and_stays_within_0_and_1(num: int, share: float) -> None:
+    low, high = wilson_interval(share, num)
+    assert 0 <= low <= share + 1e-12
+    assert share - 1e-12 <= high <= 1
+    assert high > low
+
+
+def test_the_interval_of_a_mean_is_that_of_a_share_within_0_and_1_and_a_bootstrap_elsewhere() -> None:
+    assert interval_of_mean([1.0, 0.0, 0.5, 0.5], 0) == wilson_interval(0.5, 4)
+    signed = [1.0] * 50 + [-1.0] * 50
+    low, high = interval_of_mean(signed, 0)
+    half = 1.96 / math.sqrt(100)  # the normal approximation: the standard deviation of a sign is 1
+    assert low == pytest.approx(-half, abs=0.04) and high == pytest.approx(half, abs=0.04)
+    assert interval_of_mean([-1.0] * 8, 0) == (-1.0, -1.0)
+    assert interval_of_mean([10.0, 2.5], 3) == bootstrap_interval([10.0, 2.5], 3)
+
+
+@given(data=st.data(), num=st.integers(1, 8))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_correct_one(data: st.DataObject, num: int) -> None:
+    correct, k = data.draw(st.integers(0, num)), data.draw(st.integers(1, num))
+    choices = list(itertools.combinations(range(num), k))
+    expected = sum(any(i < correct for i in choice) for choice in choices) / len(choices)
+    assert math.isclose(pass_at_k(num, correct, k), expected, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize(("num", "correct", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
+def test_pass_at_k_outside_its_definition_is_refused(num: int, correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match="is not defined"):
+        pass_at_k(num, correct, k)
+
+
+def test_pass_at_k_is_reported_for_powers_of_two_and_for_all_samples() -> None:
+    assert [ks(num) for num in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_the_bootstrap_interval_is_near_the_normal_one_and_repeats() -> None:
+    values = np.random.default_rng(0).normal(0.5, 0.2, size=400)
+    low, high = bootstrap_interval(list(values), seed=3)
+    half = 1.96 * values.std() / math.sqrt(values.size)
+    assert math.isclose(high - low, 2 * half, rel_tol=0.1)
+    assert math.isclose((high + low) / 2, values.mean(), abs_tol=half / 4)
+    assert (low, high) == bootstrap_interval(list(values), seed=3)
+    assert bootstrap_interval([0.25], seed=0) == (0.25, 0.25)
+
+
+def test_reflection_ratios_of_a_table_counted_by_hand() -> None:
+    """Ten responses: four reflect, three of these are correct; of the six others two are."""
+    reflects = [True] * 4 + [False] * 6
+    correct = [True, True, True, False] + [True, True] + [False] * 4
+    assert reflection_ratios(correct, reflects) == {
+        "reflection_ratio": 0.4,
+        "reflection_ratio_in_correct": 0.6,
+        "reflection_ratio_in_incorrect": 0.2,
+        "correct_ratio": 0.5,
+        "correct_ratio_in_reflection": 0.75,
+        "correct_ratio_in_no_reflection": 1 / 3,
+    }
+
+
+def test_a_ratio_of_no_responses_is_0() -> None:
+    ratios = reflection_ratios([True], [False])
+    assert ratios["reflection_ratio_in_incorrect"] == ratios["correct_ratio_in_reflection"] == 0.0

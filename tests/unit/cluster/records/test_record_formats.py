@@ -1,4 +1,4 @@
-"""Records on their way and on disk: Arrow, JSON lines, denoising steps, partial responses."""
+"""Records: content and digest of groups, media, and their forms in pickles, Arrow and JSON."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import json
 import lzma
 import math
 import pickle
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from threading import Barrier, Thread
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,26 @@ from group_data import assert_equal, image_prompt
 from latent_data import SIGMAS, assert_same_actions, latent_actions, latent_group, latent_prompt, sampled
 
 from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
-from mobula.cluster.records.actions import LatentActions, TokenActions
+from mobula.cluster.records import media as media_module
+from mobula.cluster.records.actions import MAX_BYTES_PACKED, KeptSets, LatentActions, TokenActions
 from mobula.cluster.records.arrow import SCHEMA, from_batch, record_batch, to_batch, to_rows
 from mobula.cluster.records.json_lines import line_positions, parse_json, read_lines
-from mobula.cluster.records.media import MediaReader, ProcessedMedia
+from mobula.cluster.records.media import MediaHandle, MediaReader, MediaStore, ProcessedMedia, content_key
 from mobula.cluster.records.partial_response import NOTHING, Attempt, SampledSequence
-from mobula.cluster.records.trajectory import FinishReason, Prompt, Reward, WeightSpan
+from mobula.cluster.records.trajectory import (
+    MAX_CHARACTERS_BY_VALUE,
+    Answers,
+    FinishReason,
+    Generated,
+    MediaSpan,
+    Prompt,
+    Response,
+    Reward,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+    group_digest,
+)
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
 
@@ -287,3 +303,324 @@ def test_tokens_without_a_logprob_or_a_version_are_refused() -> None:
         SampledSequence(TokenActions(ids), np.zeros(2, dtype=np.float32), (WeightSpan(0, 0, 3),), None)
     with pytest.raises(ValueError, match="3 log-probs and 1 versioned"):
         SampledSequence(TokenActions(ids), np.zeros(3, dtype=np.float32), (WeightSpan(0, 0, 1),), None)
+
+
+GROUP = make_group(image_prompt())
+
+Change = Callable[[Trajectory], Trajectory]
+
+
+def changed(change: Change) -> TrajectoryGroup:
+    first, *others = GROUP.trajectories
+    return replace(GROUP, trajectories=(change(first), *others))
+
+
+def test_a_group_keeps_its_digest_in_messages_and_in_the_journal() -> None:
+    rewards = [Reward(1.0)] * len(GROUP.trajectories)
+    assert GROUP.summary().sha256 == group_digest(GROUP)
+    assert group_digest(pickle.loads(pickle.dumps(GROUP))) == group_digest(GROUP)
+    assert group_digest(from_batch(to_batch(GROUP, rewards)).group) == group_digest(GROUP)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: replace(t, actions=TokenActions(t.actions.token_ids + 1)),
+        lambda t: replace(t, actions=TokenActions(t.actions.token_ids, KeptSets.uncut(t.num_steps))),
+        lambda t: replace(t, behavior_logprobs=np.nextafter(t.behavior_logprobs, np.float32(1))),
+        lambda t: replace(t, action_mask=~t.action_mask),
+        lambda t: replace(t, weight_spans=(WeightSpan(9, 0, t.num_steps),)),
+        lambda t: replace(t, finish_reason=FinishReason.ABORT),
+    ],
+    ids=["tokens", "kept sets", "log-probs", "mask", "versions", "reason"],
+)
+def test_every_field_that_is_trained_counts(change: Change) -> None:
+    assert group_digest(changed(change)) != group_digest(GROUP)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"expanded_ids": np.array([5, 98, 99, 6], dtype=np.int32)},
+        {"prompt_id": "0/4"},
+        {"media_spans": (MediaSpan(0, 2),)},
+    ],
+    ids=["prompt", "id", "place of the image"],
+)
+def test_the_prompt_counts(fields: dict[str, object]) -> None:
+    assert group_digest(replace(GROUP, prompt=replace(GROUP.prompt, **fields))) != group_digest(GROUP)
+
+
+def image(num_floats: int = 25, value: float = 0.0) -> ProcessedMedia:
+    return ProcessedMedia("image", {"pixel_values": np.full(num_floats, value, dtype=np.float32)})
+
+
+def in_process_store(max_bytes: int = 10_000) -> MediaStore:
+    return MediaStore(put=lambda value: value, max_bytes=max_bytes)
+
+
+def handle_of(medium: ProcessedMedia, key: str) -> MediaHandle:
+    return MediaHandle(key, medium.modality, medium.num_bytes, medium)
+
+
+def never() -> ProcessedMedia:
+    raise AssertionError("a stored medium must not be processed again")
+
+
+def test_bytes_of_a_medium_are_those_of_its_tensors_and_thumbnail() -> None:
+    grid = np.zeros((1, 3), dtype=np.int64)
+    pixels = np.zeros((4, 5), dtype=np.float32)
+    medium = ProcessedMedia("image", {"pixel_values": pixels, "image_grid_thw": grid}, thumbnail=b"12345")
+    assert medium.num_bytes == 80 + 24 + 5
+
+
+def test_the_key_depends_on_content_and_on_the_processor() -> None:
+    assert content_key(b"a", "x") == content_key(b"a", "x")
+    assert len({content_key(b"a", "x"), content_key(b"b", "x"), content_key(b"a", "y"), content_key(b"", "xa")}) == 4
+
+
+def test_an_equal_key_is_stored_and_processed_once() -> None:
+    stored: list[Any] = []
+
+    def put(value: Any) -> int:
+        stored.append(value)
+        return len(stored)
+
+    store = MediaStore(put=put, max_bytes=10_000)
+    first = store.get_or_add("k", "a.png", image)
+    second = store.get_or_add("k", "copy_of_a.png", never)
+    assert first is second
+    assert (first.source, first.num_bytes, len(stored)) == ("a.png", 100, 1)
+
+
+def test_stored_bytes_grow_with_unique_media_not_with_uses() -> None:
+    store = in_process_store()
+    for key in ("a", "b", "a", "a"):
+        store.get_or_add(key, key, image)
+    assert (store.num_bytes, store.num_bytes_unique) == (200, 200)
+
+
+def test_beyond_the_budget_the_least_recently_used_medium_is_forgotten() -> None:
+    store = in_process_store(max_bytes=250)
+    for key in ("a", "b", "a", "c"):
+        store.get_or_add(key, key, image)
+    assert store.num_bytes == 200
+    store.get_or_add("a", "a", never)
+    store.get_or_add("b", "b", image)
+    assert store.num_bytes_unique == 400  # b was forgotten and made again
+
+
+def test_a_medium_larger_than_the_budget_is_still_handed_out() -> None:
+    store = in_process_store(max_bytes=10)
+    assert store.get_or_add("a", "a", image).num_bytes == 100
+    assert store.get_or_add("b", "b", image).num_bytes == 100
+    assert store.num_bytes == 100
+
+
+def test_a_failed_medium_leaves_nothing_behind() -> None:
+    store = in_process_store()
+    with pytest.raises(AssertionError):
+        store.get_or_add("a", "a", never)
+    assert store.num_bytes_unique == 0
+    assert store.get_or_add("a", "a", image).key == "a"
+
+
+def test_reader_returns_media_in_order_with_repeats() -> None:
+    media = {key: image(value=ord(key)) for key in "abc"}
+    reader = MediaReader(timeout_s=1, max_items=8)
+    read = reader.read([handle_of(media[key], key) for key in "cabca"])
+    assert [m.inputs["pixel_values"][0] for m in read] == [ord(key) for key in "cabca"]
+
+
+def test_reader_fetches_each_medium_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[Any] = []
+
+    def fetch(references: list[Any], *, timeout_s: float, what: str) -> list[Any]:
+        fetched.extend(references)
+        return references
+
+    monkeypatch.setattr(media_module, "fetch", fetch)
+    a, b, c = (handle_of(image(value=i), key) for i, key in enumerate("abc"))
+    reader = MediaReader(timeout_s=1, max_items=2)
+    for handles in ([a, a], [a, b], [c], [b, c]):  # c pushes a out
+        reader.read(handles)
+    assert len(fetched) == 3
+    assert reader.read([a])[0] is a.reference
+    assert len(fetched) == 4
+
+
+def test_reader_reads_at_hand_for_several_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = (handle_of(image(value=i), key) for i, key in enumerate("abc"))
+    asked: list[Any] = []
+
+    def all_but_b(wanted: list[list[Any]], *, wait_s: float) -> list[list[Any] | None]:
+        asked.append([reference for [reference] in wanted])
+        return [None if reference is b.reference else [reference] for [reference] in wanted]
+
+    monkeypatch.setattr(media_module, "fetch_at_hand", all_but_b)
+    reader = MediaReader(timeout_s=1, max_items=8)
+    assert reader.read_at_hand([[a], [b, a], [], [c, a]]) == [[a.reference], None, [], [c.reference, a.reference]]
+    assert reader.read_at_hand([[c], [a]]) == [[c.reference], [a.reference]]
+    assert asked == [[a.reference, b.reference, c.reference], []]
+
+
+def test_reader_returns_more_media_than_it_keeps() -> None:
+    reader = MediaReader(timeout_s=1, max_items=1)
+    read = reader.read([handle_of(image(value=i), str(i)) for i in range(4)])
+    assert [m.inputs["pixel_values"][0] for m in read] == [0, 1, 2, 3]
+
+
+def test_a_medium_that_another_thread_evicts_meanwhile_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = (handle_of(image(value=i), key) for i, key in enumerate("abc"))
+    reader = MediaReader(timeout_s=1, max_items=1)
+    reader.read([a])
+
+    def fetch_while_another_reads(references: list[Any], *, timeout_s: float, what: str) -> list[Any]:
+        monkeypatch.undo()
+        other = Thread(target=reader.read, args=([c],))  # it evicts a
+        other.start()
+        other.join(10)
+        return references
+
+    monkeypatch.setattr(media_module, "fetch", fetch_while_another_reads)
+    read = reader.read([a, b])
+    assert [m.inputs["pixel_values"][0] for m in read] == [0, 1]
+
+
+def test_two_threads_that_need_one_medium_process_it_once() -> None:
+    num_processed, both = 0, Barrier(2)
+    store = MediaStore(lambda media: media, max_bytes=10**9)
+
+    def process() -> ProcessedMedia:
+        nonlocal num_processed
+        num_processed += 1
+        time.sleep(0.05)  # the other thread comes meanwhile
+        return image()
+
+    def get() -> None:
+        both.wait(10)
+        store.get_or_add("a", "a", process)
+
+    threads = [Thread(target=get) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert num_processed == 1
+
+
+def group(*lengths: int) -> TrajectoryGroup:
+    return TrajectoryGroup(image_prompt(), tuple(trajectory(i, length) for i, length in enumerate(lengths)))
+
+
+def trajectory(sibling: int, length: int) -> Trajectory:
+    """One that differs from its siblings in everything, its last half sampled by newer weights and not trained on."""
+    half = length // 2
+    spans = (WeightSpan(sibling, 0, half), WeightSpan(sibling + 1, half, length))
+    return Trajectory(
+        trajectory_id=f"0/1/cat#{sibling}",
+        actions=TokenActions(np.arange(length, dtype=np.int32) + 100 * sibling),
+        behavior_logprobs=-np.arange(length, dtype=np.float32) - sibling,
+        action_mask=np.arange(length) < half,
+        weight_spans=tuple(span for span in spans if span.start < span.end),
+        finish_reason=FinishReason.STOP if sibling % 2 else FinishReason.LENGTH,
+        response=Response(f"answer {sibling}", length, is_truncated=sibling % 2 == 0, images=(b"png",) * sibling),
+    )
+
+
+@pytest.mark.parametrize("lengths", [(), (5,), (0,), (3, 0, 7), (2, 2, 2, 2)], ids=str)
+def test_a_group_arrives_as_it_left(lengths: tuple[int, ...]) -> None:
+    left = group(*lengths)
+    buffers: list[pickle.PickleBuffer] = []
+    arrived = pickle.loads(pickle.dumps(left, protocol=5, buffer_callback=buffers.append), buffers=buffers)
+    assert_equal(arrived, left)
+
+
+@pytest.mark.parametrize("num_kept", [3, MAX_BYTES_PACKED // 8], ids=["packed", "as they are"])
+def test_kept_sets_arrive_as_they_left(num_kept: int) -> None:
+    def with_sets(one: Trajectory) -> Trajectory:
+        counts = np.full(one.num_steps, num_kept, dtype=np.int32)
+        kept = KeptSets(counts, np.arange(counts.sum(), dtype=np.int32) + len(one.trajectory_id))
+        return replace(one, actions=replace(one.actions, kept=kept))
+
+    left = TrajectoryGroup(image_prompt(), tuple(map(with_sets, group(2, 1, 3).trajectories)))
+    arrived = pickle.loads(pickle.dumps(left, protocol=5))
+    for before, after in zip(left.trajectories, arrived.trajectories, strict=True):
+        np.testing.assert_array_equal(after.actions.token_ids, before.actions.token_ids)
+        np.testing.assert_array_equal(after.actions.kept.counts, before.actions.kept.counts)
+        np.testing.assert_array_equal(after.actions.kept.ids, before.actions.kept.ids)
+    assert arrived.summary() == left.summary()
+    recorded = from_batch(to_batch(left, [None] * 3)).group.trajectories
+    for before, after in zip(left.trajectories, recorded, strict=True):
+        np.testing.assert_array_equal(after.actions.kept.counts, before.actions.kept.counts)
+        np.testing.assert_array_equal(after.actions.kept.ids, before.actions.kept.ids)
+
+
+def test_siblings_share_their_arrays_on_the_way() -> None:
+    def num_buffers(num_siblings: int) -> int:
+        buffers: list[pickle.PickleBuffer] = []
+        pickle.dumps(group(*[4] * num_siblings), protocol=5, buffer_callback=buffers.append)
+        return len(buffers)
+
+    assert num_buffers(16) == num_buffers(1)
+
+
+def test_long_responses_are_not_copied_on_the_way() -> None:
+    num_tokens = (
+        MAX_BYTES_PACKED // 2
+    )  # of each of four: their masks, of a byte a token, are too long for one array too
+    left = group(*[num_tokens] * 4)
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(left, protocol=5, buffer_callback=buffers.append)
+    sent = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+    for own in left.trajectories:
+        for array in (own.actions.token_ids, own.behavior_logprobs, own.action_mask):
+            assert sum(np.shares_memory(array, travelling) for travelling in sent) == 1
+    assert_equal(pickle.loads(data, buffers=buffers), left)
+
+
+def test_ids_of_another_width_arrive_as_the_same_ids() -> None:
+    left = replace(image_prompt(), compact_ids=np.array([5, 99, 6]), expanded_ids=np.array([5, 99, 99, 6]))
+    arrived = pickle.loads(pickle.dumps(left, protocol=5))
+    assert (arrived.compact_ids.tolist(), arrived.expanded_ids.tolist()) == ([5, 99, 6], [5, 99, 99, 6])
+
+
+def test_no_field_stays_behind() -> None:
+    """Who adds a field to one of these records adds it to how they travel."""
+    left = group(4)
+    prompt = left.prompt.__reduce__()[1]
+    _, _, actions, logprobs, masks, [sibling] = left.__reduce__()[1]
+    trajectory_id, [first, _], finish_reason, response = sibling
+    trajectory = (trajectory_id, actions, logprobs, masks, first, finish_reason, response)
+    [handle], [placed] = prompt[5], prompt[6]
+    travelling = {Prompt: prompt, MediaHandle: handle, MediaSpan: placed, Trajectory: trajectory}
+    travelling |= {WeightSpan: first, Response: response.__reduce__()[1]}
+    for record, values in travelling.items():
+        assert len(values) == len(fields(record)), record
+
+
+def test_responses_are_sent_beside_their_group_where_they_are_few_bytes() -> None:
+    def generated(*texts: str, images: tuple[bytes, ...] = ()) -> Generated:
+        responses = [Response(text, 4, is_truncated=False, images=images) for text in texts]
+        siblings = zip(responses, group(*[4] * len(texts)).trajectories, strict=True)
+        sampled = TrajectoryGroup(image_prompt(), tuple(replace(t, response=response) for response, t in siblings))
+        return Generated.of(sampled.prompt, "a reference", (sampled.summary(), sampled.small_responses()))
+
+    half = "x" * (MAX_CHARACTERS_BY_VALUE // 2)
+    answers = generated(half, half).to_score
+    assert [response.text for response in answers.responses] == [half, half]
+    assert answers.trajectory_ids == tuple(f"{image_prompt().prompt_id}#{i}" for i in (0, 1))
+    assert generated(half, half + "x").to_score == "a reference"
+    assert generated("a", images=(b"png",)).to_score == "a reference"
+
+
+def test_answers_travel_without_what_no_reward_function_reads() -> None:
+    answers = Answers(image_prompt(), (1,), (Response("a", 1, is_truncated=False),))
+    prompt = answers.prompt
+    for with_media in (False, True):
+        lean = answers.lean(with_media=with_media)
+        assert lean.responses == answers.responses
+        assert (lean.prompt.compact_ids.size, lean.prompt.expanded_ids.size) == (0, 0)
+        assert lean.prompt.media == (prompt.media if with_media else ())
+        kept = ("prompt_id", "sample_id", "text", "references", "metadata")
+        assert all(getattr(lean.prompt, name) == getattr(prompt, name) for name in kept)

@@ -16,7 +16,7 @@ import pytest
 from waiting import wait_until
 
 from mobula.cluster.errors import DeadlineError, PlacementError, WorkerDiedError
-from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
+from mobula.cluster.runtime.child_process import ChildProcess, RaisedError
 from mobula.deploy.host.processes import ProcessId
 
 

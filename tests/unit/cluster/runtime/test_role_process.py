@@ -1,4 +1,4 @@
-"""The process of a role: its cores, threads, memory, address, GPUs and log."""
+"""Processes of roles: set-up, vitals, logs and deaths."""
 
 from __future__ import annotations
 
@@ -9,16 +9,28 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
+import pynvml
 import pytest
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    WorkerCrashedError,
+)
 
-from mobula.cluster.errors import DeadlineError, LostObjectError
+from mobula.cluster.errors import DeadlineError, LostObjectError, WorkerDiedError
+from mobula.cluster.failures import MAX_LINE
 from mobula.cluster.runtime import network, ray_actors
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.runtime.gc_tuning import collect_rarely, return_free_memory, tune_gc
@@ -26,16 +38,21 @@ from mobula.cluster.runtime.network import LOOPBACK, node_address, use_node_inte
 from mobula.cluster.runtime.object_store import fetch, fetch_at_hand, fetch_or_miss
 from mobula.cluster.runtime.ray_actors import (
     BOUND_THREADS,
+    MEMORY_SETTINGS,
+    OTHER_SETTINGS,
     POINTER,
     _log_of,
+    actor_death,
+    answer,
     gpu_environment,
     opening,
     part_of,
     role_log,
     write_to,
 )
-from mobula.cluster.runtime.usage import GpuReading, VitalsMeter, visible
+from mobula.cluster.runtime.usage import GpuReading, NvidiaGpus, ProcessTree, VitalsMeter, visible
 from mobula.cluster.runtime.vitals import EngineLoad
+from mobula.configs.overrides import find
 
 
 @pytest.mark.parametrize(
@@ -352,3 +369,233 @@ def test_what_turns_out_to_be_lost_is_left_to_a_fetch_of_its_own(
     monkeypatch.setattr(ray, "wait", lambda references, **rest: (references, []))
     monkeypatch.setattr(ray, "get", get)
     assert fetch_at_hand([[REFERENCE], ["plain"], []], wait_s=0) == [None, ["plain"], []]
+
+
+HEAD = "The actor died unexpectedly before finishing this task.\n\tclass_name: Learner\n\tactor_id: 4f\n\tpid: 4711\n"
+
+DEAD = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+
+NO_WORD = (
+    "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process"
+)
+
+BY_RAY = "The actor is dead because it was killed by `ray.kill`."
+
+IN_INIT = """The actor died because of an error raised in its creation task, \x1b[36mray::W.init()\x1b[39m (pid=4711)
+  File "/app/rewards/components.py", line 12, in __init__
+    raise ValueError("no such reward")
+ValueError: no such reward"""
+
+IN_LOADING = (
+    HEAD
+    + DEAD
+    + """Worker exits unexpectedly. Traceback (most recent call last):
+  File "/app/site-packages/ray/_private/function_manager.py", line 696, in _load_actor_class_from_gcs
+ModuleNotFoundError: No module named 'mine'
+
+An unexpected internal error occurred while the worker was executing a task."""
+)
+
+SEGFAULT = """:job_id:01000000
+*** SIGSEGV received at time=1795538915 on cpu 1 ***
+Fatal Python error: Segmentation fault
+
+Stack (most recent call first):
+  File "/app/site-packages/torch/nn/functional.py", line 519 in linear
+  File "/app/site-packages/vllm/model.py", line 16 in forward
+"""
+
+FIRST, SECOND = "e00859d7d2e57ffde2c0d97b01000000", "37286bebc65c9c98fe43262401000000"
+
+OUT_OF_MEMORY = f"""2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, \
+ID: 85d6) was 23.10GB used / 23.54GB limit (0.981308)
+OOM kill reason: Memory usage 24803431219B exceeded threshold of 24012260860B (95.0% of 25276063744B limit)
+Ray killed 2 worker(s) based on the killing policy
+Considered workers: [
+Selected to kill: (Actor({FIRST}): job ID=01, lease ID=02, task name=LearnerRank.__init__, required resources={{}}, \
+pid=11633, actual memory used=5.56GB, worker ID=4a22)
+Selected to kill: (Actor({SECOND}): job ID=01, lease ID=03, task name=RolloutActor.__init__, required resources={{}}, \
+pid=11564, actual memory used=4.97GB, worker ID=7b5b)
+]
+Refer to the documentation on how to address the out of memory issue"""  # Ray 2.60
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where process 4711 wrote its stderr, on a node that it shares with this process."""
+    path = tmp_path / "worker-4711.err"
+    path.write_text(":job_id:01000000\n")
+    monkeypatch.setattr(ray_actors, "_path_of", lambda process_id: path if process_id == "4711" else None)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + DEAD + NO_WORD, "its process 4711 ended without a word, as after SIGKILL or out of memory"),
+        (
+            HEAD + DEAD + "Worker exits by exit(3).",
+            "its process 4711 ended (Ray: SYSTEM_ERROR, Worker exits by exit(3))",
+        ),
+        (f"{HEAD}{BY_RAY}\nThe actor never ran.", BY_RAY),
+        (IN_LOADING, "ModuleNotFoundError: No module named 'mine' at ray/_private/function_manager.py:696"),
+        ("The actor died unexpectedly before finishing this task.", "The actor died unexpectedly"),
+    ],
+)
+def test_one_line_names_the_cause_and_a_note_has_all_that_ray_reports(text: str, message: str, log: Path) -> None:
+    error = actor_death(RayActorError(error_msg=text), "learner/0 to make version 7")
+    assert "its actor died while waiting for learner/0 to make version 7: " + message in str(error)
+    assert "\n" not in str(error) and str(log) not in str(error), "a log without a word is not named"
+    assert error.__notes__ == [text.strip()]
+    assert error.failure is not None and error.failure.fingerprint is None
+
+
+def test_an_exception_of_a_constructor_is_named_with_its_frames(log: Path) -> None:
+    error = actor_death(RayActorError(error_msg=IN_INIT, actor_init_failed=True), "reward/0 to start")
+    assert "reward/0 to start: ValueError: no such reward at app/rewards/components.py:12 in __init__" in str(error)
+
+
+def test_a_crash_is_named_with_its_signal_and_python_frames_from_the_workers_log(log: Path) -> None:
+    log.write_text(SEGFAULT)
+    error = actor_death(RayActorError(error_msg=HEAD + DEAD + NO_WORD), "a group")
+    crash = (
+        "its process 4711 crashed with SIGSEGV at torch/nn/functional.py:519 in linear, called from vllm/model.py:16"
+    )
+    assert crash in str(error) and str(error).endswith(f"its log is {log}")
+    assert error.failure is not None and error.failure.fingerprint is not None
+    assert error.__notes__[1].startswith(f"The end of {log}:\n*** SIGSEGV")
+
+
+@pytest.mark.parametrize(
+    ("what", "actor", "process", "settings"),
+    [
+        ("learner/0 to send weights", FIRST, "its process 11633, which used 5.56 GB,", MEMORY_SETTINGS["learner"]),
+        ("rollout/1 to join a transfer", SECOND, "its process 11564, which used 4.97 GB,", MEMORY_SETTINGS["rollout"]),
+        ("step of an environment", "of another node", "its process", OTHER_SETTINGS),
+    ],
+)
+def test_an_end_by_rays_memory_monitor_names_memory_and_settings(
+    what: str, actor: str, process: str, settings: tuple[str, str, str]
+) -> None:
+    error = actor_death(OutOfMemoryError(OUT_OF_MEMORY), what, actor)
+    assert str(error) == (
+        f"its actor died while waiting for {what}: Ray ended {process} because its node is out of memory: 23.10 of "
+        f"23.54 GB are used; change {settings[0]}, {settings[1]} or {settings[2]}, or use a node with more memory"
+    )
+    assert len(str(error)) < MAX_LINE, "tables show it whole"
+    assert error.failure is not None and error.failure.fingerprint is None, "it was ended from outside"
+    assert error.__notes__ == [OUT_OF_MEMORY]
+
+
+def test_settings_that_reduce_memory_are_keys_of_the_schema() -> None:
+    for setting in {*OTHER_SETTINGS, *(setting for settings in MEMORY_SETTINGS.values() for setting in settings)}:
+        assert find(setting.partition("=")[0]) is not None, setting
+
+
+class FailedCall:
+    """A reference to the result of a call on the actor FIRST, as far as `answer` uses it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._future: Future[None] = Future()
+        self._future.set_exception(error)
+
+    def future(self) -> Future[None]:
+        return self._future
+
+    def task_id(self) -> ray.TaskID:
+        return ray.TaskID.for_actor_creation_task(ray.ActorID(bytes.fromhex(FIRST)))
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError(OUT_OF_MEMORY), RayActorError(), NodeDiedError("gone"), WorkerCrashedError()]
+)
+async def test_every_way_in_which_ray_reports_the_end_of_a_process_is_a_lost_worker(error: RayError) -> None:
+    with pytest.raises(WorkerDiedError, match="its actor died while waiting for learner/0 to send weights") as raised:
+        await answer(FailedCall(error), timeout_s=1, what="learner/0 to send weights")
+    assert ("used 5.56 GB" in str(raised.value)) == isinstance(error, OutOfMemoryError)
+
+
+BUSY = "import sys\nblock = bytearray(64 << 20)\nprint('on', flush=True)\nwhile True:\n    pass"
+
+PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])"
+
+UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33")
+
+
+@pytest.mark.alone
+def test_a_busy_grandchild_counts_with_its_time_and_memory() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        tree = ProcessTree(parent.pid)
+        child = None
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == "on\n"
+            (child,) = psutil.Process(parent.pid).children()
+            before = os.times().elapsed
+            while os.times().elapsed < before + 0.5:
+                pass
+            used = tree.read()
+        finally:
+            if child is not None:
+                child.kill()
+    assert used is not None
+    cpu_percent, resident_mib = used
+    assert cpu_percent > 10.0
+    assert 64.0 < resident_mib < 400.0
+
+
+def test_a_tree_whose_process_is_gone_gives_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        tree = ProcessTree(process.pid)
+        process.communicate(b"\n")
+    assert tree.read() is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "shown"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("GPU-bb33, 0", [2, 0]),
+        ("GPU-b", [2]),
+        ("GPU-aa", []),
+        ("1,-1,2", [1]),
+        ("0,7,1", [0]),
+    ],
+)
+def test_visible_gpus_are_those_that_cuda_shows(listed: str | None, shown: list[int]) -> None:
+    assert visible(listed, UUIDS) == shown
+
+
+def test_a_driver_is_read_in_our_units_and_what_it_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use_of(device: str) -> SimpleNamespace:
+        if device == "slice":
+            raise pynvml.NVMLError_NotSupported
+        return SimpleNamespace(gpu=83)
+
+    devices = ["card", "slice"]
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": devices.__getitem__,
+        "nvmlDeviceGetUUID": lambda device: f"GPU-{device}",
+        "nvmlDeviceGetName": lambda device: f"a {device}",
+        "nvmlDeviceGetMemoryInfo": lambda device: SimpleNamespace(total=80 << 30, used=3 << 20),
+        "nvmlDeviceGetUtilizationRates": use_of,
+    }
+    for name, call in answers.items():
+        monkeypatch.setattr(pynvml, name, call)
+    gpus = NvidiaGpus({"CUDA_VISIBLE_DEVICES": "1,0"})
+    assert gpus.read() == [
+        GpuReading("a slice", 81920.0, 3.0, None),
+        GpuReading("a card", 81920.0, 3.0, 83.0),
+    ]
+    gpus.close()
+
+
+def test_a_machine_without_a_driver_has_no_gpus() -> None:
+    gpus = NvidiaGpus({"CUDA_VISIBLE_DEVICES": ""})
+    assert gpus.read() == []
+    gpus.close()

@@ -1,21 +1,54 @@
-"""Control of a run's workers, and what their faults have in common."""
+"""Faults of workers: causes, reports and patterns."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
+import math
+import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from handles import LocalHandle, never
+from rich.console import Console
 from waiting import until
 
-from mobula.cluster.errors import PlacementError, WorkerDiedError
-from mobula.cluster.roles import ReplayStats
+from mobula.cluster.errors import (
+    EngineDiedError,
+    EngineLostError,
+    LogprobGapError,
+    PlacementError,
+    RewardError,
+    RolloutError,
+    StuckError,
+    WorkerDiedError,
+    loss_kind,
+)
+from mobula.cluster.failures import MAX_MESSAGE, MAX_TRACEBACK, Failure, cause_in_one_line, frames_in
+from mobula.cluster.guard.guard import LogprobGuard
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.roles import ReplayStats, UpdateReport
+from mobula.cluster.rollout.dispatcher import RepeatedEvents
 from mobula.cluster.runtime.vitals import ObjectStoreUse
+from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Rounding
 from mobula.cluster.workers.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
-from mobula.cluster.workers.faults import MAX_PUSHES, AfterPushes, Death, FaultPatterns, OnePrompt
+from mobula.cluster.workers.faults import (
+    FAULTS_FILE,
+    MAX_PUSHES,
+    AfterPushes,
+    Death,
+    Fault,
+    FaultPatterns,
+    OnePrompt,
+    cause_of,
+    read_faults,
+    report_loss,
+)
 from mobula.cluster.workers.status import (
     MAX_WORKERS,
     InFlightSummary,
@@ -26,10 +59,18 @@ from mobula.cluster.workers.status import (
     WorkerState,
     WorkerStatus,
 )
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.deploy.cli.errors import explained
+from mobula.deploy.report.report import render_report, write_report
+from mobula.deploy.run.logs import LOG_FILE, OURS, log_to, set_up_logging, write_faults_to
 
 CAUSE = "RuntimeError|model.py:7"
+
 OTHER = "ValueError|model.py:9"
+
 POISON = "0/7/s7"
+
 MANY = frozenset([POISON, *(f"0/{n}/s{n}" for n in range(100, 163))])
 
 
@@ -143,6 +184,7 @@ def test_a_common_prompt_is_looked_at_before_a_common_push() -> None:
 
 
 IN_FLIGHT = InFlightSummary(num_prompts=5, oldest_id="0/7/s7", oldest_age_s=2.5)
+
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id="0/1/s1")
 
 
@@ -386,3 +428,272 @@ def test_a_request_is_taken_once_however_often_it_is_asked_for() -> None:
     assert panel.ask(request) is None
     assert panel.exchange(None, {"a": (RoleOutcome("reward", 2, ""),)}) == []
     assert panel.ask(request) == (RoleOutcome("reward", 2, ""),)
+
+
+class FakeLoop:
+    """A loop at a step and phase of the test's choice."""
+
+    def __init__(self) -> None:
+        self.now = Progress(0, "starting", 1.5)
+
+    def progress(self) -> Progress:
+        return self.now
+
+
+@pytest.fixture
+def loop() -> FakeLoop:
+    return FakeLoop()
+
+
+@pytest.fixture
+def screen(tmp_path: Path, loop: FakeLoop) -> Iterator[io.StringIO]:
+    """What a narrow console shows of a run that logs into `tmp_path`."""
+    shown = io.StringIO()
+    loggers = [logging.getLogger(name) for name in (*OURS, "mobula.cluster.workers.faults")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    set_up_logging(Console(file=shown, width=40))
+    log_to(tmp_path)
+    write_faults_to(tmp_path, loop.progress)
+    yield shown
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def death() -> EngineDiedError:
+    try:
+        raise RuntimeError("CPU Generator does not support set_offset [/seed]")
+    except RuntimeError as error:
+        return EngineDiedError("the engine failed prompt 0/0/s0", Failure.of(error))
+
+
+def test_a_death_is_one_line_of_the_console_and_its_traceback_is_in_the_log_file(
+    screen: io.StringIO, tmp_path: Path
+) -> None:
+    report_loss("rollout/0", death(), "prompts in flight that are retried: 64")
+    [line] = screen.getvalue().splitlines()
+    assert "rollout/0 is lost (died): RuntimeError: CPU Generator does not support set_offset [/seed] at " in line
+    assert "cluster/workers/test_fault_patterns.py:" in line
+    assert "in death; prompts in flight that are retried: 64" in line
+    log = (tmp_path / LOG_FILE).read_text()
+    assert log.count("Traceback (most recent call last)") == 1
+    assert log.count("rollout/0 is lost") == 1
+
+
+def test_faults_in_a_row_with_one_cause_are_one_row_of_the_report(screen: io.StringIO, tmp_path: Path) -> None:
+    for _ in range(3):
+        report_loss("rollout/0", death())
+    report_loss("reward/1", WorkerDiedError("its process <7> was killed"))
+    faults = read_faults(tmp_path / FAULTS_FILE)
+    assert [fault.worker for fault in faults] == ["rollout/0"] * 3 + ["reward/1"]
+    html = render_report(read_run_folder(tmp_path))
+    assert html.count('<th scope="row">rollout/0</th>') == 1 and "<td>3</td>" in html
+    assert "died: its process &lt;7&gt; was killed" in html
+    assert "4 in all" in html
+    write_report(tmp_path)
+
+
+def test_a_fault_has_the_step_and_the_phase_of_its_moment(screen: io.StringIO, loop: FakeLoop, tmp_path: Path) -> None:
+    report_loss("rollout/0", death())
+    loop.now = Progress(1, "wait_for_rollouts", 0.5)
+    report_loss("rollout/0", death())
+    loop.now = Progress(3, "update", 0.5)
+    report_loss("rollout/0", death())
+    report_loss("reward/1", WorkerDiedError("its process was killed"))
+    faults = read_faults(tmp_path / FAULTS_FILE)
+    moments = [(0, "starting"), (1, "wait_for_rollouts"), (3, "update"), (3, "update")]
+    assert [(fault.step, fault.phase) for fault in faults] == moments
+    html = render_report(read_run_folder(tmp_path))
+    assert '<td>0 to 3</td><td>starting, waiting for rollouts, update</td><th scope="row">rollout/0</th>' in html
+    assert '<td>3</td><td>update</td><th scope="row">reward/1</th>' in html
+
+
+def test_rows_of_older_files_have_no_step_and_no_phase(tmp_path: Path) -> None:
+    (tmp_path / FAULTS_FILE).write_text('{"at_s": 1.0, "worker": "reward/0", "kind": "died", "cause": "killed"}\n')
+    assert read_faults(tmp_path / FAULTS_FILE) == [Fault(1.0, "reward/0", "died", "killed", step=None, phase="")]
+    assert '<td>–</td><td>–</td><th scope="row">reward/0</th>' in render_report(read_run_folder(tmp_path))
+
+
+def test_a_report_without_faults_states_that(tmp_path: Path) -> None:
+    assert "No worker was lost." in render_report(read_run_folder(tmp_path))
+
+
+def test_a_last_line_that_is_half_written_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / FAULTS_FILE
+    whole = '{"at_s": 1.0, "worker": "reward/0", "kind": "died", "cause": "killed"}\n'
+    file.write_text(whole + '{"at_s": 1.')
+    assert read_faults(file) == [Fault(1.0, "reward/0", "died", "killed")]
+    file.write_text("{\n" + whole)
+    with pytest.raises(ValueError, match="line 1 is no fault"):
+        read_faults(file)
+
+
+def test_an_exception_of_a_worker_is_named_with_the_frames_of_its_remote_traceback() -> None:
+    error = KeyError("pixel_values")
+    error.add_note('ray::Scorer.score()\n  File "/x/site-packages/torch/nn/module.py", line 9, in forward\nKeyError')
+    assert cause_of(error) == "KeyError: 'pixel_values' at torch/nn/module.py:9 in forward"
+
+
+def test_the_final_line_names_the_error_and_the_file_to_read(
+    screen: io.StringIO, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), explained():
+        raise RewardError("every reward worker was lost")
+    final = capsys.readouterr().err
+    assert len(final.splitlines()) == 1
+    assert "every reward worker was lost; traceback and earlier faults: " in final
+    assert final.strip().endswith(str(tmp_path / LOG_FILE))
+    assert "Traceback (most recent call last)" in (tmp_path / LOG_FILE).read_text()
+    assert screen.getvalue() == "", "the console shows the final line once"
+
+
+def test_a_bug_is_in_the_log_file_and_travels_on(screen: io.StringIO, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), explained():
+        raise ZeroDivisionError("a bug")
+    assert "ZeroDivisionError: a bug" in (tmp_path / LOG_FILE).read_text()
+
+
+async def test_equal_events_of_one_moment_are_one_line_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    events = RepeatedEvents(logging.getLogger("tests"), window_s=0.01)
+    for number in range(64):
+        events.note("failed and are retried: no output", f"prompt {number}", "prompts")
+    events.note("failed and are retried: no room", "prompt 64", "prompts")
+    await asyncio.sleep(0.05)
+    assert caplog.messages == [
+        "64 prompts failed and are retried: no output (first: prompt 0)",
+        "1 prompts failed and are retried: no room (first: prompt 64)",
+    ]
+
+
+def raised(message: str) -> Exception:
+    def inner() -> None:
+        raise RuntimeError(message)
+
+    def outer() -> None:
+        inner()
+
+    try:
+        outer()
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
+def test_the_cause_of_an_error_of_a_worker_names_the_frames_in_the_worker() -> None:
+    error = raised("no offset")
+    assert cause_in_one_line(error).startswith("RuntimeError: no offset at cluster/workers/test_fault_patterns.py:")
+    error.add_note('Traceback:\n  File "/x/mobula/learner/batch.py", line 7, in fetch_items\n    raise error')
+    assert cause_in_one_line(error) == "RuntimeError: no offset at mobula/learner/batch.py:7 in fetch_items"
+
+
+def test_it_names_the_exception_and_the_innermost_frames_first() -> None:
+    failure = Failure.of(raised("no\n  offset"))
+    assert failure.summary == "RuntimeError: no offset"
+    assert [frame.rpartition(" in ")[2] for frame in failure.frames] == ["inner", "outer", "raised"]
+    assert failure.frames[0].startswith("cluster/workers/test_fault_patterns.py:")
+    assert str(failure).startswith("RuntimeError: no offset at cluster/workers/test_fault_patterns.py:")
+    assert "\n" not in str(failure) and "RuntimeError: no" in failure.traceback
+
+
+def test_equal_causes_have_equal_fingerprints_whatever_their_message() -> None:
+    first, second = Failure.of(raised("request 1")), Failure.of(raised("request 2"))
+    assert first.fingerprint == second.fingerprint
+    assert first.fingerprint != Failure.of(ValueError("request 1")).fingerprint
+
+
+def test_a_long_message_and_a_long_traceback_are_cut() -> None:
+    failure = Failure.of(raised("x" * 100_000))
+    assert len(failure.summary) <= MAX_MESSAGE + len("RuntimeError: ")
+    assert len(failure.traceback) == MAX_TRACEBACK
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "message", "is_a_pattern"),
+    [
+        (-9, "was ended by signal 9 (SIGKILL)", False),
+        (-15, "was ended by signal 15 (SIGTERM)", False),
+        (-11, "crashed with signal 11 (SIGSEGV)", True),
+        (1, "ended with exit code 1 and left no exception", False),
+        (None, "does not answer, and its exit code is not known", False),
+    ],
+)
+def test_a_process_that_left_no_exception_is_named_by_how_it_ended(
+    exit_code: int | None, message: str, is_a_pattern: bool
+) -> None:
+    failure = Failure.of_exit(exit_code, "the engine's process 7")
+    assert str(failure) == f"the engine's process 7 {message}"
+    assert (failure.fingerprint is not None) == is_a_pattern
+
+
+def test_an_engines_death_outlives_pickle_with_its_cause_and_its_notes() -> None:
+    error = EngineDiedError("the engine failed prompt 7", Failure.of(raised("no offset")))
+    error.add_note("seen by rollout/0")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, RolloutError) and copy.failure == error.failure and str(copy) == str(error)
+    assert copy.__notes__ == ["seen by rollout/0"]
+    assert loss_kind(copy) == "died"
+
+
+def test_the_loss_of_an_engine_inside_a_worker_does_so_too() -> None:
+    error = EngineLostError(Failure.of(raised("no offset")))
+    error.add_note("seen by reward/0")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, StuckError) and copy.failure == error.failure and str(copy) == str(error)
+    assert (copy.__notes__, loss_kind(copy)) == (["seen by reward/0"], "died")
+
+
+def test_frames_are_read_from_a_printed_traceback() -> None:
+    text = Failure.of(raised("no offset")).traceback
+    assert frames_in(text) == Failure.of(raised("no offset")).frames
+    assert frames_in("no traceback") == ()
+
+
+def check(gap: float | None, *, stops: bool = True, rounding: Rounding | None = None) -> None:
+    metrics = {} if gap is None else {"logprob_gap_mean": gap, "logprob_gap_max": 4 * gap}
+    guard = LogprobGuard(dtype="float32", limit=1e-3, rounding=rounding or Rounding(), stops=stops)
+    guard.check(UpdateReport(3, metrics))
+
+
+@pytest.mark.parametrize("gap", [None, 5e-7, 1e-3])
+def test_a_step_within_the_limit_or_without_a_gap_passes(gap: float | None, caplog) -> None:
+    check(gap)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("gap", [0.01, math.nan])
+def test_a_step_over_the_limit_stops_with_the_causes(gap: float) -> None:
+    match = (
+        rf"step 3: .* by {gap:.3g} nat in the mean, .*supervision\.max_logprob_gap\.float32=0\.001.*template.*"
+        r"penalties of generation_config\.json.*policy\.dropout.*canary_interval=1.*on_logprob_gap=warn"
+    )
+    with pytest.raises(LogprobGapError, match=match):
+        check(gap)
+
+
+def test_the_limit_grows_with_the_rounding_of_the_model_and_the_message_has_both() -> None:
+    rounding = MeasuredRounding()
+    rounding.nat = 0.0006
+    check(0.0059, rounding=rounding)
+    with pytest.raises(LogprobGapError, match=r"max_logprob_gap\.float32=0\.001, widened to 0\.006 by the rounding"):
+        check(0.0061, rounding=rounding)
+
+
+def test_a_step_over_the_limit_warns_where_a_run_asks_for_that(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        check(0.26, stops=False)
+    assert "by 0.26 nat in the mean, 1.04 at most" in caplog.text
+
+
+def test_the_limit_is_that_of_the_precision_and_one_number_is_the_limit_of_both() -> None:
+    own = load_config(["experiment=digits"]).supervision.max_logprob_gap
+    assert (own.of("float32"), own.of("bfloat16")) == (1e-3, 0.3)
+    both = load_config(["experiment=digits", "supervision.max_logprob_gap=0.02"]).supervision.max_logprob_gap
+    assert (both.of("float32"), both.of("bfloat16")) == (0.02, 0.02)
+
+
+def test_dropout_in_rl_needs_a_guard_that_warns() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.dropout=true .*supervision\.on_logprob_gap=stop"):
+        load_config(["experiment=digits", "policy.dropout=true"])
+    load_config(["experiment=digits", "policy.dropout=true", "supervision.on_logprob_gap=warn"])

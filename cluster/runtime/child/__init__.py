@@ -1,1 +1,0 @@
-"""A child process that runs functions for its parent, each call with a deadline."""

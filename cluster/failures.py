@@ -108,8 +108,7 @@ class Failure:
 
 def cause_in_one_line(error: BaseException) -> str:
     """Returns class, first part of the message and innermost frames of an exception; the frames of the worker if it was
-    raised in one, whose traceback is a note.
-    """
+    raised in one, whose traceback is a note."""
     failure = Failure.of(error)
     remote = frames_in("\n".join(getattr(error, "__notes__", ())))
     return str(replace(failure, frames=remote or failure.frames))

@@ -75,8 +75,7 @@ class Access(Protocol):
 @dataclass(frozen=True)
 class Address:
     """Listen address and further names by which clients reach the server. Implements `Access` with a bearer token;
-    None admits all requests. Health and the API description never need it.
-    """
+    None admits all requests. Health and the API description never need it."""
 
     host: str
     port: int
@@ -195,8 +194,7 @@ class RequestGate:
 
     async def _read(self, receive: Receive, refusal: RefusalError | None) -> bytes:
         """Returns the body. That of a refused request is read up to a limit and not kept: a client that is cut off
-        while it sends may not read the reply.
-        """
+        while it sends may not read the reply."""
         chunks: list[bytes] = []
         num_bytes = 0
         try:

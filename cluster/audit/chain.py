@@ -59,8 +59,7 @@ class SigningKey:
 @contextmanager
 def signing_key(variable: str, option: str = "audit.key_env") -> Iterator[SigningKey | None]:
     """Yields the key in an environment variable, which child processes that start in the body do not get; None for an
-    empty name.
-    """
+    empty name."""
     if not variable:
         yield None
         return

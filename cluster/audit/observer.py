@@ -60,8 +60,7 @@ class RunAudit:
 
     def started(self, body: Mapping[str, Any]) -> None:
         """A part of the run begins; `body` is of `mobula.deploy.run.overview`. Call it once `metrics.jsonl` has the
-        lines that this part keeps.
-        """
+        lines that this part keeps."""
         metrics = self._run_folder / METRICS_FILE
         content = metrics.read_bytes() if metrics.is_file() else b""
         kept = {"num_lines": content.count(b"\n"), "sha256": hashlib.sha256(content).hexdigest()}

@@ -20,8 +20,7 @@ from mobula.cluster.weight_sync.tolerance import Rounding
 
 class KLScale:
     """Steps of a factor that is 1 at the start. Which factor makes a version does not depend on when it is asked, so
-    repeated steps train as before.
-    """
+    repeated steps train as before."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, float]] = []  # (first version, factor), ascending
@@ -282,8 +281,7 @@ class RunGuard:
     ) -> None:
         """`held_out` watches evaluations (None: groups are judged). `actions` maps signs to actions; `rollback` repeats
         recorded rollbacks. The state of a run with another `identity` (rewards and settings of the guard) is not used.
-        `on_rollback` gets the version that has older weights: groups of earlier versions are to be rejected.
-        """
+        `on_rollback` gets the version that has older weights: groups of earlier versions are to be rejected."""
         self._watch = watch
         self._held_out = held_out
         self._observer = observer

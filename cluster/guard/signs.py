@@ -248,8 +248,7 @@ class Sign(Protocol):
 
 class Drift:
     """It is an alarm if the mean of the newest window is further from that of the first than a margin allows, by more
-    than the critical value times the standard error.
-    """
+    than the critical value times the standard error."""
 
     def __init__(self, name: str, quantity: Quantity, *, rise: float | None, fall: float | None, ratio: bool) -> None:
         """`rise` and `fall` are margins (None: that direction is free), with `ratio` as shares of the first mean."""
@@ -409,8 +408,7 @@ class Observer:
 
     def observe(self, step: int, groups: Sequence[ScoredGroup], *, since: int = 0) -> StepValues:
         """Returns the means of `groups`, without those that weights before version `since` sampled in part. Fetches
-        texts: call it in a thread.
-        """
+        texts: call it in a thread."""
         groups = [group for group in groups if group.summary.oldest_version >= since]
         values: dict[Quantity, list[float]] = {
             Quantity.LENGTH: [group.summary.num_tokens / group.summary.num_trajectories for group in groups],

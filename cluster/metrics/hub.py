@@ -262,8 +262,7 @@ class Metrics:
     def step(self, step: int) -> Iterator[MeasuredStep]:
         """Measures the step that makes version `step`. Emits nothing if the body raises, or if an earlier part of this
         run has recorded the step (a resume repeats steps). A step that was recorded before the run was stopped is
-        emitted, because it is not repeated.
-        """
+        emitted, because it is not repeated."""
         scope = self._scope = MeasuredStep(step, self._clock, self._accuracy_component, self._tracer)
         try:
             with self._tracer.step(step):

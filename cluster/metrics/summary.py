@@ -62,8 +62,7 @@ def ks(num_samples: int) -> list[int]:
 
 def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
     """Returns the 95 % percentile bootstrap interval (Efron 1979) of the mean of `values` [N], one per prompt or seed.
-    It is deterministic; a single value gives an interval of width 0.
-    """
+    It is deterministic; a single value gives an interval of width 0."""
     samples = np.asarray(values, dtype=np.float64)  # [N]
     random = np.random.default_rng(seed)
     means = samples[random.integers(0, samples.size, size=(NUM_RESAMPLES, samples.size))].mean(axis=1)

@@ -259,8 +259,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 def packed(arrays: Sequence[np.ndarray]) -> Column:
     """Packs one array [T] per sibling for transport. Small arrays are concatenated, because each array has a fixed
-    cost; large arrays are not, because of the copy.
-    """
+    cost; large arrays are not, because of the copy."""
     if sum(array.nbytes for array in arrays) > MAX_BYTES_PACKED:
         return list(arrays)
     return np.concatenate(arrays)

@@ -24,8 +24,7 @@ def plain(text: str) -> str:
 
 def marked_answer(text: str) -> tuple[str, str]:
     """Splits a worked answer whose last line is `#### ANSWER`, as in gsm8k, into the text before and the answer; any
-    other text is an answer without a text before it.
-    """
+    other text is an answer without a text before it."""
     found = _MARKED_ANSWER.search(text)
     return (text[: found.start()], found[1]) if found else ("", text)
 

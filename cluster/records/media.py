@@ -44,8 +44,7 @@ PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may hold an o
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Returns (width, height) of `to_rgb(image)` for an opened image that is not loaded. Pixels are decoded only for a
-    PNG file with metadata after its pixels.
-    """
+    PNG file with metadata after its pixels."""
     width, height = image.size
     tags = getattr(image, "tag_v2", {})  # TIFF: Pillow has already swapped the size by this tag
     if tags.get(Base.Orientation) in ON_ITS_SIDE:

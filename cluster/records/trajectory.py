@@ -111,8 +111,7 @@ def _prompt(
 
 class FinishReason(StrEnum):
     """Why a trajectory ended. Only STOP guarantees a sampled EOS token at the end. The last token of STOP_STRING
-    completes one of `sampler.stop_strings`.
-    """
+    completes one of `sampler.stop_strings`."""
 
     STOP = "stop"
     STOP_STRING = "stop_string"

@@ -160,8 +160,7 @@ class ReplayBuffer:
 
     async def reject(self, outcome: GroupOutcome, reason: str) -> None:
         """Counts a finished group as rejected and removes it if it is reserved. A later `put` of the group is a
-        duplicate.
-        """
+        duplicate."""
         group_id = outcome.group_id
         self._tracer.finish(group_id, outcome=reason)
         self._seen.add(group_id)
@@ -199,8 +198,7 @@ class ReplayBuffer:
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None:
         """Records in the journal that these leased groups make `version`, in order. The step then survives a kill.
-        `seconds` are the phases of the step so far.
-        """
+        `seconds` are the phases of the step so far."""
         leased = [self._leased_group(group.summary.group_id) for group in groups]
         for held in leased:
             if held.written.done() and isinstance(held.written.exception(), LostObjectError):
@@ -233,8 +231,7 @@ class ReplayBuffer:
 
     async def recall(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
         """Returns the journal records of these groups, in any state. First waits for pending writes, successful or
-        not.
-        """
+        not."""
         under_way = [self._held[group_id].written for group_id in group_ids if group_id in self._held]
         await asyncio.gather(*under_way, return_exceptions=True)
         return await self._journal.read(group_ids)

@@ -191,8 +191,7 @@ _NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they chang
 
 def journal_identity(config: RunConfig) -> dict[str, Any]:
     """Returns the settings on which recorded groups and updates depend, as JSON. A journal with another identity is
-    not continued.
-    """
+    not continued."""
     return {
         **run_identity(config),
         "num_steps": config.num_steps,

@@ -89,8 +89,7 @@ class JournalWriter:
         start_thread: Callable[[], Executor] | None = None,
     ) -> None:
         """`timeout_s` bounds the fetch of one group, `write_s` each disk access (None: unbounded). `start_thread`
-        returns an executor that runs one job at a time.
-        """
+        returns an executor that runs one job at a time."""
         self._journal = journal
         self._timeout_s = timeout_s
         self._write_s = write_s

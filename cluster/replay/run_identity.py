@@ -16,8 +16,7 @@ PATHS = ("data.path", "policy.model", "algorithm.supervised.path", "algorithm.di
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
     """Returns the dotted keys that must not change when a run is resumed -> value, as JSON. Keys of disabled parts are
-    omitted.
-    """
+    omitted."""
     values = config.model_dump(mode="json")
     off = tuple(_off(config))
     return {key: _at(values, key) for key in DECLARED[OnResume.REFUSED] if not key.startswith(off)}

@@ -128,8 +128,7 @@ def training_roles(config: RunConfig) -> tuple[str, ...]:
 
 def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], roles: Sequence[str]) -> PlacementPlan:
     """Assigns every worker of `roles` to a node with the role's labels. Learner ranks come first; `strategy` selects
-    whether a role is packed or spread.
-    """
+    whether a role is packed or spread."""
     spaces = [_Space(node) for node in nodes]
     asked = {role: resources.roles[role] for role in resources.roles if role in roles}
     sizes = {role: (-workers.num_gpus, -workers.num_cpus) for role, workers in asked.items()}

@@ -51,8 +51,7 @@ def role_log(folder: Path, name: str) -> Path:
 
 def write_to(path: Path, name: str) -> None:
     """Appends stdout, stderr and log records of this process and its children to `path`, after a line with the process
-    id. A restarted worker appends to the same file.
-    """
+    id. A restarted worker appends to the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     sys.stdout.flush()
@@ -382,8 +381,7 @@ class Seat:
 
 def _claim(cores: Sequence[int]) -> None:
     """Binds this process to the usable cores with these indices, modulo their number: Ray may count more CPUs than
-    there are cores.
-    """
+    there are cores."""
     usable = sorted(os.sched_getaffinity(0))
     claimed = sorted({usable[core % len(usable)] for core in cores})
     if max(cores) >= len(usable):
@@ -396,8 +394,7 @@ def _claim(cores: Sequence[int]) -> None:
 def _hosted(role: type, name: str) -> type:
     """Returns a subclass of `role` to run in an actor. The constructor sets the umask, opens the log, binds the cores,
     selects the network interface, builds the role and tunes the garbage collector. `is_alive` returns the process's
-    vitals.
-    """
+    vitals."""
 
     class Hosted(role):  # type: ignore[misc]  # the base class is an argument
         def __init__(self, seat: Seat, *args: Any, **kwargs: Any) -> None:

@@ -246,9 +246,7 @@ SPANS_FILE = "spans.jsonl"
 
 
 def build_tracer(config: TracingConfig, run: str, folder: Path) -> RunTracer:
-    """Raises:
-    PreflightError: the library of the exporter is not installed.
-    """
+    """Raises: PreflightError: the library of the exporter is not installed."""
     refuse_missing_exporter(config)
     sinks: list[SpanSink] = []
     if config.chrome_steps:
@@ -263,9 +261,7 @@ def build_tracer(config: TracingConfig, run: str, folder: Path) -> RunTracer:
 
 
 def refuse_missing_exporter(config: TracingConfig) -> None:
-    """Raises:
-    PreflightError: the library of the exporter is not installed.
-    """
+    """Raises: PreflightError: the library of the exporter is not installed."""
     needed = {
         "none": (),
         "file": ("opentelemetry.sdk",),

@@ -106,8 +106,7 @@ class ControlLoop:
         `object_store` may block. `earlier_scale` holds the numbers of workers from before a resume; they are applied
         once `has_begun()`. `on_scaled` gets each number that a role accepts, `on_panel_lost` the kind of each loss.
         `start_s` bounds the first call to a panel, including the start of its process, `deadline_s` each later call,
-        and `scale_s` the time in which a role accepts or refuses a number.
-        """
+        and `scale_s` the time in which a role accepts or refuses a number."""
         self._run = run
         self._total_steps = total_steps
         self._spawn_panel = spawn_panel

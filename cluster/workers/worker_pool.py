@@ -91,8 +91,7 @@ class WorkerPool(Generic[Handle]):
         work: str = "calls",
     ) -> None:
         """`first` holds the handles of the first workers, which may get work at once; `start()` starts workers without
-        a handle. `work` is the plural of one piece of work, for log lines.
-        """
+        a handle. `work` is the plural of one piece of work, for log lines."""
         if not first:
             raise ValueError(f"there is no {role} worker: set resources.{role}.num_workers to 1 or more")
         self.role = role

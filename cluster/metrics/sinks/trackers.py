@@ -90,8 +90,7 @@ class MlflowSink:
 
 class TrackioSink:
     """Logs to trackio. `TRACKIO_DIR=RUN/trackio trackio show` shows the files below the run folder. trackio finds a run
-    by its name, so the name ends with the beginning of the run's id.
-    """
+    by its name, so the name ends with the beginning of the run's id."""
 
     name = "trackio"
 
@@ -130,8 +129,7 @@ class TrackioSink:
 
 class WandbSink:
     """Logs offline without an address: `wandb sync` sends the folder later. WANDB_API_KEY or ~/.netrc has the key of a
-    server. The axis of every chart is the step, because an evaluation may end after later steps.
-    """
+    server. The axis of every chart is the step, because an evaluation may end after later steps."""
 
     name = "wandb"
 
@@ -182,9 +180,7 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Sink]] = {
 
 
 def refuse_missing(names: Sequence[str]) -> None:
-    """Raises:
-    PreflightError: the library of a tracker is not installed.
-    """
+    """Raises: PreflightError: the library of a tracker is not installed."""
     missing = [name for name in names if not is_user_code(name) and find_spec(name) is None]
     if missing:
         extras = ",".join(missing)

@@ -257,6 +257,7 @@ class NoGuard:
         return update
 
 
+@dataclass(eq=False, kw_only=True)
 class RunGuard:
     """Implements `Guard`, and `Resumable` for its state in checkpoints.
 
@@ -265,45 +266,31 @@ class RunGuard:
     of the step, and the run continues with new prompts.
     """
 
-    def __init__(
-        self,
-        *,
-        watch: Watch,
-        held_out: Watch | None,
-        observer: Observer,
-        actions: Mapping[str, GuardAction],
-        rollback: Rollback,
-        log: GuardLog,
-        kl_scale: KLScale,
-        identity: str,
-        on_event: Callable[[GuardEvent], None] = lambda event: None,
-        on_rollback: Callable[[int], None] = lambda version: None,
-    ) -> None:
-        """`held_out` watches evaluations (None: groups are judged). `actions` maps signs to actions; `rollback` repeats
-        recorded rollbacks. The state of a run with another `identity` (rewards and settings of the guard) is not used.
-        `on_rollback` gets the version that has older weights: groups of earlier versions are to be rejected."""
-        self._watch = watch
-        self._held_out = held_out
-        self._observer = observer
-        self._actions = actions
-        self._rollback = rollback
-        self._log = log
-        self._kl_scale = kl_scale
-        self._identity = identity
-        self._on_event = on_event
-        self._on_rollback = on_rollback
+    watch: Watch
+    held_out: Watch | None  # of evaluations; None: groups are judged
+    observer: Observer
+    actions: Mapping[str, GuardAction]  # by sign
+    rollback: Rollback  # repeats recorded rollbacks
+    log: GuardLog
+    kl_scale: KLScale
+    identity: str  # of rewards and settings of the guard: the state of a run with another one is not used
+    on_event: Callable[[GuardEvent], None] = lambda event: None
+    on_rollback: Callable[[int], None] = lambda version: None
+    """Gets the version that has older weights: groups of earlier versions are to be rejected."""
+
+    def __post_init__(self) -> None:
         self._evaluated: list[StepValues] = []
         self._since = 0  # version of the newest rollback: groups of earlier weights are not counted
 
     @property
     def agreeing(self) -> int:
         """Newest version of weights without a divergence."""
-        versions = [max(self._watch.agreeing - 1, 0)] if self._watch.signs else []  # version s - 1 samples step s
-        return min([*versions, *([] if self._held_out is None else [self._held_out.agreeing])])
+        versions = [max(self.watch.agreeing - 1, 0)] if self.watch.signs else []  # version s - 1 samples step s
+        return min([*versions, *([] if self.held_out is None else [self.held_out.agreeing])])
 
     def is_discarded(self, version: int) -> bool:
         """Whether a rollback has replaced the weights that made `version`."""
-        return any(e.restored is not None and e.restored < version < e.version for e in self._log.events)
+        return any(e.restored is not None and e.restored < version < e.version for e in self.log.events)
 
     def kept(self, versions: Sequence[int]) -> list[int]:
         """Returns which of the `versions` with a complete checkpoint a rollback would load; it is not removed."""
@@ -312,15 +299,15 @@ class RunGuard:
 
     def evaluated(self, version: int, rewards: Sequence[Sequence[Reward]]) -> None:
         """Takes the rewards of each prompt of a held-out evaluation; the next step's inspection looks at them."""
-        if self._held_out is not None:
-            values = reward_and_judge(rewards, self._observer.judge_weights)
+        if self.held_out is not None:
+            values = reward_and_judge(rewards, self.observer.judge_weights)
             self._evaluated.append(StepValues(version, {q: Moments.of(v) for q, v in values.items() if v}))
 
     async def inspect(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
         """Looks at a step and acts."""
-        self._log.forget_from(update.version)  # of an earlier part of the run that lost this step
+        self.log.forget_from(update.version)  # of an earlier part of the run that lost this step
         measured, alarms = await self._look(groups, update.version)
-        chosen = max(alarms, key=lambda alarm: (self._actions[alarm.sign].severity, alarm.strength), default=None)
+        chosen = max(alarms, key=lambda alarm: (self.actions[alarm.sign].severity, alarm.strength), default=None)
         for alarm in alarms:
             if alarm is chosen:
                 await self._act(alarm, update.version)
@@ -331,53 +318,53 @@ class RunGuard:
     async def repeat(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
         """Looks at a step that a resume repeats; actions recorded for it are applied again, none is decided."""
         measured, _ = await self._look(groups, update.version)
-        for event in self._log.at(update.version):
+        for event in self.log.at(update.version):
             if event.action == "raise_kl":
-                self._kl_scale.set_from(event.version + 1, event.kl_scale)
+                self.kl_scale.set_from(event.version + 1, event.kl_scale)
             if event.restored is not None:
-                await self._rollback.repeat(event)
+                await self.rollback.repeat(event)
                 self._cut(event)
         return self._with_metrics(update, measured)
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, as JSON."""
         return {
-            "identity": self._identity,
-            "watch": self._watch.state(),
-            "held_out": None if self._held_out is None else self._held_out.state(),
-            "kl_scale": self._kl_scale.state(),
+            "identity": self.identity,
+            "watch": self.watch.state(),
+            "held_out": None if self.held_out is None else self.held_out.state(),
+            "kl_scale": self.kl_scale.state(),
             "since": self._since,
         }
 
     def restore(self, version: int, state: Mapping[str, Any]) -> None:
         """Restores the state of a checkpoint. The KL factor stays if rewards or guard were changed since."""
-        self._kl_scale.restore(state["kl_scale"])
-        if state["identity"] != self._identity:
+        self.kl_scale.restore(state["kl_scale"])
+        if state["identity"] != self.identity:
             _logger.warning("rewards or guard have changed: the guard compares steps after %d only", version)
             return
         self._begin(state["since"])
-        self._watch.restore(state["watch"])
-        if self._held_out is not None:
-            self._held_out.restore(state["held_out"])
+        self.watch.restore(state["watch"])
+        if self.held_out is not None:
+            self.held_out.restore(state["held_out"])
 
     async def _look(self, groups: Sequence[ScoredGroup], version: int) -> tuple[dict[str, float], list[Alarm]]:
         """Returns the metrics of a step, and of an evaluation that ended in it, and the alarms of both."""
         try:
-            values = await asyncio.to_thread(self._observer.observe, version, groups, since=self._since)
+            values = await asyncio.to_thread(self.observer.observe, version, groups, since=self._since)
         except MobulaError as error:  # the texts of a drift sign must not end the run
             _logger.warning("step %d is not looked at: its groups cannot be read: %s", version, error)
             values = StepValues(version, {})
-        measured, alarms = metrics_of(values), self._watch.observe(values)
+        measured, alarms = metrics_of(values), self.watch.observe(values)
         evaluated, self._evaluated = self._evaluated, []
         for evaluation in evaluated:
-            if self._held_out is not None and evaluation.step >= self._since:
+            if self.held_out is not None and evaluation.step >= self._since:
                 measured |= metrics_of(evaluation)
-                alarms += self._held_out.observe(evaluation)
+                alarms += self.held_out.observe(evaluation)
         return measured, alarms
 
     async def _act(self, alarm: Alarm, version: int) -> None:
-        action = self._actions[alarm.sign]
-        situation = Situation(alarm, version, self.agreeing, self._kl_scale.newest, tuple(self._log.events))
+        action = self.actions[alarm.sign]
+        situation = Situation(alarm, version, self.agreeing, self.kl_scale.newest, tuple(self.log.events))
         try:
             event = await action.act(situation)
         except RewardHackingError:
@@ -391,27 +378,27 @@ class RunGuard:
         if event.restored is None:
             return
         self._begin(event.version)
-        self._watch.cut(event.agreeing + 1)
-        if self._held_out is not None:
-            self._held_out.cut(event.agreeing)
+        self.watch.cut(event.agreeing + 1)
+        if self.held_out is not None:
+            self.held_out.cut(event.agreeing)
 
     def _begin(self, version: int) -> None:
         self._since = version
-        self._on_rollback(version)
+        self.on_rollback(version)
 
     def _record(self, event: GuardEvent) -> None:
-        self._log.append(event)
+        self.log.append(event)
         done = {"raise_kl": f"the KL coefficient is now algorithm.kl.coef * {event.kl_scale:g}"}
         done["rollback"] = f"the weights of version {event.restored} replace those of version {event.version}"
         done |= {"warn": "the run continues (guard.action=warn)", "stop": "the run stops"}
         _logger.warning("step %d: %s (sign %s); %s", event.version, event.text, event.sign, done[event.action])
-        self._on_event(event)
+        self.on_event(event)
 
     def _with_metrics(self, update: UpdateReport, measured: Mapping[str, float]) -> UpdateReport:
-        watches = [self._watch, *([self._held_out] if self._held_out is not None else [])]
+        watches = [self.watch, *([self.held_out] if self.held_out is not None else [])]
         own: dict[str, float] = {
             MetricName.GUARD_STRENGTH: max(watch.strength for watch in watches),
-            MetricName.GUARD_KL_SCALE: self._kl_scale.newest,
+            MetricName.GUARD_KL_SCALE: self.kl_scale.newest,
         }
         return replace(update, metrics={**update.metrics, **measured, **own})
 

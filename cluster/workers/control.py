@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from mobula.cluster.errors import MobulaError
@@ -76,56 +77,32 @@ class ControlPanel:
         """Does nothing: the panel holds no resources."""
 
 
+@dataclass(eq=False)
 class ControlLoop:
     """The driver's side. A panel that dies or does not answer is counted and replaced; it never ends the run."""
 
-    def __init__(
-        self,
-        run: str,
-        total_steps: int,
-        *,
-        spawn_panel: Callable[[], Any],
-        end_panel: Callable[[Any], Awaitable[None]],
-        progress: Callable[[], Progress],
-        in_flight: Callable[[], InFlightSummary],
-        replay: Callable[[], Awaitable[ReplayStats]],
-        roles: Mapping[str, Scalable],
-        ranks: Callable[[], Sequence[WorkerStatus]],
-        object_store: Callable[[], ObjectStoreUse],
-        earlier_scale: Mapping[str, int],
-        has_begun: Callable[[], bool],
-        on_scaled: Callable[[str, int], None],
-        on_panel_lost: Callable[[str], None],
-        on_status: Callable[[RunStatus], None],
-        interval_s: float,
-        start_s: float,
-        deadline_s: float,
-        scale_s: float,
-    ) -> None:
-        """`spawn_panel` returns the Ray handle of a `ControlPanel`. `ranks` returns the workers that cannot be scaled.
-        `object_store` may block. `earlier_scale` holds the numbers of workers from before a resume; they are applied
-        once `has_begun()`. `on_scaled` gets each number that a role accepts, `on_panel_lost` the kind of each loss.
-        `start_s` bounds the first call to a panel, including the start of its process, `deadline_s` each later call,
-        and `scale_s` the time in which a role accepts or refuses a number."""
-        self._run = run
-        self._total_steps = total_steps
-        self._spawn_panel = spawn_panel
-        self._end_panel = end_panel
-        self._progress = progress
-        self._in_flight = in_flight
-        self._replay = replay
-        self._roles = roles
-        self._ranks = ranks
-        self._object_store = object_store
-        self._earlier_scale = earlier_scale
-        self._has_begun = has_begun
-        self._on_scaled = on_scaled
-        self._on_panel_lost = on_panel_lost
-        self._on_status = on_status
-        self._interval_s = interval_s
-        self._start_s = start_s
-        self._deadline_s = deadline_s
-        self._scale_s = scale_s
+    run: str
+    total_steps: int
+    _: KW_ONLY
+    spawn_panel: Callable[[], Any]  # returns the Ray handle of a `ControlPanel`
+    end_panel: Callable[[Any], Awaitable[None]]
+    progress: Callable[[], Progress]
+    in_flight: Callable[[], InFlightSummary]
+    replay: Callable[[], Awaitable[ReplayStats]]
+    roles: Mapping[str, Scalable]
+    ranks: Callable[[], Sequence[WorkerStatus]]  # workers that cannot be scaled
+    object_store: Callable[[], ObjectStoreUse]  # may block
+    earlier_scale: Mapping[str, int]  # numbers of workers from before a resume, applied once `has_begun()`
+    has_begun: Callable[[], bool]
+    on_scaled: Callable[[str, int], None]  # gets each number that a role accepts
+    on_panel_lost: Callable[[str], None]  # gets the kind of each loss
+    on_status: Callable[[RunStatus], None]
+    interval_s: float
+    start_s: float  # bounds the first call to a panel, including the start of its process
+    deadline_s: float  # bounds each later call
+    scale_s: float  # in which a role accepts or refuses a number
+
+    def __post_init__(self) -> None:
         self._panel: Any = None
         self._num_panels_lost = 0
         self._lag_s = 0.0  # since the last status
@@ -147,20 +124,20 @@ class ControlLoop:
     async def _exchange_repeatedly(self) -> None:
         while True:
             status = await self._status()
-            self._on_status(status)
+            self.on_status(status)
             try:
                 await self._exchange(status)
             except Exception as error:  # the run does not need the panel; the next call starts a new one
                 await self._lose_panel(error)
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self.interval_s)
 
     async def _exchange(self, status: RunStatus) -> None:
         is_new = self._panel is None
         if is_new:
-            self._panel = self._spawn_panel()
+            self._panel = self.spawn_panel()
         sent = dict(self._outcomes)
         call = self._panel.exchange.remote(status, sent)
-        timeout_s = self._start_s if is_new else self._deadline_s
+        timeout_s = self.start_s if is_new else self.deadline_s
         for request in await answer(call, timeout_s=timeout_s, what="the control panel to take the run's status"):
             self._requests.put_nowait(request)
         for request_id in sent:
@@ -168,7 +145,7 @@ class ControlLoop:
 
     async def _lose_panel(self, error: Exception) -> None:
         self._num_panels_lost += 1
-        self._on_panel_lost(type(error).__name__)
+        self.on_panel_lost(type(error).__name__)
         _logger.warning("the control panel was lost (%s) and is replaced: %s", type(error).__name__, error)
         await self._drop_panel()
 
@@ -177,24 +154,24 @@ class ControlLoop:
         if dropped is None:
             return
         try:
-            await self._end_panel(dropped)
+            await self.end_panel(dropped)
         except Exception:  # the old panel is no longer used
             _logger.warning("the control panel did not close cleanly", exc_info=True)
 
     async def _status(self) -> RunStatus:
         lag_s, self._lag_s = self._lag_s, 0.0
         return RunStatus(
-            run=self._run,
-            progress=self._progress(),
-            total_steps=self._total_steps,
-            in_flight=self._in_flight(),
-            replay=await self._replay(),
-            workers=(*(worker for role in self._roles.values() for worker in role.status()), *self._ranks()),
+            run=self.run,
+            progress=self.progress(),
+            total_steps=self.total_steps,
+            in_flight=self.in_flight(),
+            replay=await self.replay(),
+            workers=(*(worker for role in self.roles.values() for worker in role.status()), *self.ranks()),
             num_panels_lost=self._num_panels_lost,
             driver_pid=os.getpid(),
             posted_at=time.time(),
             loop_lag_s=lag_s,
-            object_store=await asyncio.to_thread(self._object_store),
+            object_store=await asyncio.to_thread(self.object_store),
         )
 
     async def _measure_lag(self) -> None:
@@ -206,9 +183,9 @@ class ControlLoop:
             self._lag_s = max(self._lag_s, clock() - due)
 
     async def _scale_roles(self) -> None:
-        while self._earlier_scale and not self._has_begun():  # roles cannot be scaled earlier
-            await asyncio.sleep(self._interval_s)
-        for role, num_workers in self._earlier_scale.items():
+        while self.earlier_scale and not self.has_begun():  # roles cannot be scaled earlier
+            await asyncio.sleep(self.interval_s)
+        for role, num_workers in self.earlier_scale.items():
             await self._scale(role, num_workers)
         while True:
             request = await self._requests.get()
@@ -219,20 +196,20 @@ class ControlLoop:
         refusal = await self._refusal(role, num_workers)
         _logger.info("scale %s=%d: %s", role, num_workers, refusal or "accepted")
         if not refusal:
-            self._on_scaled(role, num_workers)
+            self.on_scaled(role, num_workers)
         return RoleOutcome(role, num_workers, refusal)
 
     async def _refusal(self, role: str, num_workers: int) -> str:
         """Applies one role's part of a request. Returns why it was refused, or an empty string."""
-        if role not in self._roles:
-            return f"this run has no scalable role {role}: it has {_listed(self._roles)}"
+        if role not in self.roles:
+            return f"this run has no scalable role {role}: it has {_listed(self.roles)}"
         if num_workers > MAX_WORKERS:
             return f"a role has at most {MAX_WORKERS} workers: ask for fewer"
         try:
-            async with asyncio.timeout(self._scale_s):
-                await self._roles[role].scale(num_workers)
+            async with asyncio.timeout(self.scale_s):
+                await self.roles[role].scale(num_workers)
         except TimeoutError:
-            return f"{role} did not answer within {self._scale_s:g} s: try again, or read run.log"
+            return f"{role} did not answer within {self.scale_s:g} s: try again, or read run.log"
         except (ValueError, MobulaError) as error:
             return str(error)
         except Exception as error:  # a failed scaling must not end the run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,18 +104,6 @@ class Watch:
         self.num_looks, self.agreeing, self.strength = state["num_looks"], state["agreeing"], state["strength"]
         self.firing = set(state["firing"])
         self.series.restore(state["series"])
-
-
-def alarms_of(
-    steps: Iterable[StepValues], signs: Sequence[Sign], *, window_steps: int, false_alarm_rate: float
-) -> list[Alarm]:
-    """Returns all alarms of a recorded run, in order. A pure function of its steps.
-
-    Example:
-        alarms_of(map(recorded_values, records), [Divergence(0.2)], window_steps=5, false_alarm_rate=0.01)
-    """
-    watch = Watch(signs, Series(window_steps), false_alarm_rate)
-    return [alarm for values in steps for alarm in watch.observe(values)]
 
 
 _logger = logging.getLogger(__name__)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Protocol
 
-from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
 
 
@@ -41,11 +40,6 @@ class Moments:
             return cls()
         mean = math.fsum(values) / len(values)
         return cls(len(values), mean, math.fsum((value - mean) ** 2 for value in values))
-
-    @classmethod
-    def from_error(cls, num: int, mean: float, standard_error: float) -> Moments:
-        """Moments of `num` groups from a recorded mean and its standard error, s / sqrt(num)."""
-        return cls(num, mean, standard_error**2 * num * max(num - 1, 0))
 
     def __add__(self, other: Moments) -> Moments:
         """Pools two sets of groups (Chan, Golub, LeVeque 1983)."""
@@ -143,14 +137,6 @@ def _plain(row: Window | StepValues) -> dict[str, Any]:
 
 def _moments(row: Mapping[str, Any]) -> dict[Quantity, Moments]:
     return {Quantity(name): Moments(*values) for name, values in row["moments"].items()}
-
-
-def windows_of(steps: Iterable[StepValues], num_steps: int) -> list[Window]:
-    """Returns the complete windows of a recorded run."""
-    series = Series(num_steps)
-    for values in steps:
-        series.add(values)
-    return series.windows
 
 
 MIN_GROUPS = 8  # of a window, for the test to be defined
@@ -483,23 +469,6 @@ def metrics_of(values: StepValues) -> dict[str, float]:
         elif quantity in TEXTS:
             metrics[TEXT_GROUPS] = float(moments.num)
     return metrics
-
-
-def recorded_values(record: StepRecord) -> StepValues:
-    """The inverse of `metrics_of`, from the record of a step; without moments for a step of a run without a guard."""
-    values, moments = record.values, {}
-    for quantity in Quantity:
-        if f"guard_{quantity}" not in values:
-            continue
-        num = values[_num_of(quantity)]
-        moments[quantity] = Moments.from_error(int(num), values[f"guard_{quantity}"], values[f"guard_{quantity}_se"])
-    return StepValues(record.step, moments)
-
-
-def _num_of(quantity: Quantity) -> str:
-    if quantity in (Quantity.REWARD, Quantity.JUDGE):
-        return GROUPS
-    return TEXT_GROUPS if quantity in TEXTS else "num_groups"
 
 
 def _means(groups: Sequence[Sequence[float]]) -> list[float]:

@@ -23,7 +23,6 @@ from mobula.cluster.guard.guard import (
     Stop,
     Warn,
     Watch,
-    alarms_of,
 )
 from mobula.cluster.guard.signs import (
     DRIFTS,
@@ -35,11 +34,10 @@ from mobula.cluster.guard.signs import (
     Series,
     Sign,
     StepValues,
+    Window,
     difference,
-    recorded_values,
     repeated_words,
     script_mix,
-    windows_of,
 )
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, GuardLog, read_events
@@ -132,9 +130,6 @@ async def test_a_healthy_run_is_left_alone_and_measured(tmp_path: Path) -> None:
     assert metrics[0]["guard_reward"] == pytest.approx(0.4 + 0.035)
     assert (metrics[-1]["guard_groups"], metrics[-1][MetricName.GUARD_KL_SCALE]) == (NUM_GROUPS, 1.0)
     assert metrics[-1][MetricName.GUARD_STRENGTH] < 1
-    record = StepRecord(8, {}, metrics[-1], {}, {}, {})
-    assert recorded_values(record).moments[Quantity.JUDGE].mean == pytest.approx(metrics[-1]["guard_judge"])
-    assert recorded_values(record).moments[Quantity.JUDGE].num == NUM_GROUPS
 
 
 async def test_a_warning_is_given_once_and_names_the_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,7 +285,8 @@ def recorded(
 
 
 def alarms(steps: list[StepValues], sign: Sign, rate: float = 0.01) -> list[Alarm]:
-    return alarms_of(steps, [sign], window_steps=WINDOW, false_alarm_rate=rate)
+    watch = Watch([sign], Series(WINDOW), rate)
+    return [alarm for values in steps for alarm in watch.observe(values)]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.95])
@@ -359,13 +355,11 @@ def test_windows_pool_groups_as_if_they_were_of_one_step() -> None:
     random = np.random.default_rng(5)
     parts = [random.normal(n, 1, 3 + n) for n in range(4)]
     steps = [StepValues(n, {Quantity.LENGTH: Moments.of(part.tolist())}) for n, part in enumerate(parts)]
-    [window] = windows_of(steps, 4)
+    window = Window.of(steps)
     whole = np.concatenate(parts)
     pooled = window.moments[Quantity.LENGTH]
     assert (window.first, window.last, pooled.num) == (0, 3, whole.size)
     assert (pooled.mean, pooled.standard_error) == pytest.approx((whole.mean(), stats.sem(whole)))
-    again = Moments.from_error(pooled.num, pooled.mean, pooled.standard_error)
-    assert (again.mean, again.m2) == pytest.approx((pooled.mean, pooled.m2))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any, cast
 from mobula.actors.environments.base import Action, Demonstrator, EnvironmentSpec, EpisodeError, Reset, Step
 from mobula.actors.environments.registry import build_environment
 from mobula.cluster.errors import DeadlineError, WorkerDiedError
-from mobula.cluster.workers.owned_actor import OwnedActor
+from mobula.cluster.runtime.ray_actors import OwnedActor
 
 
 class HostedEnvironment:

@@ -56,11 +56,25 @@ class GroupJournal(Protocol):
     async def close(self) -> None: ...
 
 
-class NoJournal(GroupJournal):
-    """Writes nothing."""
+class NoJournal:
+    """Implements `GroupJournal` without writing anything."""
+
+    async def finished(self, group: ScoredGroup) -> None: ...
+
+    async def rejected(self, outcome: GroupOutcome, reason: str) -> None: ...
+
+    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
+
+    async def trained(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None: ...
+
+    async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
+
+    async def forget(self, version: int) -> None: ...
 
     async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
         return {}
+
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -136,23 +136,15 @@ def _check_metrics(history: History, folder: Path, known: set[str]) -> Iterator[
     expected = list(history.metrics)
     if history.ended is None and len(rest) == len(expected) - 1:
         expected.pop()  # the process was killed between the record and its line
-    yield from _compare_lines(METRICS_FILE, rest, expected, kept["num_lines"])
-
-
-def _compare_lines(
-    file: str, lines: Sequence[bytes], expected: Sequence[AuditRecord], first: int
-) -> Iterator[AuditFinding]:
-    digests = [_sha256_of([line]) for line in lines]
-    known = {record.body["sha256"]: record for record in expected}
-    for number, digest in enumerate(digests, start=first + 1):
-        if digest not in known:
-            yield AuditFinding(file, f"line {number} was altered or added: no record has its sha256")
-    for record in expected:
-        if record.body["sha256"] not in digests:
-            yield AuditFinding(file, f"the line of {record.name} ({record.body['of']}) is missing or altered")
-    order = [known[digest].seq for digest in digests if digest in known]
+    digests = [_sha256_of([line]) for line in rest]
+    names = [(record.body["sha256"], f"the line of {record.name} ({record.body['of']})") for record in expected]
+    yield from _check_lines(METRICS_FILE, digests, names, "its sha256", kept["num_lines"])
+    seq_of = {record.body["sha256"]: record.seq for record in expected}
+    order = [seq_of[digest] for digest in digests if digest in seq_of]
     if order != sorted(set(order)):
-        yield AuditFinding(file, "lines were moved or stand twice: they are in another order than their records")
+        yield AuditFinding(
+            METRICS_FILE, "lines were moved or stand twice: they are in another order than their records"
+        )
 
 
 def _check_faults(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:
@@ -162,14 +154,23 @@ def _check_faults(history: History, folder: Path, known: set[str]) -> Iterator[A
     expected = [fault_line(Fault(**loss)) + "\n" for loss in losses]
     if history.ended is None and written == expected[:-1]:
         return  # the process was killed between the record and its line
-    for number, line in enumerate(written, start=1):
-        if line not in expected:
-            yield AuditFinding(FAULTS_FILE, f"line {number} was altered or added: no record has this loss")
-    for line in expected:
-        if line not in written:
-            yield AuditFinding(FAULTS_FILE, f"the loss of {json.loads(line)['worker']} is missing or altered")
+    names = [(line, f"the loss of {loss['worker']}") for line, loss in zip(expected, losses, strict=True)]
+    yield from _check_lines(FAULTS_FILE, written, names, "this loss")
     if sorted(written) == sorted(expected) and written != expected:
         yield AuditFinding(FAULTS_FILE, "lines were moved: they are in another order than their records")
+
+
+def _check_lines(
+    file: str, written: Sequence[str], names: Sequence[tuple[str, str]], content: str, first: int = 0
+) -> Iterator[AuditFinding]:
+    """Compares the lines after the first `first` with those of the records; `names` has each line and its name."""
+    known, present = {line for line, _ in names}, set(written)
+    for number, line in enumerate(written, start=first + 1):
+        if line not in known:
+            yield AuditFinding(file, f"line {number} was altered or added: no record has {content}")
+    for line, name in names:
+        if line not in present:
+            yield AuditFinding(file, f"{name} is missing or altered")
 
 
 def _check_checkpoints(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:

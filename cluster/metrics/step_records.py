@@ -363,12 +363,10 @@ class RunTotals:
         self.version = record.step
         self.num_samples += round(values[MetricName.NUM_SAMPLES])
         self.num_tokens += round(values[MetricName.NUM_TOKENS])
-        if MetricName.OPTIMIZER_STEPS in values:
-            self.optimizer_steps += round(values[MetricName.OPTIMIZER_STEPS])
-        if MetricName.OVER_AGE_TOKENS in values:
-            self.over_age_tokens += round(values[MetricName.OVER_AGE_TOKENS])
-        if MetricName.MEDIA_BYTES_REFERENCED in values:
-            self.media_bytes_referenced += round(values[MetricName.MEDIA_BYTES_REFERENCED])
+        # Records of some jobs and of earlier versions lack these.
+        self.optimizer_steps += round(values.get(MetricName.OPTIMIZER_STEPS, 0))
+        self.over_age_tokens += round(values.get(MetricName.OVER_AGE_TOKENS, 0))
+        self.media_bytes_referenced += round(values.get(MetricName.MEDIA_BYTES_REFERENCED, 0))
         self.seconds.update(record.seconds)
         self.staleness.update(record.staleness)
         self.last_values.update(values)
@@ -402,7 +400,7 @@ class RunTotals:
 
     def maximum(self, name: MetricName) -> float | None:
         """Returns the largest value over all steps; None if no step has one."""
-        return self._maxima[name] if name in self._maxima else None
+        return self._maxima.get(name)
 
     @property
     def samples_per_s(self) -> float | None:

@@ -41,7 +41,7 @@ from mobula.deploy.planning.memory import policy_shape
 from mobula.deploy.planning.workers import TRAINING, WorkerMemory, worker_memory
 from mobula.deploy.preloading.preloaded import allocator_environment
 from mobula.learner.learner import Learner
-from mobula.learner.policies.checkpoint.writing import write_weights
+from mobula.learner.policies.checkpoint.saving import write_weights
 
 NUM_RANKS, NUM_STEPS, EPOCH = 4, 3, 1
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 32

@@ -22,7 +22,7 @@ from mobula.learner.gradient_step import Term, shares_of_ranks
 from mobula.learner.meter import Meter
 from mobula.learner.policies.base import PolicyRow, RowOutline, on_device
 from mobula.learner.policies.batch import PADDING_ID, TokenSequence, pad_rows
-from mobula.learner.policies.flow.rows import CleanSequence, Noising
+from mobula.learner.policies.flow.policy import CleanSequence, Noising
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.trained import PolicyBatch, collate_rows
 from mobula.learner.shares import (

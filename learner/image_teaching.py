@@ -16,8 +16,7 @@ from mobula.learner.examples import ExampleOutline, all_whole
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.meter import Meter
 from mobula.learner.policies.base import Velocities
-from mobula.learner.policies.flow.policy import StepRescoring
-from mobula.learner.policies.flow.rows import CleanSequence, collate_noised
+from mobula.learner.policies.flow.policy import CleanSequence, StepRescoring, collate_noised
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ from mobula.learner.learner import Learner
 from mobula.learner.meter import Meter
 from mobula.learner.optim import NullSlow, SlowWeights, learning_rate
 from mobula.learner.policies.adapters import without_adapters
-from mobula.learner.policies.flow.policy import StepRescoring
-from mobula.learner.policies.flow.rows import Noising
+from mobula.learner.policies.flow.policy import Noising, StepRescoring
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.trained import teaching_noising
 from mobula.learner.shares import Portion
@@ -49,7 +48,7 @@ PAIR_LEVELS = 1  # noise levels of a pair in one step
 Model = Callable[..., Any]
 
 
-"""The forward of `mobula.learner.policies.token.TokenPolicy` or `mobula.learner.policies.score_model.ScoreModel`."""
+"""The forward of `mobula.learner.policies.token.TokenPolicy` or `mobula.learner.policies.token.ScoreModel`."""
 
 
 class Objective(Protocol):

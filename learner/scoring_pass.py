@@ -15,7 +15,7 @@ from mobula.learner.batch import LearnerItem
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.policies.adapters import without_adapters
 from mobula.learner.policies.base import PolicyOutput
-from mobula.learner.policies.flow.rows import CleanSequence, LatentSequence
+from mobula.learner.policies.flow.policy import CleanSequence, LatentSequence
 
 FlowRow = LatentSequence | CleanSequence
 S = TypeVar("S")

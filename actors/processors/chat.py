@@ -26,8 +26,17 @@ from mobula.actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VI
 from mobula.actors.processors.image import LoadedMedium
 from mobula.actors.processors.modality import Images, MediaModel, Modality, Sounds, Videos
 from mobula.actors.processors.text.answers import Tokens, tokens_of
-from mobula.actors.processors.text.chat_template import ChatTemplate, Fields, give_template, inlined, template_variables
-from mobula.actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
+from mobula.actors.processors.text.chat_template import (
+    ChatTemplate,
+    Fields,
+    decode_response,
+    end_token_ids,
+    give_template,
+    inlined,
+    pad_token_id,
+    reserved_tokens,
+    template_variables,
+)
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.markup import BREAK, is_verbatim, literal, needed_breaks, plain, without_special
 from mobula.cluster.records.media import MediaHandle, MediaKeeper, MediaSpan

@@ -35,7 +35,7 @@ from mobula.configs.schema import DataConfig, RunConfig
 from mobula.configs.schema.rollout import FlowConfig
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.denoising import Denoising
-from mobula.learner.policies.flow.rows import CONDITION, WHERE
+from mobula.learner.policies.flow.policy import CONDITION, WHERE
 from mobula.learner.policies.trained import flow_checkpoint
 
 TARGETS = "target_images"  # key of a row's metadata: files of images that fit the prompt

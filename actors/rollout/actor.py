@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from transformers import AutoTokenizer
 
-from mobula.actors.processors.text.special_tokens import decode_response
+from mobula.actors.processors.text.chat_template import decode_response
 from mobula.actors.rollout.server import PromptServer
 from mobula.actors.samplers import build_sampler
 from mobula.actors.samplers.base import AdapterSampler, EngineSettings

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from mobula.actors.processors.text.special_tokens import decode_response
+from mobula.actors.processors.text.chat_template import decode_response
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.settings import ServedVersion
 from mobula.cluster.errors import RolloutError, WeightSyncError

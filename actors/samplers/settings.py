@@ -12,7 +12,7 @@ from mobula.actors.samplers.base import EngineSettings
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.schema import RunConfig, SamplerConfig, SamplerKind
 from mobula.learner.policies.adapters import AdapterPush
-from mobula.learner.policies.checkpoint.pushed import pushed_manifest
+from mobula.learner.policies.checkpoint.stored import pushed_manifest
 from mobula.learner.policies.flow.denoising import Denoising
 
 

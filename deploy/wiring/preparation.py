@@ -71,8 +71,8 @@ from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.image_tokens import TINY_JANUS, write_tiny_janus
 from mobula.learner.policies.loading import refuse_unknown_prefixes
 from mobula.learner.policies.pretrained import PRETRAINED
-from mobula.learner.policies.score_model import score_class
 from mobula.learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.token import score_class
 from mobula.learner.policies.trained import flow_checkpoint
 
 if TYPE_CHECKING:

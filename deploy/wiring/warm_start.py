@@ -23,7 +23,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
 from mobula.learner.image_teaching import ImageExample
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.policies.flow.rows import CleanSequence, Noising, condition_of
+from mobula.learner.policies.flow.policy import CleanSequence, Noising, condition_of
 from mobula.learner.policies.trained import teaching_noising
 from mobula.learner.supervised import SupervisedExample
 

@@ -24,21 +24,21 @@ from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import StoredWeights, unread_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.flow.denoising import Denoising
-from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
-from mobula.learner.policies.flow.rows import (
+from mobula.learner.policies.flow.policy import (
     CleanSequence,
+    FlowPolicy,
     LatentBatch,
     LatentSequence,
     NoisedBatch,
     Noising,
+    StepRescoring,
     collate_latents,
     collate_noised,
 )
 from mobula.learner.policies.head import PLAIN, Distribution
 from mobula.learner.policies.image_tokens import ImageTokenPolicy, canary_tokens, freeze_the_rest
 from mobula.learner.policies.loading import DTYPES, disable_dropout
-from mobula.learner.policies.score_model import ScoreModel, unread_score_model
-from mobula.learner.policies.token import TokenPolicy
+from mobula.learner.policies.token import ScoreModel, TokenPolicy, unread_score_model
 
 if TYPE_CHECKING:
     from mobula.learner.policies.flow.checkpoint import FlowCheckpoint

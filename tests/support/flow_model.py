@@ -21,7 +21,7 @@ from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at
-from mobula.learner.policies.flow.rows import CONDITION
+from mobula.learner.policies.flow.policy import CONDITION
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 
 CPU = torch.device("cpu")

@@ -1,10 +1,10 @@
-"""Compares the tensors in a checkpoint's files with the model that transformers builds, without reading weights."""
+"""Tensors of a checkpoint: compared with the model that transformers builds, without reading weights, and pushed."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,20 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobula.cluster.weight_sync.manifest import Manifest, StoredTensor, TensorSpec, checkpoint_files, stored_tensors
-from mobula.learner.policies.families import own_family
+from mobula.cluster.weight_sync.manifest import (
+    Manifest,
+    Payload,
+    StoredTensor,
+    TensorSpec,
+    checkpoint_files,
+    stored_tensors,
+)
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.families import frozen_prefixes, own_family
 from mobula.learner.policies.loading import as_stored, checkpoint_names, described_model, saved_names
 
 GENERATION_FILE = "generation_config.json"
+
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -224,3 +233,28 @@ def _read(folder: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _name(spec: TensorSpec) -> str:
     return spec.name
+
+
+EXPERTS = ".experts."
+
+
+def pushed_manifest(checkpoint: Manifest, config: RunConfig) -> Manifest:
+    """Returns the manifest of a push of weights: `checkpoint` without frozen tensors (`policy.freeze`), which the
+    engines already have.
+
+    vLLM loads q, k and v, gate and up, or all experts of a block as one layer: a frozen tensor is sent if another
+    tensor of the same parent module is trained. At `resources.sleep_level` 2 engines discard their weights, so all
+    tensors are sent.
+    """
+    payload: Payload = "delta" if config.weight_sync.payload == "delta" else "weights"
+    frozen = frozen_prefixes(config.policy)
+    if not frozen or (config.resources.colocated and config.resources.sleep_level == 2):
+        return replace(checkpoint, payload=payload)
+    trained = {_parent(spec.name) for spec in checkpoint.tensors if not spec.name.startswith(frozen)}
+    return Manifest(tuple(spec for spec in checkpoint.tensors if _parent(spec.name) in trained), payload)
+
+
+def _parent(name: str) -> str:
+    """Returns the module whose children vLLM may load as one layer."""
+    block, experts, _ = name.partition(EXPERTS)
+    return block + experts if experts else name.rsplit(".", 2)[0]

@@ -1,22 +1,267 @@
-"""FlowPolicy: a flow model as a policy over denoising steps."""
+"""FlowPolicy: a flow model as a policy over denoising steps, and the rows that it reads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
+from mobula.cluster.records.trajectory import Prompt
 from mobula.learner.policies.adapters import has_adapters, without_adapters
-from mobula.learner.policies.base import Moves, Policy, PolicyOutput, Velocities
+from mobula.learner.policies.base import Moves, Policy, PolicyOutput, Velocities, on_device
 from mobula.learner.policies.flow.denoising import Denoising, velocities
 from mobula.learner.policies.flow.families import FlowFamily
-from mobula.learner.policies.flow.rows import LatentBatch, NoisedBatch
 from mobula.learner.policies.sde import FlowStep, Transition, gaussian_kl
+
+CONDITION = "condition"  # modality of a medium that holds an encoded prompt
+WHERE = MediaSpan(0, 0)  # of a condition: it stands at no token
+
+
+class Reader(Protocol):
+    """Source of conditions: a `MediaReader`, or media in memory."""
+
+    def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]: ...
+
+
+class _FlowRow:
+    """What rows of flow models have in common: no tokens of a prompt, and conditions that come encoded."""
+
+    num_prompt_tokens = 0
+    num_media_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        return (self.num_tokens,)
+
+    def with_old(self, old: np.ndarray) -> Self:
+        return replace(self, old=old)  # type: ignore[type-var]  # subclasses are dataclasses
+
+
+@dataclass(frozen=True)
+class LatentSequence(_FlowRow):
+    """One row: all denoising steps of a trajectory are scored.
+
+    `media` are the encoded prompt and, with guidance, the encoded negative prompt.
+    """
+
+    actions: LatentActions
+    media: tuple[MediaHandle, ...]
+    old: np.ndarray | None = None  # float32 [T, ...]: means of the steps, of the weights that a step trains from
+
+    @classmethod
+    def of_response(cls, prompt: Prompt, actions: LatentActions) -> LatentSequence:
+        """A prompt and how one image of it was denoised."""
+        return cls(actions, condition_of(prompt))
+
+    @property
+    def num_targets(self) -> int:
+        return self.actions.num_steps
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of the latent image in all steps: the row's share of `learner.tokens_per_microbatch`."""
+        return self.num_targets * int(np.prod(self.actions.latents.shape[2:]))
+
+    @property
+    def num_predictions(self) -> int:
+        return self.num_targets
+
+
+def condition_of(prompt: Prompt) -> tuple[MediaHandle, ...]:
+    """The encoded prompt and, with guidance, the encoded negative prompt."""
+    kinds = [handle.modality for handle in prompt.media]
+    if kinds not in ([CONDITION], [CONDITION, CONDITION]):
+        raise ValueError(
+            f"prompt {prompt.prompt_id} has the media {kinds}: denoising steps need its encoded text, and with "
+            "guidance that of the negative prompt"
+        )
+    return prompt.media
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """B rows of at most T steps, N steps in all, in the order of `target_mask`."""
+
+    latents: Tensor  # float32 [N, ...]: before each step
+    next_latents: Tensor  # float32 [N, ...]: after each step
+    timesteps: Tensor  # float32 [N]
+    sigmas: Tensor  # float32 [N]: noise levels before each step
+    next_sigmas: Tensor  # float32 [N]: and after it
+    max_sigmas: Tensor  # float32 [N]: the second level of the schedule, see `mobula.learner.policies.sde`
+    target_mask: Tensor  # bool [B, T]: False behind a row's last step
+    target_rows: Tensor  # int64 [N]: where they are in [B, T]
+    target_columns: Tensor  # int64 [N]
+    conditions: dict[str, Tensor]  # forward() argument -> all unique conditions along axis 0
+    condition_rows: Tensor  # int64 [N]: the condition of each step
+    negative_rows: Tensor | None  # int64 [N]: its negative prompt; None without guidance
+    old_means: Tensor | None = None  # float32 [N, ...]
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[N] of the steps -> [B, T], 0 or False behind a row's last step; by index, as in `TokenBatch.padded`."""
+        return values.new_zeros(self.target_mask.shape).index_put((self.target_rows, self.target_columns), values)
+
+
+def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device: torch.device) -> LatentBatch:
+    """Concatenates the steps of all rows and resolves their conditions; each unique condition is read once."""
+    handles = list({handle.key: handle for s in sequences for handle in s.media}.values())
+    media = reader.read(handles)
+    indices = {handle.key: index for index, handle in enumerate(handles)}
+    num_steps = np.array([s.num_targets for s in sequences])
+    of_step = np.repeat([indices[s.media[0].key] for s in sequences], num_steps)
+    has_negatives = len(sequences[0].media) == 2
+    negatives = np.repeat([indices[s.media[-1].key] for s in sequences], num_steps) if has_negatives else None
+    target_mask = np.arange(max(1, num_steps.max())) < num_steps[:, None]
+    rows, columns = np.nonzero(target_mask)
+    actions = [s.actions for s in sequences]
+    latents = [a.values for a in actions]
+    old = [s.old for s in sequences if s.old is not None]
+
+    column = partial(_column, device=device)
+    return LatentBatch(
+        latents=column([a[:-1] for a in latents]),
+        next_latents=column([a[1:] for a in latents]),
+        timesteps=column([a.timesteps for a in actions]),
+        sigmas=column([a.sigmas[a.step_index] for a in actions]),
+        next_sigmas=column([a.sigmas[a.step_index + 1] for a in actions]),
+        max_sigmas=column([np.full(a.num_steps, a.sigmas[1]) for a in actions]),
+        target_mask=on_device(target_mask, device),
+        target_rows=on_device(rows, device),
+        target_columns=on_device(columns, device),
+        conditions=_conditions(media, device),
+        condition_rows=on_device(of_step, device),
+        negative_rows=None if negatives is None else on_device(negatives, device),
+        old_means=column(old) if len(old) == len(sequences) else None,
+    )
+
+
+def _conditions(media: Sequence[ProcessedMedia], device: torch.device) -> dict[str, Tensor]:
+    """forward() argument -> all conditions along axis 0."""
+    return {name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs}
+
+
+def _column(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    return on_device(np.concatenate(arrays).astype(np.float32), device)
+
+
+LevelDraw = Literal["uniform", "logit_normal"]
+
+
+@dataclass(frozen=True)
+class Noising:
+    """x = (1 - sigma) clean + sigma noise, for `num_draws` levels sigma of each image.
+
+    `uniform` draws a level of the table as likely as any other. `logit_normal` draws more in the middle of it: the
+    place in the table is the sigmoid of a normal number (Stable Diffusion 3, arXiv:2403.03206).
+    """
+
+    sigmas: np.ndarray  # float32 [L], falling: levels to draw from
+    timesteps: np.ndarray  # float32 [L]: the time of each, as the model takes it
+    draw: LevelDraw
+    num_draws: int
+
+    def levels(self, generator: torch.Generator) -> Tensor:
+        """int64 [K]: drawn places in the table."""
+        num = len(self.sigmas)
+        if self.draw == "uniform":
+            return torch.randint(0, num, (self.num_draws,), generator=generator)
+        shares = torch.sigmoid(torch.randn(self.num_draws, generator=generator))
+        return (shares * num).long().clamp(max=num - 1)
+
+
+@dataclass(frozen=True)
+class CleanSequence(_FlowRow):
+    """One row: a clean image. `seed` decides levels and noise, so every rank and every pass draws the same.
+
+    `old` are velocities at these levels of another model: the one that sampled, or the reference.
+    """
+
+    clean: np.ndarray  # float [...]: latents
+    media: tuple[MediaHandle, ...]
+    noising: Noising
+    seed: int
+    old: np.ndarray | None = None  # float32 [K, ...]
+
+    @classmethod
+    def of_response(cls, noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
+        """Returns the image at the end of some denoising steps. The seed is derived from the image."""
+        clean = actions.values[-1]
+        seed = zlib.crc32(np.ascontiguousarray(clean).tobytes())
+        return cls(clean, condition_of(prompt), noising, seed)
+
+    @property
+    def num_targets(self) -> int:
+        """1: an image is one decision."""
+        return 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.noising.num_draws * int(np.prod(self.clean.shape[1:]))
+
+    @property
+    def num_predictions(self) -> int:
+        return self.noising.num_draws
+
+
+@dataclass(frozen=True)
+class NoisedBatch:
+    """B clean images, each at K noise levels: N = B K rows, image by image."""
+
+    clean: Tensor  # float32 [N, ...]
+    noise: Tensor  # float32 [N, ...]
+    sigmas: Tensor  # float32 [N]
+    timesteps: Tensor  # float32 [N]
+    conditions: dict[str, Tensor]  # forward() argument -> all unique conditions along axis 0
+    condition_rows: Tensor  # int64 [N]
+    old: Tensor | None  # float32 [N, ...]
+    num_draws: int  # K
+
+    @property
+    def noised(self) -> Tensor:
+        """Returns float32 [N, ...]: the input of the model."""
+        sigmas = self.sigmas.view(-1, *(1,) * (self.clean.ndim - 1))
+        return (1 - sigmas) * self.clean + sigmas * self.noise
+
+
+def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: torch.device) -> NoisedBatch:
+    """Draws levels and noise of each image and resolves conditions; each unique condition is read once."""
+    handles = list({s.media[0].key: s.media[0] for s in sequences}.values())
+    media = reader.read(handles)
+    indices = {handle.key: index for index, handle in enumerate(handles)}
+    num_draws = sequences[0].noising.num_draws
+    levels, noise = [], []
+    for s in sequences:
+        generator = torch.Generator().manual_seed(s.seed)
+        levels.append(s.noising.levels(generator).numpy())
+        noise.append(torch.randn((num_draws, *s.clean.shape), generator=generator))
+    old = [s.old for s in sequences if s.old is not None]
+
+    column = partial(_column, device=device)
+    return NoisedBatch(
+        clean=column([np.broadcast_to(s.clean, (num_draws, *s.clean.shape)) for s in sequences]),
+        noise=on_device(torch.cat(noise).numpy(), device),
+        sigmas=column([s.noising.sigmas[level] for s, level in zip(sequences, levels, strict=True)]),
+        timesteps=column([s.noising.timesteps[level] for s, level in zip(sequences, levels, strict=True)]),
+        conditions=_conditions(media, device),
+        condition_rows=torch.tensor([indices[s.media[0].key] for s in sequences], device=device).repeat_interleave(
+            num_draws
+        ),
+        old=column(old) if len(old) == len(sequences) else None,
+        num_draws=num_draws,
+    )
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from mobula.learner.policies.attention import packed
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.families import flow_family_at
-from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
-from mobula.learner.policies.flow.rows import LatentSequence, collate_latents
+from mobula.learner.policies.flow.policy import FlowPolicy, LatentSequence, StepRescoring, collate_latents
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model

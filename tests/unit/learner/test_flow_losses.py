@@ -12,7 +12,7 @@ from mobula.cluster.records.trajectory import MediaSpan, Prompt
 from mobula.learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
 from mobula.learner.algorithms.flow_losses import grpo_guard, nft
 from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
-from mobula.learner.policies.flow.rows import CONDITION, CleanSequence, Noising, collate_noised
+from mobula.learner.policies.flow.policy import CONDITION, CleanSequence, Noising, collate_noised
 
 CPU = torch.device("cpu")
 SIGMAS = np.array([1.0, 0.8, 0.5, 0.2], dtype=np.float32)

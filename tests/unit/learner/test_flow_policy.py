@@ -22,8 +22,7 @@ from mobula.learner.policies.adapters import adapted_modules, add_adapters, as_m
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.denoising import canary_actions
 from mobula.learner.policies.flow.families import flow_family_at
-from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
-from mobula.learner.policies.flow.rows import LatentBatch
+from mobula.learner.policies.flow.policy import FlowPolicy, LatentBatch, StepRescoring
 from mobula.learner.policies.loading import checkpoint_names
 from mobula.learner.policies.trained import collate_rows, row_of
 

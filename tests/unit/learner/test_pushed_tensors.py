@@ -8,7 +8,7 @@ import pytest
 from learner_data import tiny_config
 
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
-from mobula.learner.policies.checkpoint.pushed import pushed_manifest
+from mobula.learner.policies.checkpoint.stored import pushed_manifest
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 NAMES = (

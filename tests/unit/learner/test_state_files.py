@@ -34,7 +34,7 @@ from mobula.learner.backends.sharded import (
 from mobula.learner.backends.single import SingleBackend
 from mobula.learner.optim import read_average
 from mobula.learner.policies.base import Policy
-from mobula.learner.policies.checkpoint.writing import content
+from mobula.learner.policies.checkpoint.saving import content
 from mobula.learner.state import load_random_state
 from mobula.learner.state_files import EARLIER_INDEX, INDEX, is_complete, read_state, write_state
 

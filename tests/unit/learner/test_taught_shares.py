@@ -16,7 +16,7 @@ from mobula.learner import examples as entries
 from mobula.learner.examples import ExampleOutline, StoredExample, TaughtExamples, portions_of_examples, stored_examples
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.image_teaching import ImageExample
-from mobula.learner.policies.flow.rows import CleanSequence, Noising
+from mobula.learner.policies.flow.policy import CleanSequence, Noising
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.shares import ELSEWHERE, Exchange, ShareFetcher
 from mobula.learner.supervised import SharedSupervised, SupervisedExample

@@ -24,7 +24,7 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.learner.learner import Learner
 from mobula.learner.policies.attention import packed as attention
-from mobula.learner.policies.attention.row_packing import RowPacking
+from mobula.learner.policies.attention.packed import RowPacking
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model

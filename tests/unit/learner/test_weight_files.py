@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from mobula.learner.backends.single import SingleBackend
 from mobula.learner.learner import Learner
-from mobula.learner.policies.checkpoint.saving import save_policy
-from mobula.learner.policies.checkpoint.writing import write_weights
+from mobula.learner.policies.checkpoint.saving import save_policy, write_weights
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.trained import as_policy, unread_trained_model

@@ -1,7 +1,7 @@
 """Families of flow models."""
 
 from mobula.learner.policies.flow.families.base import Conditions, FlowFamily, ImageSize, Schedule
-from mobula.learner.policies.flow.families.registry import (
+from mobula.learner.policies.flow.families.pipelines import (
     FAMILIES,
     INDEX,
     REFUSED,

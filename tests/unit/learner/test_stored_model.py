@@ -1,29 +1,49 @@
-"""Checkpoints and models: the names and tensors of a push, read whole or row by row."""
+"""Checkpoints: what is stored, what is pushed, and what is written."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_data import tiny_config
+from learner_data import random_groups, tiny_config
 from loaded_ranks import LORA, load_all
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from tiny_text_models import write_text_policy
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.configs.load import load_config
+from mobula.deploy.wiring.preparation import prepare
+from mobula.learner.backends.single import SingleBackend
+from mobula.learner.learner import Learner
+from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.checkpoint.saving import save_policy, write_weights
 from mobula.learner.policies.checkpoint.stored import (
     StoredModel,
     broken_ties,
     loaded_tensors,
+    pushed_manifest,
     pushed_tensors,
     stored_model,
 )
-from mobula.learner.policies.loading import checkpoint_names, load_model
-from mobula.learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.families import unequal_window
+from mobula.learner.policies.head import PLAIN
+from mobula.learner.policies.loading import RANDOM_PARTS, checkpoint_names, load_model
+from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
+from mobula.learner.policies.token import TokenPolicy
+from mobula.learner.policies.trained import as_policy, unread_trained_model
+from mobula.learner.policy_weights import PolicyWeights
 
 State = dict[str, Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -198,3 +218,293 @@ def test_files_that_lack_a_weight_are_refused(tmp_path: Path) -> None:
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"policy.model lacks model.norm.weight and 0 more weights"):
         load_policy_model(tiny_config(folder).policy, torch.float32)
+
+
+STATE = {
+    "b": torch.randn(3, 5),
+    "a": torch.randn(7).bfloat16(),
+    "steps": torch.arange(4),
+    "half": torch.randn(2, 2).half(),
+    "one": torch.tensor(2.5),
+    "transposed": torch.randn(4, 6).T,
+}
+
+
+def described(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("size", ["50GB", "100KB"])
+def test_the_files_are_those_of_save_pretrained(tmp_path: Path, size: str) -> None:
+    folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0, tie_word_embeddings=False)
+    model = load_model(str(folder), torch.float32, "sdpa").bfloat16()
+    model.model.language_model.norm.float()
+    model.save_pretrained(tmp_path / "expected", max_shard_size=size, save_original_format=False)
+    state = model.state_dict()
+    (tmp_path / "out").mkdir()
+    write_weights(tmp_path / "out", "model", described(state), reversed(state.items()), size)
+    files = sorted(tmp_path.glob("expected/*.safetensors"))
+    assert (len(files) > 1) == (size == "100KB")
+    assert [file.name for file in files] == sorted(file.name for file in tmp_path.glob("out/*.safetensors"))
+    assert all((tmp_path / "out" / file.name).read_bytes() == file.read_bytes() for file in files)
+    if size == "100KB":
+        expected, found = (
+            json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("expected", "out")
+        )
+        assert found == expected
+
+
+def test_every_dtype_is_read_back(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save
+
+    write_weights(tmp_path, "model", described(STATE), STATE.items(), "50GB")
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items()) and found.keys() == STATE.keys()
+    whole = save({name: tensor.contiguous() for name, tensor in STATE.items()}, metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == whole
+
+
+def test_a_tensor_that_never_came_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lacks 1 tensors, such as one"):
+        write_weights(tmp_path, "model", described(STATE), [i for i in STATE.items() if i[0] != "one"], "50GB")
+
+
+def test_an_export_that_fails_gathers_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for this one in every gather."""
+    folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0, tie_word_embeddings=False)
+    learner = Learner(tiny_config(folder), 0, 1, ())
+    learner.connect("")
+    gathered = []
+    whole = learner._backend.full_state
+    monkeypatch.setattr(learner._backend, "full_state", lambda: (gathered.append(n) or (n, t) for n, t in whole()))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        learner.export(tmp_path / "file")
+    assert len(gathered) == len(dict(whole()))
+    learner.update(random_groups(AutoTokenizer.from_pretrained(folder), 3, 2), 1)
+
+
+WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
+
+
+def rounded(folder: Path, name: str, dtype: torch.dtype, *, tied: bool = False, key: str = "dtype") -> Path:
+    """A tiny checkpoint in `dtype`, its last norm in float32."""
+    write_tiny(name, folder, tie_word_embeddings=tied)
+    state = {n: t if n == NORM else t.to(dtype) for n, t in load_file(folder / WEIGHTS).items()}
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps(settings | {key: str(dtype).removeprefix("torch.")}))
+    return folder
+
+
+def dtypes(folder: Path) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def config_dtype(folder: Path) -> str:
+    settings = json.loads((folder / "config.json").read_text())
+    return settings.get("dtype") or settings["torch_dtype"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2.5-vl", "smolvlm", "qwen2.5-omni"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_tensors_and_config_keep_their_dtypes(tmp_path: Path, name: str, tied: bool, key: str) -> None:
+    folder = rounded(tmp_path / "model", name, torch.bfloat16, tied=tied, key=key)
+    model = load_model(str(folder), torch.float32, "sdpa")
+    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
+    assert dtypes(tmp_path / "out") == dtypes(folder)
+    assert config_dtype(tmp_path / "out") == "bfloat16"
+    before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_another_dtype_is_that_of_all_tensors_and_of_every_part_of_the_config(tmp_path: Path) -> None:
+    folder = rounded(tmp_path / "model", "qwen2.5-vl", torch.bfloat16)
+    model = load_model(str(folder), torch.float32, "sdpa")
+    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items(), "float16")
+    assert set(dtypes(tmp_path / "out").values()) == {torch.float16}
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    assert {part["dtype"] for part in parts if "dtype" in part} == {"float16"}
+    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out").dtype == torch.float16
+    model.lm_head.weight.data[0, 0] = 1e6
+    with pytest.raises(ValueError, match="lm_head.weight has values that float16 does not hold"):
+        save_policy(model, str(folder), tmp_path / "over", model.state_dict(), model.state_dict().items(), "float16")
+
+
+def test_the_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> None:
+    folder = rounded(tmp_path / "model", "llama", torch.bfloat16)
+    # transformers loads this file and refuses to write it.
+    generation = json.dumps({"temperature": 0.6, "do_sample": False, "eos_token_id": [1, 2]})
+    (folder / "generation_config.json").write_text(generation)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    for spare in ("consolidated.safetensors", "model-q4.gguf", "pytorch_model.bin", "README.md"):
+        (folder / spare).write_text("x")
+    model = load_model(str(folder), torch.float32, "sdpa")
+    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
+    assert (tmp_path / "out" / "generation_config.json").read_text() == generation
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").is_file()
+    left_out = {"consolidated.safetensors", "model-q4.gguf", "pytorch_model.bin"}
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {f.name for f in folder.iterdir()} - left_out
+
+
+def test_merged_adapters_keep_the_dtypes_as_well(tmp_path: Path) -> None:
+    folder = rounded(tmp_path / "model", "qwen2.5-vl", torch.bfloat16)
+    config = tiny_config(folder, "policy.lora.rank=4")
+    model, stored = unread_trained_model(config)
+    weights = PolicyWeights(model, config)
+    backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
+    backend.wrap(as_policy(model, config), stored)
+    save_policy(model, str(folder), tmp_path / "out", weights.described, weights.plain_state(backend))
+    assert dtypes(tmp_path / "out") == dtypes(folder)
+
+
+def test_an_untied_copy_of_a_tied_head_is_not_written(tmp_path: Path) -> None:
+    folder = rounded(tmp_path / "model", "llama", torch.bfloat16, tied=True)
+    state = load_file(folder / WEIGHTS)
+    both = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+    save_file(both, folder / WEIGHTS, metadata={"format": "pt"})
+    model = load_model(str(folder), torch.float32, "sdpa")
+    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
+    assert dtypes(tmp_path / "out").keys() == state.keys()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
+
+
+CPU = torch.device("cpu")
+QWEN = {"sliding_window": 64, "use_sliding_window": True, "layer_types": None}
+KINDS = {
+    "attention_dropout": 0.5, "hidden_dropout": 0.5, "dropout": 0.5, "activation_dropout": 0.5, "embd_pdrop": 0.5,
+    "drop_path_rate": 0.5, "layerdrop": 0.5, "encoder_layerdrop": 0.5, "hidden_dropout_prob": 0.5,
+    "attention_probs_dropout_prob": 0.5, "projection_dropout": 0.5,
+}  # fmt: skip
+
+
+def with_dropout(folder: Path) -> Path:
+    """The checkpoint with every kind of dropout in every part of its config.json."""
+
+    def set_all(part: dict[str, Any]) -> dict[str, Any]:
+        below = {key: set_all(value) if key.endswith("_config") else value for key, value in part.items()}
+        return below | KINDS
+
+    file = folder / "config.json"
+    file.write_text(json.dumps(set_all(json.loads(file.read_text()))))
+    return folder
+
+
+def trained_twice(folder: Path, *words: str) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
+    """Log-probs of one row in two forward passes in training mode, and the model."""
+    config = load_config(["experiment=digits", f"policy.model={folder}", "learner.packing=false", *words])
+    policy = TokenPolicy(load_policy_model(config.policy, torch.float32), config.learner).train()
+    ids = np.random.default_rng(0).integers(0, 200, 30).astype(np.int32)
+    batch = collate([TokenSequence(ids, 10, (), ())], MediaReader(timeout_s=1, max_items=1), CPU)
+    with torch.no_grad():
+        return policy(batch, PLAIN).logprobs, policy(batch, PLAIN).logprobs, policy.model
+
+
+def probabilities(model: nn.Module) -> Mapping[str, float]:
+    """Those of every random part of training mode."""
+    return {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        for key, value in [*vars(module).items(), *([("drop", module.p)] if isinstance(module, nn.Dropout) else [])]
+        if isinstance(value, float) and any(part in key for part in RANDOM_PARTS.split("|"))
+    }
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_dropout_of_a_checkpoint_is_off_in_training(tmp_path: Path, name: str) -> None:
+    first, second, model = trained_twice(with_dropout(write_tiny(name, tmp_path / "m")))
+    assert torch.equal(first, second)
+    assert probabilities(model) and set(probabilities(model).values()) == {0.0}
+
+
+def test_dropout_is_kept_where_a_run_asks_for_it(tmp_path: Path) -> None:
+    folder = with_dropout(write_tiny("qwen2.5-vl", tmp_path / "m"))
+    first, second, model = trained_twice(folder, "policy.dropout=true", "supervision.on_logprob_gap=warn")
+    assert (first - second).abs().max() > 0.01
+    assert 0.5 in probabilities(model).values()
+
+
+def edited(folder: Path, **values: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return folder
+
+
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"])
+def test_capped_or_scaled_logits_are_refused_by_their_key(tmp_path: Path, key: str) -> None:
+    model = edited(write_text_policy(tmp_path / "m", "gemma3_text"), **{key: 30.0})
+    with pytest.raises(PreflightError, match=rf"policy\.model=.* has {key}=30\.0 in its config\.json"):
+        prepare(load_config(["experiment=own", f"policy.model={model}", f"data.path={tmp_path}"]), lambda media: media)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "window"),
+    [
+        ("llama", {}, None),
+        ("llama", {"sliding_window": 64}, 64),  # transformers ignores it, vLLM does not
+        ("mistral", {"sliding_window": 64}, None),  # all layers in both
+        ("mistral", {"sliding_window": None}, None),
+        ("gemma3_text", {"sliding_window": 16}, None),  # by layer in both
+        ("qwen2", {**QWEN, "use_sliding_window": False}, None),
+        (
+            "qwen2",
+            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None},
+            None,
+        ),
+        # As Qwen 2.5 is released: no layer in transformers, every layer in vLLM.
+        ("qwen2", {**QWEN, "max_window_layers": 2}, 64),
+        ("qwen2", {**QWEN, "max_window_layers": 1}, 64),
+    ],
+)
+def test_windows_in_which_engine_and_learner_differ_are_found(
+    tmp_path: Path, family: str, values: dict[str, Any], window: int | None
+) -> None:
+    model = edited(write_text_policy(tmp_path / "m", family), **values)
+    assert unequal_window(str(model)) == window
+    words = ["experiment=own", f"policy.model={model}", f"data.path={tmp_path}", "data.max_prompt_tokens=32"]
+    words += ["sampler.max_tokens=16"]
+    match = "max_model_len=65 is longer: set sampler.max_model_len=64 or less" if window else "train"
+    with pytest.raises(PreflightError, match=match):
+        prepare(load_config([*words, "sampler.max_model_len=65"]), lambda media: media)
+    with pytest.raises(PreflightError, match="train"):  # the data is what is missing next
+        prepare(load_config([*words, "sampler.max_model_len=64"]), lambda media: media)
+
+
+NAMES = (
+    "visual.blocks.0.attn.qkv.weight",
+    "visual.merger.mlp.0.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.mlp.gate.weight",
+    "model.layers.0.mlp.experts.0.up_proj.weight",
+    "model.layers.0.mlp.experts.1.up_proj.weight",
+    "model.norm.weight",
+)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "left_out"),
+    [
+        ("", ()),
+        ("vision", NAMES[:2]),
+        ("visual.merger.", NAMES[1:2]),
+        ("model.layers.0.self_attn.q_proj", ()),  # one layer of vLLM together with k_proj
+        ("model.layers.0.mlp.experts.1.", ()),
+        ("model.layers.0.mlp.experts.", NAMES[5:7]),
+    ],
+)
+def test_frozen_tensors_are_not_sent_except_those_that_vllm_loads_with_trained_ones(
+    freeze: str, left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
+    whole = Manifest(tuple(TensorSpec(name, (4, 4), "float32") for name in NAMES))
+    config = tiny_config(tmp_path / "model", f"policy.freeze=[{freeze}]")
+    pushed = pushed_manifest(whole, config)
+    assert [spec.name for spec in pushed.tensors] == [name for name in NAMES if name not in left_out]
+    discards = {"colocated": True, "sleep_level": 2}
+    asleep = config.model_copy(update={"resources": config.resources.model_copy(update=discards)})
+    assert pushed_manifest(whole, asleep) == whole

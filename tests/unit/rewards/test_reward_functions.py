@@ -94,120 +94,18 @@ def test_ten_megabytes_are_scanned_in_linear_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reference"),
+    ("answer", "reference", "is_equal"),
     [
-        *[(answer, "7") for answer in ("7", "07", "+7", "7.0", " 7. ", "$7$", r"\(7\)", r"\text{7}")],
-        ("\N{MINUS SIGN}7", "-7"),
-        *[(answer, "1000") for answer in ("1,000", "1{,}000", r"1\,000")],
-        (".5", "0.50"),
-        *[(answer, "0.5") for answer in ("1/2", r"\frac{1}{2}")],
-        (r"\dfrac{2}{4}", r"\frac{1}{2}"),
-        *[(answer, "5/3") for answer in (r"1\frac{2}{3}", "1 2/3")],
-        *[(answer, "-0.5") for answer in ("-1/2", r"-\frac{1}{2}")],
-        (r"10\%", "10%"),
-        (r"10\%", "0.1"),
-        ("10", r"10\%"),
-        ("Cat", "cat"),
-        (r"\text{isosceles triangle}", "isosceles triangle"),
-        ("三角形", "三角形"),
+        (" 7. ", "7", True),
+        *[(answer, "7", False) for answer in ("", "3\n4")],
+        ("7\x00", "8", False),
+        *[(answer, answer, False) for answer in ("", " ", ".", "$$")],
+        ("7", "", False),
     ],
 )
-def test_plain_answers_are_right_without_computer_algebra(answer: str, reference: str) -> None:
-    assert equals(answer, reference)
-    assert score(MathAnswer(NO_PROCESS, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference"),
-    [
-        *[(answer, "7") for answer in ("8", "-7", "70", "")],
-        ("1.0000001", "1"),
-        ("1/3", "1/2"),
-        *[(answer, "cat") for answer in ("act", "7")],
-        ("10%", "1000%"),
-        ("0.1", "10"),
-        *[(answer, "") for answer in ("", "7")],
-        (" ", " "),
-        (".", "."),
-        ("$$", "$$"),
-    ],
-)
-def test_plain_answers_are_wrong_without_computer_algebra(answer: str, reference: str) -> None:
-    assert not equals(answer, reference)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference"),
-    [
-        *[(answer, "7") for answer in ("3 4", "3(4)", "3{4}", "{3}{4}", r"3\quad 4", r"3\,4", "3\n4", "3 + 4", "3+4")],
-        *[(answer, "7") for answer in ("{3}+{4}", "10-3", r"1\times 7", r"7 \cdot 1", "7_8", "7_{8}")],
-        *[(answer, "7") for answer in (r"\frac{3 4}{1}", r"3+\frac{8}{2}")],
-        (r"3\!4", "34"),
-        (r"\sqrt{4 5}", "3"),
-    ],
-)
-def test_digits_side_by_side_and_unfinished_sums_are_no_answer(answer: str, reference: str) -> None:
-    assert score(MathAnswer(NO_PROCESS, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference"),
-    [
-        (r"\frac12", "0.5"),
-        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
-        ("0.333333", "1/3"),
-        (r"2 \times 10^{3}", "2000"),
-        ("2^{10}", "1024"),
-        (r"\sqrt{49}", "7"),
-        (r"\{1,2\}", r"\{2,1\}"),
-        ("1,2", "2,1"),
-        ("(1,2)", "(1,2)"),
-        ("x=7", "7"),
-        ("7", "x=7"),
-        (r"3 + 4 = 7", "7"),
-        ("(x+1)^2", "x^2+2x+1"),
-        (r"90^\circ", "90"),
-        (r"5\text{ cm}", "5"),
-        (r"\$5", "5"),
-        (r"\sqrt[3]{343}", "7"),
-        (r"\log_{2} 128", "7"),
-        (r"\frac{\sqrt{3}}{2^{2}}", r"\frac{\sqrt{3}}{4}"),
-        (r"\frac{1}{2}", r"$\frac{2}{4}$"),
-        ("7", r"so \boxed{7}"),
-        (r"5\text{ cm}", "5 cm"),
-        (r"5\text{ centimeters}", r"5\text{ cm}"),
-        ("5", "5 km"),
-        (r"1 \text{ or } 2", "1,2"),
-        ("2+3x", "3x+2"),
-        (r"-1 \text{ and } 1", r"\pm 1"),
-    ],
-)
-def test_computer_algebra_sees_equal_values(tools: Tools, answer: str, reference: str) -> None:
-    assert score(MathAnswer(tools, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference"),
-    [
-        ("0.33", "1/3"),
-        *[(answer, "(1,2)") for answer in ("(2,1)", r"\{1,2\}")],
-        *[(answer, "7") for answer in ("7,8", r"7 \text{ or } 8", "0,1,2,3,4,5,6,7,8,9", r"\{1,2,7\}", "x=7,x=8")],
-        *[(answer, "7") for answer in ("7=8", r"\frac{7}{0}", "3 is not 7", "the answer is 7", "٧", "🐟")],
-        *[(answer, "7") for answer in (r"7\text{ or more}", r"7\text{ million}", r"7\text{ is wrong}", r"7\text{k}")],
-        (r"7\ldots", "7"),
-        ("[0,1)", "(0,1]"),
-        (r"\pi", "3.14"),
-        ("x", "y"),
-        (r"\undefinedcommand{7}{8}", "15"),
-        ("7\x00", "8"),
-        ("5 m", "5 km"),
-        *[(answer, r"5\text{ cm}") for answer in (r"5\text{ kg}", r"5\text{ cm}^2")],
-        ("2014", "2020-05-01"),
-        (r"\frac{3}{4} or it is \frac{3}{4}x", r"\frac{3}{4}"),
-    ],
-)
-def test_computer_algebra_sees_other_values(tools: Tools, answer: str, reference: str) -> None:
-    assert score(MathAnswer(tools, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 0.0
+def test_pairs_that_a_table_cannot_hold(answer: str, reference: str, is_equal: bool) -> None:
+    """The others are rows of `reward_fixtures/mathematics.tsv`."""
+    assert equals(answer, reference) is is_equal
 
 
 def test_any_reference_will_do(tools: Tools) -> None:

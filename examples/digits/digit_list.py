@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.functions.parsing.references import given_references
+from mobula.rewards.functions.parsing.extraction import given_references
 
 _SENTENCE_ENDS = re.compile(r"(?<=\.)\s+|\s*\n\s*")
 _NAMED = re.compile(r"Picture ([A-Z]) is the digit ([0-9])\.")

@@ -17,7 +17,7 @@ from mobula.examples.geospot.place_answers import (
 )
 from mobula.examples.geospot.stages import FULL, STAGES, TAUS_KM
 from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.functions.parsing.references import check_number, given_metadata
+from mobula.rewards.functions.parsing.extraction import check_number, given_metadata
 
 FROM_ROW = "row"
 TOLERANCE_KM = 25.0

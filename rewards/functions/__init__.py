@@ -32,7 +32,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "keywords": "mobula.rewards.functions.short_answers:Keywords",
     "language": "mobula.rewards.functions.language:Language",
     "math_answer": "mobula.rewards.functions.math_answer:MathAnswer",
-    "multiple_choice": "mobula.rewards.functions.choices:MultipleChoice",
+    "multiple_choice": "mobula.rewards.functions.short_answers:MultipleChoice",
     "ocr": "mobula.rewards.functions.ocr:Ocr",
     "overlong": "mobula.rewards.functions.response_form:Overlong",
     "pick_score": "mobula.rewards.models.image_scores:PickScore",
@@ -40,7 +40,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "relaxed_accuracy": "mobula.rewards.functions.short_answers:RelaxedAccuracy",
     "reward_model": "mobula.rewards.models.reward_model:RewardModel",
     "script_share": "mobula.rewards.functions.response_form:ScriptShare",
-    "true_false": "mobula.rewards.functions.choices:TrueFalse",
+    "true_false": "mobula.rewards.functions.short_answers:TrueFalse",
     "vllm_judge": "mobula.rewards.models.vllm_judge:VllmJudge",
 }
 READ_LENGTHS = ("cost", "http", "overlong")

@@ -16,22 +16,23 @@ from scipy.optimize import linear_sum_assignment
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.media import IMAGE_SIZES, SHOWN_SIZES, upright_size
 from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.functions.parsing.extraction import RequestExtractor, read_json, type_name
-from mobula.rewards.functions.parsing.references import check_number, given_metadata
+from mobula.rewards.functions.parsing.extraction import (
+    RequestExtractor,
+    check_number,
+    given_metadata,
+    read_json,
+    type_name,
+)
 from mobula.rewards.functions.short_answers import fold
 from mobula.rewards.isolation.process import Tools
 
 Form = Literal["xyxy", "xywh"]
-
 Scale = Literal["relative", "thousandths", "pixels", "shown_pixels"]
 
 # The largest coordinate.
 LIMITS: dict[str, float] = {"relative": 1.0, "thousandths": 1000.0, "pixels": 1e6, "shown_pixels": 1e6}
-
 MAX_BOXES = 200  # matching takes cubic time
-
 _KEYS = ("bbox_2d", "bbox", "box")  # of a box in an object, in order of preference
-
 _NUMBER = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,2})?")
 
 
@@ -222,11 +223,8 @@ def _is_size(size: tuple[Any, Any]) -> TypeGuard[tuple[float, float]]:
 
 
 _NUMBER_of_grounding = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(%?)")
-
 _MAX_NUMBER_CHARS = 100  # longer numbers are compared as text
-
 _ARTICLES = ("the ", "a ", "an ")
-
 Entity = str | Fraction
 
 

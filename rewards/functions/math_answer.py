@@ -8,24 +8,23 @@ from fractions import Fraction
 from typing import Any
 
 from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.functions.parsing.extraction import RequestExtractor, closing_boxes
+from mobula.rewards.functions.parsing.extraction import (
+    RequestExtractor,
+    check_true_or_false,
+    closing_boxes,
+    given_references,
+)
 from mobula.rewards.functions.parsing.math_expressions import mp, sample
 from mobula.rewards.functions.parsing.math_tokens import Token
 from mobula.rewards.functions.parsing.math_values import Value, _expression, readings
-from mobula.rewards.functions.parsing.references import check_true_or_false, given_references
 from mobula.rewards.functions.parsing.units import same_unit
 from mobula.rewards.isolation.process import Tools
 
 _LITERAL = re.compile(r"[0-9]{1,2} : [0-5][0-9]|[0-9]+( [-/] )[0-9]+\1[0-9]+")  # a time or a date
-
 _SAME_POINT = mp.mpf(10) ** -35
-
 _ZERO = mp.mpf(10) ** -50
-
 _MAX_ITEMS = 100  # of lists whose order does not count
-
 _PERCENT = frozenset({("%", 1)})
-
 Region = tuple[str, frozenset[Any], Callable[[Any], bool]]  # name of the unknown, end points, membership
 
 

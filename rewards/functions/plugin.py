@@ -10,7 +10,7 @@ from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
 from mobula.cluster.user_code import load
 from mobula.rewards.contract import Outcome, RewardRequest, Score, TimedOutError
-from mobula.rewards.functions.parsing.references import check_number
+from mobula.rewards.functions.parsing.extraction import check_number
 from mobula.rewards.isolation.process import Isolated, Tools, call_each
 
 _PARAMETERS = "mobula.rewards.functions.plugin:parameters"

@@ -13,19 +13,14 @@ from typing import Literal
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import Outcome, RewardRequest, Score
-from mobula.rewards.functions.parsing.extraction import find_boxes, read_json, type_name
-from mobula.rewards.functions.parsing.references import check_number, given_metadata
+from mobula.rewards.functions.parsing.extraction import check_number, find_boxes, given_metadata, read_json, type_name
 from mobula.rewards.images import decode_image
 from mobula.rewards.isolation.process import Tools, call_each
 
 _FULL_MATCH = "mobula.rewards.functions.response_form:full_match"
-
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
-
 _TAG = re.compile(rf"<({_TAG_NAME.pattern})>")
-
 THINK_ANSWER = ("think", "answer")
-
 Flaw = Callable[[str], str]  # response -> its format error, or ""
 
 

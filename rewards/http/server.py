@@ -119,7 +119,6 @@ class ScorerThreads:
 
 
 GRACE_S = 1.0  # after the deadline, for the reply of a scorer that stops at it
-
 STATUS_OF = {FailureKind.TIMED_OUT: 504}  # for replies with numbers only; any other failure is 422
 
 
@@ -130,7 +129,6 @@ def _dialect(body: Any) -> str:
 AnyBody = Annotated[
     Annotated[ScoreBody, Tag("mobula")] | Annotated[LightrftBody, Tag("lightrft")], Discriminator(_dialect), Body()
 ]
-
 Queries = Annotated[QueryForm, Query(description="Whether LightRFT's queries begin with their prompts.")]
 
 

@@ -20,13 +20,9 @@ from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.loading import QuestionFinder, one_of, positive_int
 
 PLACEHOLDERS = ("question", "response", "references")
-
 IMAGES = ("none", "prompt", "response", "both")
-
 QUOTED_CHARS = 300  # end of a reply that a reason quotes
-
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
-
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 

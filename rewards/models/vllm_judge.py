@@ -26,9 +26,7 @@ from mobula.rewards.models.loading import positive_int
 from mobula.rewards.models.server_judge import Grading, checked_extra
 
 OWN_KEYS = ("model", "dtype", "runner", "distributed_executor_backend", "disable_log_stats")
-
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in-process core, which ends with this process
-
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the process already has its CPUs and number of threads
 
 
@@ -190,7 +188,6 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 OWN_FIELDS = ("max_tokens", "temperature", "n", "output_kind")
-
 TEMPLATE_FIELD = "chat_template_kwargs"
 
 

@@ -26,11 +26,8 @@ from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
 from mobula.rewards.offline.rows import Batch, BrokenRowError, ImageFiles, Record, Source, read_row
 
 _UNIT = 1 << 60  # sums are integers in units of 2**-60: they do not depend on the order of their terms
-
 DIGITS = 6
-
 MAX_BROKEN = 20  # invalid rows in the report; all are counted
-
 RIGHT = 1.0  # smallest value of the accuracy component of a right response
 
 
@@ -125,19 +122,12 @@ def shortened(values: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
 
 
 START_TIMEOUT_S = 120.0  # to import modules of reward functions; the deadline of the batch may be earlier
-
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
-
 IMAGES = "images"  # component name in errors if the images of a record cannot be read
-
 DEVICE, DTYPE = "cpu", "float32"  # of models; each process has a copy
-
 MAX_TEXT_CHARS = 2000  # of a prompt or response in the report
-
 MAX_REFERENCES = 10
-
 GC_THRESHOLDS = 50_000, 20, 100  # records have no cycles; collecting every 700 objects takes a third of the time
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -295,11 +285,8 @@ def score(batch: Batch) -> ScoredBatch:
 
 
 LEAST_ROWS, MOST_ROWS = 64, 4096  # of one batch
-
 SHORT_S, LONG_S = 1.0, 5.0  # after a shorter batch sizes double, after a longer batch they restart at LEAST_ROWS
-
 AHEAD = 3  # batches per process that may be pending, because results are yielded in order
-
 BUILD_TIMEOUT_S = 300.0  # to import and build the reward functions
 
 

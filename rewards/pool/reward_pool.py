@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mobula.cluster.errors import LostReplyError, RewardError, UnscoredGroupError, loss_kind
+from mobula.cluster.errors import (
+    LostObjectError,
+    LostReplyError,
+    RewardError,
+    UnscoredGroupError,
+    WorkerDiedError,
+    loss_kind,
+)
 from mobula.cluster.records.trajectory import Answers, EndedResponse, Reward
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import ComponentError, RecipeBook
 from mobula.rewards.contract import FailureKind, Outcome
 from mobula.rewards.pool.service import RewardService
-from mobula.rewards.pool.worker import Ahead, GroupOutcomes, Outcomes, Question, ScoringAhead
+from mobula.rewards.pool.worker import GroupOutcomes, Outcomes, Question, response_digest
 
 logger = logging.getLogger(__name__)
-
 USED, UNUSED = "used", "unused"
 RETRIED = "retried"  # a component failed and was run again
 DIED, HUNG = "reward_died", "reward_hung"
@@ -40,6 +47,56 @@ class LossCounter:
         is_hung = loss_kind(error) == "hung"
         self.failures[FailureKind.WORKER_HUNG if is_hung else FailureKind.WORKER_DIED] += 1
         self._on_lost(HUNG if is_hung else DIED)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """One response that is scored ahead."""
+
+    digest: bytes  # `response_digest`
+    task: asyncio.Task[Outcomes | None]  # None if the workers failed
+
+
+class ScoringAhead:
+    """Starts to score responses when they end, and returns the outcomes when the group is complete."""
+
+    def __init__(self, score: Callable[[EndedResponse], Awaitable[Outcomes]]) -> None:
+        self._score = score
+        self._begun: dict[str, dict[int, Ahead]] = {}  # prompt id -> sibling
+
+    def begin(self, ended: EndedResponse) -> None:
+        prompt_id = ended.prompt.prompt_id
+        siblings = self._begun.setdefault(prompt_id, {})
+        if ended.sibling in siblings:  # a restarted episode has another end
+            siblings[ended.sibling].task.cancel()
+        task = asyncio.create_task(self._outcomes(ended), name=f"score {prompt_id}#{ended.sibling} ahead")
+        siblings[ended.sibling] = Ahead(response_digest(ended.response), task)
+
+    @contextmanager
+    def taken(self, prompt_id: str) -> Iterator[Mapping[int, Ahead]]:
+        """Yields the started scores of a group by sibling. On exit they are dropped and calls in progress cancelled."""
+        siblings = self._begun.pop(prompt_id, {})
+        try:
+            yield siblings
+        finally:
+            for ahead in siblings.values():
+                ahead.task.cancel()
+
+    async def close(self) -> None:
+        tasks = [ahead.task for siblings in self._begun.values() for ahead in siblings.values()]
+        self._begun.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _outcomes(self, ended: EndedResponse) -> Outcomes | None:
+        """Scores a response. Failures of workers are logged here; the group is scored again and then raises them."""
+        try:
+            return await self._score(ended)
+        except (RewardError, LostObjectError, WorkerDiedError) as error:
+            name = f"{ended.prompt.prompt_id}#{ended.sibling}"
+            logger.warning("%s was not scored ahead, so it is scored with its group: %s", name, error)
+            return None
 
 
 class RewardPool:

@@ -1,27 +1,23 @@
-"""RewardWorker: scores groups, and single responses ahead of their group."""
+"""RewardWorker: scores the responses of groups that it is asked about."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mobula.cluster.errors import DeadlineError, LostObjectError, RewardError, StuckError, WorkerDiedError
+from mobula.cluster.errors import DeadlineError, RewardError, StuckError
 from mobula.cluster.records.media import MediaReader
-from mobula.cluster.records.trajectory import Answers, EndedResponse, Prompt, Response, TrajectoryGroup
+from mobula.cluster.records.trajectory import Answers, Prompt, Response, TrajectoryGroup
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import RewardScoring, is_judged
 from mobula.rewards.contract import Outcome, RewardRequest, Score
 from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
 
-logger = logging.getLogger(__name__)
 Outcomes = Mapping[str, Outcome]
 """Component -> outcome, for one response."""
 
@@ -34,56 +30,6 @@ def response_digest(response: Response) -> bytes:
     for image in response.images:
         digest.update(hashlib.sha256(image).digest())  # one digest per file, so that boundaries of files count
     return digest.digest()
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """One response that is scored ahead."""
-
-    digest: bytes  # `response_digest`
-    task: asyncio.Task[Outcomes | None]  # None if the workers failed
-
-
-class ScoringAhead:
-    """Starts to score responses when they end, and returns the outcomes when the group is complete."""
-
-    def __init__(self, score: Callable[[EndedResponse], Awaitable[Outcomes]]) -> None:
-        self._score = score
-        self._begun: dict[str, dict[int, Ahead]] = {}  # prompt id -> sibling
-
-    def begin(self, ended: EndedResponse) -> None:
-        prompt_id = ended.prompt.prompt_id
-        siblings = self._begun.setdefault(prompt_id, {})
-        if ended.sibling in siblings:  # a restarted episode has another end
-            siblings[ended.sibling].task.cancel()
-        task = asyncio.create_task(self._outcomes(ended), name=f"score {prompt_id}#{ended.sibling} ahead")
-        siblings[ended.sibling] = Ahead(response_digest(ended.response), task)
-
-    @contextmanager
-    def taken(self, prompt_id: str) -> Iterator[Mapping[int, Ahead]]:
-        """Yields the started scores of a group by sibling. On exit they are dropped and calls in progress cancelled."""
-        siblings = self._begun.pop(prompt_id, {})
-        try:
-            yield siblings
-        finally:
-            for ahead in siblings.values():
-                ahead.task.cancel()
-
-    async def close(self) -> None:
-        tasks = [ahead.task for siblings in self._begun.values() for ahead in siblings.values()]
-        self._begun.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _outcomes(self, ended: EndedResponse) -> Outcomes | None:
-        """Scores a response. Failures of workers are logged here; the group is scored again and then raises them."""
-        try:
-            return await self._score(ended)
-        except (RewardError, LostObjectError, WorkerDiedError) as error:
-            name = f"{ended.prompt.prompt_id}#{ended.sibling}"
-            logger.warning("%s was not scored ahead, so it is scored with its group: %s", name, error)
-            return None
 
 
 MAX_IMAGES = 64  # cached images of one worker

@@ -1,18 +1,21 @@
-"""Finds an answer in a response: tags, JSON, last lines, boxes."""
+"""Reads what a rule compares: the answer in a response (tags, JSON, lines, boxes), references, metadata and options."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mobula.rewards.contract import RewardRequest
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.markup import marked_answer
+from mobula.rewards.contract import RewardRequest, Score
 
 # An escaped brace or backslash is a plain character and opens nothing. A number or letter may have no braces.
 _TOKENS = re.compile(r"\\boxed\s*\{|\\boxed(?:\s+[A-Za-z]\b|\s*-?[0-9]+(?:\.[0-9]+)?)|\\.|[{}]", re.DOTALL)
-
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:[,;]\s*)?(?:\\text\s*\{\s*)?(and|or|[,;])?[\s}$]*")
 
 
@@ -128,11 +131,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=str, parse_float=str, parse_constant=_refuse_constant)
-
 Extractor = Callable[[str], tuple[str, str]]  # response -> (answer, ""), or ("", reason) without an answer
-
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
-
 WAYS = "whole, last_line, last_number, boxed, json:FIELD, fenced_json:FIELD or tags:NAME"
 
 
@@ -165,6 +165,21 @@ class RequestExtractor:
     def __call__(self, request: RewardRequest) -> tuple[str, str]:
         tags = [self.extract.removeprefix("tags:")] if self.extract.startswith("tags:") else []
         return extractor(self.extract)(request.text_with(tags))
+
+
+class AnswerRule(ABC):
+    """A rule that compares the answer with the references; a response without an answer scores 0."""
+
+    def __init__(self, extract: str) -> None:
+        self._extract = RequestExtractor(extract)
+
+    def __call__(self, request: RewardRequest) -> Score:
+        references = given_references(request.references)
+        answer, flaw = self._extract(request)
+        return Score(0.0, flaw) if flaw else self._compared(answer, references)
+
+    @abstractmethod
+    def _compared(self, answer: str, references: tuple[str, ...]) -> Score: ...
 
 
 def _not_empty(find: Extractor) -> Extractor:
@@ -223,3 +238,41 @@ _NAMED: Mapping[str, Callable[[str], Extractor]] = {
     "fenced_json": lambda name: _json_field(name, fenced=True),
     "tags": _between_tags,
 }
+
+
+def given_references(references: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the references that are not blank, in order; of a worked answer that ends in `#### 24`, as in gsm8k, the
+    24.
+
+    Raises:
+        RewardError: all are blank.
+    """
+    given = tuple(marked_answer(reference)[1] for reference in references if reference.strip())
+    if not given:
+        raise RewardError("the prompt has no reference answer to compare with")
+    return given
+
+
+def given_metadata(metadata: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a key in the prompt's metadata.
+
+    Raises:
+        RewardError: the key is missing or null.
+    """
+    if metadata.get(key) is None:
+        raise RewardError(f"the prompt's metadata has no {key!r}: it has {', '.join(map(repr, metadata)) or 'nothing'}")
+    return metadata[key]
+
+
+def check_true_or_false(**options: object) -> None:
+    """Refuses options that are not bool, because the text "false" is truthy."""
+    for option, value in options.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{option}={value!r} is neither true nor false")
+
+
+def check_number(option: str, value: object, *, low: float, high: float = math.inf) -> None:
+    """Refuses an option that is not a finite number from `low` to `high`."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high or math.isinf(value):
+        reach = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of {low:g} or more"
+        raise ValueError(f"{option}={value!r} is unfit: give a number {reach}")

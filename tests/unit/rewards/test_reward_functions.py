@@ -26,9 +26,8 @@ from mobula.rewards.contract import (
 )
 from mobula.rewards.functions import build_function
 from mobula.rewards.functions.math_answer import MathAnswer, equals
-from mobula.rewards.functions.parsing.extraction import find_boxes, last_boxed
+from mobula.rewards.functions.parsing.extraction import find_boxes, given_references, last_boxed
 from mobula.rewards.functions.parsing.math_tokens import plain
-from mobula.rewards.functions.parsing.references import given_references
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
 from mobula.rewards.functions.response_form import Format
 from mobula.rewards.functions.short_answers import ExactMatch

@@ -26,10 +26,9 @@ from mobula.examples.geospot.stages import STAGES
 from mobula.rewards.components import RewardScoring
 from mobula.rewards.contract import RewardRequest, Score, evaluate
 from mobula.rewards.functions import BUILT_IN, build_function
-from mobula.rewards.functions.choices import read_truth
 from mobula.rewards.functions.plugin import EnvironmentReward
 from mobula.rewards.functions.response_form import Format
-from mobula.rewards.functions.short_answers import ExactMatch
+from mobula.rewards.functions.short_answers import ExactMatch, read_truth
 from mobula.rewards.isolation.process import IsolatedProcess, Tools
 
 
@@ -399,7 +398,7 @@ def test_a_response_without_an_image_or_with_a_damaged_one_has_no_reward() -> No
         evaluate(small, RewardRequest(Response("", 1, False, (b"\x89PNG",)), (), {}, ""))
 
 
-ANSWERS = tuple(f"mobula.rewards.functions.{name}:" for name in ("choices", "math_answer", "short_answers"))
+ANSWERS = tuple(f"mobula.rewards.functions.{name}:" for name in ("math_answer", "short_answers"))
 
 RULES = [name for name, target in BUILT_IN.items() if target.startswith(ANSWERS)]
 

@@ -15,7 +15,7 @@ from mobula.configs.load import load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import ComponentError, RewardScoring
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from mobula.rewards.http.server import RewardServer, ScorerThreads, ServerLimits, make_app
+from mobula.rewards.http.server import RewardServer, ScorerThreads, make_app
 from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
 
 FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
@@ -74,8 +74,8 @@ def serve(path: Path, options: ServeRewardsOptions, announce: Callable[[str], No
         scorers = [RewardScorer(rewards, options) for _ in range(options.threads)]
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    limits = ServerLimits(options.timeout_s, options.max_request_bytes)
-    server = RewardServer(ScorerThreads(scorers, max_waiting=options.max_waiting), limits)
+    threads = ScorerThreads(scorers, max_waiting=options.max_waiting)
+    server = RewardServer(threads, options.timeout_s, options.max_request_bytes)
     run_server(make_app(server, options.address), listener, grace_s=math.ceil(2 * options.timeout_s), announce=announce)
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 from fastapi import Body, Depends, FastAPI, Query, Request
@@ -132,14 +131,6 @@ AnyBody = Annotated[
 Queries = Annotated[QueryForm, Query(description="Whether LightRFT's queries begin with their prompts.")]
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """Limits of a server. `timeout_s` bounds the reading and, separately, the scoring of a request."""
-
-    timeout_s: float
-    max_request_bytes: int
-
-
 class ServerMetrics:
     """Prometheus metrics in a separate registry, so that one process can run several servers."""
 
@@ -156,16 +147,20 @@ class ServerMetrics:
 
 
 class RewardServer:
-    """Scores requests in the thread pool and counts them."""
+    """Scores requests in the thread pool and counts them.
 
-    def __init__(self, threads: ScorerThreads, limits: ServerLimits) -> None:
+    `timeout_s` bounds the reading and, separately, the scoring of a request.
+    """
+
+    def __init__(self, threads: ScorerThreads, timeout_s: float, max_request_bytes: int) -> None:
         self.threads = threads
-        self.limits = limits
+        self.timeout_s = timeout_s
+        self.max_request_bytes = max_request_bytes
         self.metrics = ServerMetrics(threads)
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[Outcome]:
         """Returns one outcome per request by the deadline; requests without a score by then time out."""
-        seconds = self.limits.timeout_s
+        seconds = self.timeout_s
         future = self.threads.submit(requests, time.monotonic() + seconds)
         try:
             outcomes = await asyncio.wait_for(asyncio.wrap_future(future), seconds + GRACE_S)
@@ -178,7 +173,7 @@ class RewardServer:
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Returns (HTTP status, body); unhealthy once every thread hangs."""
-        stuck = self.threads.num_stuck(self.limits.timeout_s + GRACE_S)
+        stuck = self.threads.num_stuck(self.timeout_s + GRACE_S)
         is_well = stuck < len(self.threads)
         counts = {"threads": len(self.threads), "busy": self.threads.num_busy, "waiting": self.threads.num_waiting}
         return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", "stuck": stuck, **counts}
@@ -190,7 +185,7 @@ def make_app(service: RewardServer, address: Address) -> RequestGate:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.threads.close, service.limits.timeout_s)
+        await asyncio.to_thread(service.threads.close, service.timeout_s)
 
     app = FastAPIOffline(
         title="Mobula rewards", description=(__doc__ or ""), lifespan=life, redoc_url=None, static_url=VIEWER_PATH
@@ -201,8 +196,8 @@ def make_app(service: RewardServer, address: Address) -> RequestGate:
     return RequestGate(
         app,
         address,
-        max_request_bytes=service.limits.max_request_bytes,
-        read_s=service.limits.timeout_s,
+        max_request_bytes=service.max_request_bytes,
+        read_s=service.timeout_s,
         is_full=service.threads.is_full,
         on_status=lambda status: service.metrics.requests.labels(str(status)).inc(),
     )

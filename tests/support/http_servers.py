@@ -15,7 +15,7 @@ import uvicorn
 
 from mobula.cluster.serving import Address
 from mobula.rewards.contract import Outcome, RewardRequest
-from mobula.rewards.http.server import RewardServer, ScorerThreads, ServerLimits, make_app
+from mobula.rewards.http.server import RewardServer, ScorerThreads, make_app
 
 CONNECTION: dict[str, Any] = {  # of a reward function that asks servers; `urls` and `max_attempts` are the test's own
     "max_concurrency": 4,
@@ -132,4 +132,4 @@ def reward_app(
 ) -> Any:
     """Our own service with one thread."""
     threads = ScorerThreads([Scorer(function)], max_waiting=max_waiting)
-    return make_app(RewardServer(threads, ServerLimits(timeout_s, max_request_bytes)), Address("127.0.0.1", 0, token))
+    return make_app(RewardServer(threads, timeout_s, max_request_bytes), Address("127.0.0.1", 0, token))

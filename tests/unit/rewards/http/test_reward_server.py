@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from mobula.cluster.serving import Address
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from mobula.rewards.http.server import BusyError, RewardServer, ScorerThreads, ServerLimits, make_app
+from mobula.rewards.http.server import BusyError, RewardServer, ScorerThreads, make_app
 from mobula.rewards.http.wire import LightrftBody
 from mobula.rewards.images import without_markers
 
@@ -229,7 +229,7 @@ def test_stopping_lets_what_is_in_flight_finish() -> None:
     scorer = Scorer(slow)
     running = Running(
         make_app(
-            RewardServer(ScorerThreads([scorer], max_waiting=4), ServerLimits(5.0, 10_000)),
+            RewardServer(ScorerThreads([scorer], max_waiting=4), 5.0, 10_000),
             Address("127.0.0.1", 0, None),
         )
     )

@@ -143,8 +143,12 @@ def _system() -> Iterator[Row]:
 
 def _rewards() -> Iterator[Row]:
     rules, models, served = (
-        [name for name, target in BUILT_IN.items() if target.startswith(f"mobula.rewards.{folder}.")]
-        for folder in ("functions", "models", "http")
+        [name for name, target in BUILT_IN.items() if target.startswith(modules)]
+        for modules in (
+            ("mobula.rewards.functions.", "mobula.examples."),
+            "mobula.rewards.models.",
+            "mobula.rewards.http.",
+        )
     )
     by_name = "`rewards.components`"
     yield "reward rules", rules, by_name

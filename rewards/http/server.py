@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from fastapi import Body, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,22 +19,59 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import Discriminator, Tag
 
-from mobula.cluster.errors import RewardError
+from mobula.cluster.errors import RewardError, StuckError
+from mobula.cluster.records.trajectory import Reward
 from mobula.cluster.serving import RETRY_AFTER_S, VIEWER_PATH, Address, RequestGate, problems
-from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.components import ComponentError, RewardScoring
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.http.wire import LightrftBody, LightrftReply, OutcomeMessage, QueryForm, ScoreBody, ScoreReply
+from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
+
+FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
+MAX_STUCK = 8  # hanging computations after which a scorer refuses requests: each blocks a thread and holds its memory
+START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's own deadline comes first
 
 
-class BatchScorer(Protocol):
-    """Scores one batch at a time; each thread has its own. `is_stuck` is True while a hanging call blocks it."""
+class RewardScorer:
+    """Scores one batch at a time with functions of its own; the breakdown of a score has the components' values.
 
-    is_stuck: bool
+    A model or engine that hangs is abandoned in its thread, and scoring continues, up to MAX_STUCK times; then
+    `is_stuck` is True.
+    """
 
-    def score(self, requests: Sequence[RewardRequest], deadline: float) -> Sequence[Outcome]:
+    def __init__(self, rewards: RewardsConfig, timeout_s: float, device: str, dtype: str) -> None:
+        function_s = timeout_s / FUNCTION_SHARE
+        self._isolated = IsolatedPool(
+            num_processes=rewards.processes, timeout_s=function_s, start_timeout_s=START_TIMEOUT_S
+        )
+        self._in_time = InTime(timeout_s=function_s)
+        tools = Tools(self._isolated, device, dtype, self._in_time)
+        self._scoring = RewardScoring(rewards, None, tools)
+        self.is_stuck = False
+
+    def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:
         """Returns one outcome per request. Stops isolated calls at `deadline` (`time.monotonic`)."""
-        ...
+        self.is_stuck = self._in_time.num_stuck >= MAX_STUCK
+        if self.is_stuck:
+            reason = f"{MAX_STUCK} computations hang since earlier requests: restart the server"
+            return [ScoringFailure(FailureKind.TIMED_OUT, reason)] * len(requests)
+        self._isolated.deadline = self._in_time.deadline = deadline
+        try:
+            return [_outcome(reward) for reward in self._scoring.rewards(requests)]
+        except StuckError as error:
+            self.is_stuck = True
+            return [ScoringFailure(FailureKind.FAILED, f"{error}: restart the server")] * len(requests)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._isolated.close()
+
+
+def _outcome(reward: Reward | ComponentError) -> Outcome:
+    if isinstance(reward, ComponentError):
+        return ScoringFailure(reward.kind, str(reward))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in reward.reasons.items())
+    return Score(reward.value, reasons, reward.components)
 
 
 class BusyError(Exception):
@@ -42,7 +79,7 @@ class BusyError(Exception):
 
 
 class _Slot:
-    def __init__(self, scorer: BatchScorer) -> None:
+    def __init__(self, scorer: RewardScorer) -> None:
         self.scorer = scorer
         self.busy_since: float | None = None
 
@@ -53,7 +90,7 @@ _Job = tuple["Future[Sequence[Outcome]]", Sequence[RewardRequest], float]
 class ScorerThreads:
     """Scores batches in one daemon thread per scorer. A thread that hangs stays busy until the process ends."""
 
-    def __init__(self, scorers: Sequence[BatchScorer], *, max_waiting: int) -> None:
+    def __init__(self, scorers: Sequence[RewardScorer], *, max_waiting: int) -> None:
         self._slots = [_Slot(scorer) for scorer in scorers]
         self._max_waiting = max_waiting
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

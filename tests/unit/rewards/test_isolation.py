@@ -20,9 +20,7 @@ from waiting import wait_until
 from mobula.cluster.errors import EngineLostError, RewardError, StuckError
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import Response
-from mobula.cluster.serving import Address
 from mobula.deploy.host.processes import ProcessId
-from mobula.deploy.serve.rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
 from mobula.rewards.contract import (
     FailureKind,
     Outcome,
@@ -33,6 +31,7 @@ from mobula.rewards.contract import (
     evaluate_batch,
 )
 from mobula.rewards.functions import BUILT_IN, build_function
+from mobula.rewards.http.server import MAX_STUCK, RewardScorer
 from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
 from mobula.rewards.models.loading import score_in_batches
 from mobula.rewards.offline.rows import Batch
@@ -171,10 +170,7 @@ async def test_the_pool_replaces_a_worker_whose_engine_failed_and_scores_its_gro
 def test_a_servers_lane_whose_engine_failed_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BUILT_IN, "model", f"{__name__}:Engine")
     monkeypatch.setattr(Engine, "has_failed", False)
-    options = ServeRewardsOptions(
-        Address("127.0.0.1", 0, None), 1, 1, timeout_s=5, max_request_bytes=1, device="cpu", dtype="float32"
-    )
-    scorer = RewardScorer(CONFIG, options)
+    scorer = RewardScorer(CONFIG, timeout_s=5, device="cpu", dtype="float32")
     (found,) = scorer.score([RewardRequest(Response("2 fault", 1, False), (), {}, "")], time.monotonic() + 5)
     assert isinstance(found, ScoringFailure) and "an illegal memory access: restart the server" in found.reason
     assert scorer.is_stuck
@@ -204,10 +200,7 @@ def test_offline_a_model_that_hangs_costs_its_records_alone_and_then_its_process
 
 @pytest.mark.usefixtures("releasing")
 def test_a_servers_lane_goes_on_past_a_model_that_hangs_until_too_many_do() -> None:
-    options = ServeRewardsOptions(
-        Address("127.0.0.1", 0, None), 1, 1, timeout_s=0.4, max_request_bytes=1, device="cpu", dtype="float32"
-    )
-    scorer = RewardScorer(CONFIG, options)
+    scorer = RewardScorer(CONFIG, timeout_s=0.4, device="cpu", dtype="float32")
 
     def kinds(*texts: str) -> list[str]:
         asked = [RewardRequest(Response(text, 1, False), (), {}, "") for text in texts]

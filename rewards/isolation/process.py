@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mobula.cluster.errors import DeadlineError, RewardError, WorkerDiedError
 from mobula.cluster.runtime.child_process import ChildProcess
@@ -65,28 +65,6 @@ class InTime:
 
 
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge expression in an answer must not take the memory of the engines
-
-
-class Isolated(Protocol):
-    """Runs `module:function` outside this process: `IsolatedProcess`, or an `IsolatedPool` of several."""
-
-    deadline: float
-
-    def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """Like `IsolatedProcess.call`."""
-        ...
-
-    def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        """Returns `target(*args, **kwargs)` for each args in `calls`; a failed call gives its `RewardError`."""
-        ...
-
-    def load(self, target: str, *examples: Any) -> None:
-        """Like `IsolatedProcess.load`, in every process."""
-        ...
-
-    def close(self) -> None:
-        """Ends every process; a later call starts new processes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -268,6 +246,10 @@ class IsolatedPool:
         """Ends every process; a later call starts new processes."""
         for process in self._processes:
             process.close()
+
+
+Isolated = IsolatedProcess | IsolatedPool
+"""Runs `module:function` outside this process: one call at a time, or several."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -252,8 +253,8 @@ def _start_of(prompt: Prompt) -> str:
 
 def _copied(episode: Episode) -> Episode:
     """Copies an episode with its lists, so that several calls can continue it."""
-    values = {part.name: getattr(episode, part.name) for part in fields(episode)}
-    return replace(episode, **{name: [*value] for name, value in values.items() if isinstance(value, list)})
+    values: dict[str, Any] = {part.name: getattr(episode, part.name) for part in fields(episode)}
+    return replace(episode, **{name: [*value] if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _trajectory(name: str, branch: _Branch, reward: Reward) -> Trajectory:

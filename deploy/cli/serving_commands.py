@@ -92,10 +92,10 @@ def serve_environment(
     with explained("the server has stopped"):
         config = load_config(["data=environment", "rewards=environment", *(overrides or [])], is_complete=False)
         from mobula.cluster.serving import Address, read_token
-        from mobula.deploy.serve import environments as serving
+        from mobula.deploy.serve import servers
 
         address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
-        serving.serve(config.environment, address, idle, announcing("environment"))
+        servers.serve_environment(config.environment, address, idle, announcing("environment"))
 
 
 def serve_policy(
@@ -137,14 +137,20 @@ def serve_rewards(
     """Serve reward functions over HTTP until stopped."""
     with explained():
         from mobula.cluster.serving import Address, read_token
-        from mobula.deploy.serve import rewards as serving
+        from mobula.deploy.serve import servers
 
-        address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
-        options = serving.ServeRewardsOptions(
-            address, threads, max_waiting, timeout, max_request_mb << 20, device, dtype
-        )
         announce = announcing("rewards")
-        serving.serve(rewards, options, lambda url: announce(f"{url} (description: {url}/docs)"))
+        servers.serve_rewards(
+            rewards,
+            Address(host, port, read_token(token_env, token_file), tuple(allow_host or ())),
+            lambda url: announce(f"{url} (description: {url}/docs)"),
+            threads=threads,
+            max_waiting=max_waiting,
+            timeout_s=timeout,
+            max_request_bytes=max_request_mb << 20,
+            device=device,
+            dtype=dtype,
+        )
 
 
 def serve_training(

@@ -6,6 +6,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from mobula.cluster.serving import Address, read_token
 from mobula.configs.load import ConfigError, load_config
 from mobula.deploy.cli import app
 from mobula.deploy.data import replay as command
-from mobula.deploy.serve.rewards import ServeRewardsOptions, serve
+from mobula.deploy.serve.servers import serve_rewards
 from mobula.deploy.wiring.persistence import trajectory_log
 
 CONFIG = load_config(["experiment=digits"])
@@ -120,19 +121,21 @@ def test_a_token_that_is_not_there_opens_nothing(tmp_path: Path, monkeypatch: py
             read_token(env, file)
 
 
+LIMITS: dict[str, Any] = dict.fromkeys(("threads", "max_waiting", "timeout_s", "max_request_bytes"), 1)
+LIMITS |= {"device": "cpu", "dtype": "float32"}
+
+
 def test_a_taken_port_is_named(tmp_path: Path) -> None:
     file = tmp_path / "rewards.yaml"
     file.write_text(REWARDS)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        options = ServeRewardsOptions(Address("127.0.0.1", port, None), 1, 1, 1.0, 1000, "cpu", "float32")
         with pytest.raises(PreflightError, match=f"127.0.0.1:{port} cannot be listened on"):
-            serve(file, options, lambda url: None)
+            serve_rewards(file, Address("127.0.0.1", port, None), lambda url: None, **LIMITS)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "a.host.name"])
 def test_other_machines_need_a_token(host: str, tmp_path: Path) -> None:
-    options = ServeRewardsOptions(Address(host, 0, None), 1, 1, 1.0, 1000, "cpu", "float32")
     with pytest.raises(PreflightError, match="there is no token: give --token-env or --token-file"):
-        serve(tmp_path / "rewards.yaml", options, lambda url: None)
+        serve_rewards(tmp_path / "rewards.yaml", Address(host, 0, None), lambda url: None, **LIMITS)
     assert all(is_loopback(own) for own in ("127.0.0.1", "::1", "localhost"))

@@ -294,8 +294,13 @@ def filled(folder: Path, key: SigningKey | None = None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return filled(tmp_path_factory.mktemp("forged") / "run")
+
+
+@pytest.fixture
+def full_copy(full_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(full_run, tmp_path / "copy"))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -321,17 +326,17 @@ def named(folder: Path) -> dict[str, str]:
     return {finding.file: finding.message for finding in audited(folder).findings}
 
 
-def test_a_run_with_all_its_files_has_no_finding(written_run: Path) -> None:
-    result = audited(written_run)
+def test_a_run_with_all_its_files_has_no_finding(full_run: Path) -> None:
+    result = audited(full_run)
     assert (result.findings, result.is_closed, result.is_signed, list(result.uncovered)) == ([], True, False, [])
 
 
 @pytest.mark.parametrize(
     "name", ["policy/model.safetensors", "tensorboard/events", "logs/learner-0.log", "run.log", "config.yaml"]
 )
-def test_a_replaced_file_is_named(copy: Path, name: str) -> None:
-    (copy / name).write_text("forged\n" * 20)
-    assert name in named(copy)
+def test_a_replaced_file_is_named(full_copy: Path, name: str) -> None:
+    (full_copy / name).write_text("forged\n" * 20)
+    assert name in named(full_copy)
 
 
 @pytest.mark.parametrize(
@@ -339,53 +344,53 @@ def test_a_replaced_file_is_named(copy: Path, name: str) -> None:
     ["policy/pytorch_model.bin", "summary2.json", ".hidden", "checkpoints/step-000004/extra.bin", "journal/x",
      "checkpoints/other/x", "trajectories/step-000001.parquet", "new/folder/x"],
 )  # fmt: skip
-def test_a_file_that_is_added_to_a_closed_run_is_named(copy: Path, name: str) -> None:
-    (copy / name).parent.mkdir(parents=True, exist_ok=True)
-    (copy / name).write_text("x")
-    assert "added" in named(copy)[name]
+def test_a_file_that_is_added_to_a_closed_run_is_named(full_copy: Path, name: str) -> None:
+    (full_copy / name).parent.mkdir(parents=True, exist_ok=True)
+    (full_copy / name).write_text("x")
+    assert "added" in named(full_copy)[name]
 
 
 @pytest.mark.parametrize("name", ["report.html", "diagnosis.json", "export/step-000004/model.safetensors", "run.lock"])
-def test_files_of_other_commands_are_listed_and_no_finding(copy: Path, name: str) -> None:
-    (copy / name).parent.mkdir(parents=True, exist_ok=True)
-    (copy / name).write_text("x")
-    result = audited(copy)
+def test_files_of_other_commands_are_listed_and_no_finding(full_copy: Path, name: str) -> None:
+    (full_copy / name).parent.mkdir(parents=True, exist_ok=True)
+    (full_copy / name).write_text("x")
+    result = audited(full_copy)
     assert (result.findings, list(result.uncovered)) == ([], [name])
 
 
-def test_logs_may_grow_after_the_end_and_not_change(copy: Path) -> None:
-    with (copy / "logs/learner-0.log").open("a") as log:
+def test_logs_may_grow_after_the_end_and_not_change(full_copy: Path) -> None:
+    with (full_copy / "logs/learner-0.log").open("a") as log:
         log.write("the worker ends\n")
-    assert named(copy) == {}
-    (copy / "logs/learner-0.log").write_text("")
-    assert "bytes" in named(copy)["logs/learner-0.log"]
+    assert named(full_copy) == {}
+    (full_copy / "logs/learner-0.log").write_text("")
+    assert "bytes" in named(full_copy)["logs/learner-0.log"]
 
 
-def test_a_run_without_its_last_record_is_not_closed_and_what_is_proven_still_holds(copy: Path) -> None:
-    cut(copy, 1)
-    (copy / "run.log").write_text("run.log\n")
-    result = audited(copy)
+def test_a_run_without_its_last_record_is_not_closed_and_what_is_proven_still_holds(full_copy: Path) -> None:
+    cut(full_copy, 1)
+    (full_copy / "run.log").write_text("run.log\n")
+    result = audited(full_copy)
     assert (result.findings, result.is_closed) == ([], False)
     assert {"policy/model.safetensors", "tensorboard/events"} <= set(result.uncovered)
-    (copy / "config.yaml").write_text(CONFIG.replace("0", "1"))
-    journal = max((copy / "journal").iterdir())
+    (full_copy / "config.yaml").write_text(CONFIG.replace("0", "1"))
+    journal = max((full_copy / "journal").iterdir())
     content = bytearray(journal.read_bytes())
     content[len(content) // 2] ^= 255
     journal.write_bytes(content)
-    assert set(named(copy)) == {"config.yaml", f"journal/{journal.name}"}
+    assert set(named(full_copy)) == {"config.yaml", f"journal/{journal.name}"}
 
 
-def test_records_that_the_log_noted_are_missed_in_a_cut_and_in_a_rewritten_chain(copy: Path) -> None:
-    rows = records(copy)
-    cut(copy, 2)
-    assert "the chain was cut" in named(copy)["run.log"]
+def test_records_that_the_log_noted_are_missed_in_a_cut_and_in_a_rewritten_chain(full_copy: Path) -> None:
+    rows = records(full_copy)
+    cut(full_copy, 2)
+    assert "the chain was cut" in named(full_copy)["run.log"]
     rows[-1]["at_s"] += 1
-    rewrite(copy, rows)
-    assert "it was replaced" in named(copy)["run.log"]
+    rewrite(full_copy, rows)
+    assert "it was replaced" in named(full_copy)["run.log"]
 
 
 def test_samples_of_a_run_that_goes_on_are_covered_also_if_it_was_killed_before_their_file(tmp_path: Path) -> None:
-    written_run, audit = audited_run(tmp_path, total_steps=2)
+    run, audit = audited_run(tmp_path, total_steps=2)
     path = tmp_path / "samples.jsonl"
     audit.write(path, "first\n")
     assert named(tmp_path) == {}
@@ -395,7 +400,7 @@ def test_samples_of_a_run_that_goes_on_are_covered_also_if_it_was_killed_before_
     path.write_text("other\n")
     assert "samples.jsonl" in named(tmp_path)
     path.write_text("second\n")
-    asyncio.run(written_run.go())
+    asyncio.run(run.go())
     assert named(tmp_path) == {}
     path.write_text("first\n")
     assert "samples.jsonl" in named(tmp_path), "steps have followed"
@@ -404,8 +409,8 @@ def test_samples_of_a_run_that_goes_on_are_covered_also_if_it_was_killed_before_
 
 
 def test_a_journal_that_changed_between_two_parts_stays_a_finding(tmp_path: Path) -> None:
-    written_run, _ = audited_run(tmp_path, total_steps=3, checkpoint_interval=0)
-    asyncio.run(written_run.go())
+    run, _ = audited_run(tmp_path, total_steps=3, checkpoint_interval=0)
+    asyncio.run(run.go())
     journal = max((tmp_path / "journal").iterdir())
     content = bytearray(journal.read_bytes())
     content[len(content) // 2] ^= 255
@@ -414,44 +419,44 @@ def test_a_journal_that_changed_between_two_parts_stays_a_finding(tmp_path: Path
     assert f"journal/{journal.name}" in named(tmp_path)
 
 
-def test_swapped_and_renamed_checkpoints_are_named_also_where_the_chain_was_rewritten(copy: Path) -> None:
-    one, other = copy / "checkpoints/step-000002", copy / "checkpoints/step-000004"
-    one.rename(copy / "aside")
+def test_swapped_and_renamed_checkpoints_are_named_also_where_the_chain_was_rewritten(full_copy: Path) -> None:
+    one, other = full_copy / "checkpoints/step-000002", full_copy / "checkpoints/step-000004"
+    one.rename(full_copy / "aside")
     other.rename(one)
-    (copy / "aside").rename(other)
-    assert set(named(copy)) >= {"checkpoints/step-000002", "checkpoints/step-000004"}
-    rows = records(copy)
+    (full_copy / "aside").rename(other)
+    assert set(named(full_copy)) >= {"checkpoints/step-000002", "checkpoints/step-000004"}
+    rows = records(full_copy)
     for row in rows:
         if row["kind"] in ("checkpoint", "resumed") and row["body"]["version"] in (2, 4):
-            manifest = copy / f"checkpoints/step-{row['body']['version']:06d}/manifest.json"
+            manifest = full_copy / f"checkpoints/step-{row['body']['version']:06d}/manifest.json"
             row["body"]["manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
-    rewrite(copy, rows)
-    (copy / "run.log").write_text("run.log\n")
-    assert named(copy)["checkpoints/step-000002"] == "it has the state of version 4"
+    rewrite(full_copy, rows)
+    (full_copy / "run.log").write_text("run.log\n")
+    assert named(full_copy)["checkpoints/step-000002"] == "it has the state of version 4"
 
 
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "policy", "config.yaml"]
 )
-def test_a_link_out_of_the_folder_is_named_although_its_content_is_the_same(copy: Path, name: str) -> None:
-    aside = copy.parent / "aside"
-    (copy / name).rename(aside)
-    (copy / name).symlink_to(aside)
-    assert any("symbolic link" in finding.message for finding in audited(copy).findings)
+def test_a_link_out_of_the_folder_is_named_although_its_content_is_the_same(full_copy: Path, name: str) -> None:
+    aside = full_copy.parent / "aside"
+    (full_copy / name).rename(aside)
+    (full_copy / name).symlink_to(aside)
+    assert any("symbolic link" in finding.message for finding in audited(full_copy).findings)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml", HEAD_FILE, "run.log"])
-def test_a_folder_in_place_of_a_file_is_named(copy: Path, name: str) -> None:
-    (copy / name).unlink()
-    (copy / name).mkdir()
-    assert name in named(copy)
+def test_a_folder_in_place_of_a_file_is_named(full_copy: Path, name: str) -> None:
+    (full_copy / name).unlink()
+    (full_copy / name).mkdir()
+    assert name in named(full_copy)
 
 
-def test_a_chain_that_is_no_file_is_refused(copy: Path) -> None:
-    (copy / AUDIT_FILE).unlink()
-    os.mkfifo(copy / AUDIT_FILE)
+def test_a_chain_that_is_no_file_is_refused(full_copy: Path) -> None:
+    (full_copy / AUDIT_FILE).unlink()
+    os.mkfifo(full_copy / AUDIT_FILE)
     with pytest.raises(PreflightError, match="no file"):
-        audited(copy)
+        audited(full_copy)
 
 
 WRONG: list[Callable[[dict[str, Any]], Any]] = [
@@ -465,20 +470,20 @@ WRONG: list[Callable[[dict[str, Any]], Any]] = [
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_chain_of_another_program_has_findings_and_no_traceback(copy: Path, wrong: Callable[..., Any]) -> None:
-    rows = records(copy)
+def test_a_chain_of_another_program_has_findings_and_no_traceback(full_copy: Path, wrong: Callable[..., Any]) -> None:
+    rows = records(full_copy)
     for row in rows:
         wrong(row["body"])
-    rewrite(copy, rows)
-    assert audited(copy).findings
+    rewrite(full_copy, rows)
+    assert audited(full_copy).findings
 
 
-def test_numbers_without_end_take_no_memory(copy: Path) -> None:
+def test_numbers_without_end_take_no_memory(full_copy: Path) -> None:
     large = 2**62
     line, digest = encode(large, "0" * 64, 0.0, "trained", {"version": large, "source": "new", "groups": []})
-    (copy / AUDIT_FILE).write_bytes(line)
-    (copy / HEAD_FILE).write_bytes(Head(large + 1, len(line), digest).encoded())
-    result = audited(copy)
+    (full_copy / AUDIT_FILE).write_bytes(line)
+    (full_copy / HEAD_FILE).write_bytes(Head(large + 1, len(line), digest).encoded())
+    result = audited(full_copy)
     assert any("are missing" in finding.message for finding in result.findings)
     assert result.history.descent(large) == Descent(large - 1, (large,))
 

@@ -24,7 +24,7 @@ from mobula.actors.datasets.clips import Audio, Video, fetch_together, web_files
 from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
 from mobula.actors.processors.image import LoadedMedium
-from mobula.actors.processors.modality import Images, MediaModel, Modality, Sounds, Videos
+from mobula.actors.processors.modality import ImageModality, MediaModel, Modality, SoundModality, VideoModality
 from mobula.actors.processors.text.answers import Tokens, tokens_of
 from mobula.actors.processors.text.chat_template import (
     ChatTemplate,
@@ -157,9 +157,9 @@ class ChatProcessor:
         self.fingerprint = _fingerprint(renderer, self._tokenizer)
         config = self._model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         parts = MediaModel(model, self._family, renderer, config, self.fingerprint, data, media, keep_files)
-        self.images = Images(parts, sampler.max_images_per_prompt, without_images)
-        self.videos = Videos(parts, sampler.max_videos_per_prompt)
-        self.sounds = Sounds(parts, sampler.max_audios_per_prompt)
+        self.images = ImageModality(parts, sampler.max_images_per_prompt, without_images)
+        self.videos = VideoModality(parts, sampler.max_videos_per_prompt)
+        self.sounds = SoundModality(parts, sampler.max_audios_per_prompt)
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
         """Builds the prompt of a row. Processes and stores the media."""

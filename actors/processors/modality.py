@@ -131,7 +131,7 @@ class Modality(ABC, Generic[S, M]):
         )
 
 
-class Images(Modality[ImageSource, Size]):
+class ImageModality(Modality[ImageSource, Size]):
     """Images; (width, height) determines the tokens."""
 
     name = "images"
@@ -187,7 +187,7 @@ class Images(Modality[ImageSource, Size]):
         return of_files | ({SHOWN_SIZES: [list(size) for size in shown if size]} if all(shown) else {})
 
 
-class Videos(Modality[Video, Clip]):
+class VideoModality(Modality[Video, Clip]):
     """Videos; the sampled frames determine the tokens. Engine, learner and reward functions get the same frames."""
 
     name = "videos"
@@ -228,7 +228,7 @@ class Videos(Modality[Video, Clip]):
         return content_key(b"".join(medium.contents) + repr(medium.measure).encode(), self._fingerprint)
 
 
-class Sounds(Modality[Audio, int]):
+class SoundModality(Modality[Audio, int]):
     """Sounds; the number of samples determines the tokens."""
 
     name = "sounds"

@@ -93,7 +93,7 @@ HOME = (
     "learner/policies/families/",
     "learner/policies/pretrained.py",
     "learner/policies/tiny/",
-    "learner/policies/flow/families/",
+    "learner/policies/flow/families.py",
     "learner/policies/flow/tiny/",
     "learner/policies/image_tokens.py",
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mobula.learner.policies.adapters import DIFFUSERS_FILE
 from mobula.learner.policies.flow.denoising import Denoising
-from mobula.learner.policies.flow.families.base import packed
+from mobula.learner.policies.flow.families import packed
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def test_whitening_is_over_trained_tokens_and_once(folder, tokenizer) -> None:
 
 
 def test_kl_in_the_reward_reaches_every_response_and_every_token_before_it(folder, tokenizer) -> None:
-    """LightRFT defect B7: only the first response got its reward and its KL; see `test_packed_attention.py` for packs."""
+    """LightRFT defect B7: only the first response got its reward and its KL (packs: `test_packed_attention.py`)."""
     scored = group(prompt(tokenizer, "a"), [[1, 2, 3], [4, 5]], [1.0, 0.0])
     gaps = [np.array([0.1, 0.2, 0.4], np.float32), np.array([0.5, -0.3], np.float32)]
     references = [t.behavior_logprobs - gap for t, gap in zip(scored.group.trajectories, gaps, strict=True)]

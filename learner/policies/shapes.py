@@ -114,7 +114,6 @@ def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Disables transformers' progress bar for writing a checkpoint."""
     was_enabled = progress.is_progress_bar_enabled()
     progress.disable_progress_bar()
     try:

@@ -150,7 +150,6 @@ def save_trained_adapters(factors: Factors, config: RunConfig, folder: Path) -> 
 
 
 def _of_tokens(model: nn.Module) -> PreTrainedModel:
-    """A model of tokens, as `load_trained_model` gives it."""
     assert isinstance(model, PreTrainedModel), f"{type(model).__name__} is no model of transformers"
     return model
 

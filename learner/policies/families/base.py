@@ -119,19 +119,12 @@ class ImageFamily(Family):
         return {}
 
     def refuse_unfit(self, processor: ProcessorMixin, config: PreTrainedConfig) -> None:
-        """Checks a checkpoint's processor against the needs of the family.
-
-        Raises:
-            ValueError: the processor cannot be used.
-        """
+        """Raises: ValueError: the family cannot use this checkpoint's processor."""
 
     @abstractmethod
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
         """Returns int32 [N]: the tokens that replace the compact placeholder of an image of this size.
-
-        Raises:
-            ValueError: images of this size cannot be used.
-        """
+        Raises: ValueError: images of this size cannot be used."""
 
     def shown_size(self, processor: ProcessorMixin, size: Size) -> Size | None:
         """Returns the scaled (width, height) of an image if the model states coordinates in these pixels; None if it
@@ -169,10 +162,7 @@ class AudioFamily(Family):
     @abstractmethod
     def audio_expansion(self, processor: ProcessorMixin, num_samples: int) -> np.ndarray:
         """Returns int32 [N]: the tokens that replace the compact placeholder of a sound.
-
-        Raises:
-            ValueError: sounds of this length cannot be used.
-        """
+        Raises: ValueError: sounds of this length cannot be used."""
 
     @abstractmethod
     def process_audio(self, processor: ProcessorMixin, samples: np.ndarray) -> dict[str, np.ndarray]:
@@ -209,10 +199,7 @@ class VideoFamily(ImageFamily):
     @abstractmethod
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
         """Returns int32 [N]: the tokens that replace the compact placeholder of a video.
-
-        Raises:
-            ValueError: videos of this size or length cannot be used.
-        """
+        Raises: ValueError: videos of this size or length cannot be used."""
 
     @abstractmethod
     def process_video(

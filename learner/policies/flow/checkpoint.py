@@ -151,7 +151,6 @@ class FlowCheckpoint:
 
 
 def _downloaded(source: str) -> Path:
-    """Downloads a hub name and returns its folder."""
     try:
         return Path(snapshot_download(source))
     except GatedRepoError as error:

@@ -107,7 +107,6 @@ class Denoising:
         return replace(self, window_start=start, window_end=start + self.window_size)
 
     def transition(self, step: FlowStep) -> Transition:
-        """A stochastic step."""
         return KERNELS[self.kernel](step, self.noise_level)
 
 

@@ -68,10 +68,7 @@ class FlowFamily(ABC):
     @abstractmethod
     def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
         """Returns the shape of the latents of one image or video, from the configurations of transformer and VAE.
-
-        Raises:
-            ValueError: the family does not support this size.
-        """
+        Raises: ValueError: the family does not support this size."""
 
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
@@ -151,11 +148,7 @@ def config_of(model: nn.Module) -> Config:
 
 
 def fit(size: ImageSize, multiple: int, most: int | None = None) -> None:
-    """Checks the sides of an image.
-
-    Raises:
-        ValueError: a side is no multiple of `multiple` or exceeds `most`.
-    """
+    """Raises: ValueError: a side of the image is no multiple of `multiple` or exceeds `most`."""
     sides = (size.height, size.width)
     limit = "" if most is None else f" and at most {most}"
     if any(side % multiple for side in sides) or (most is not None and max(sides) > most):
@@ -166,11 +159,7 @@ def fit(size: ImageSize, multiple: int, most: int | None = None) -> None:
 
 
 def fit_frames(size: ImageSize, per_latent: int, most: int) -> int:
-    """Returns the number of latent frames.
-
-    Raises:
-        ValueError: the number of frames is not supported.
-    """
+    """Returns the number of latent frames. Raises: ValueError: the number of frames is not supported."""
     if size.num_frames % per_latent != 1 % per_latent or size.num_frames > most * per_latent:
         raise ValueError(
             f"sampler.flow.num_frames={size.num_frames}: a video has a multiple of {per_latent} frames and one more, "

@@ -78,7 +78,7 @@ def test_ids_and_log_probs_equal_the_familys_own(folder: Path, asked: FamilyProm
         num_videos = len(asked.cases[name].videos)
         if num_videos and policy.family.has_pixel_budget:  # test_family_videos compares them
             continue
-        if num_videos > 1:  # whose own processors take videos of one length: test_family_tiled_videos compares them
+        if num_videos > 1:  # whose own processors take videos of one length: test_family_videos compares them
             continue
         inputs = asked.own_inputs(name)
         assert inputs["input_ids"][0].tolist() == prompt.expanded_ids.tolist(), name

@@ -235,7 +235,7 @@ def test_a_batch_is_scored_and_each_flaw_costs_its_own_response(apart: Call, mod
     assert all(1 <= found[i].value <= 5 and found[i].reason == f"Score: {found[i].value:g}" for i in (0, 2, 5))
     reasons = [outcome.reason for outcome in found if isinstance(outcome, ScoringFailure)]
     assert "maximum context length is 512 tokens" in reasons[0]
-    assert "At most 2 encoded_image(s)" in reasons[1]
+    assert "At most 2 image(s)" in reasons[1]
     assert "image 1 of the prompt is no PNG" in reasons[2]
     alone = [apart(engine_judge.outcomes, model, [asked])[0] for asked in requests]
     assert [outcome for outcome in alone if isinstance(outcome, Score)] == [found[0], found[2], found[5]]
@@ -250,7 +250,7 @@ def test_the_engine_sees_the_images_of_a_response(apart: Call, model: Path) -> N
     assert len(set(replies)) > 1, "greedy replies differ by nothing but the image"
     frames = engine_request("", drawn=(encoded_image(0), encoded_image(1), encoded_image(2)))
     whole, cut = (apart(engine_judge.outcomes, model, [frames], **drawn, frame_stride=n)[0] for n in (1, 3))
-    assert "At most 2 encoded_image(s)" in whole.reason
+    assert "At most 2 image(s)" in whole.reason
     assert cut.reason == replies[0], "of three frames the first is shown"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -47,9 +47,6 @@ class _FlowRow:
     def answers(self) -> tuple[int, ...]:
         return (self.num_tokens,)
 
-    def with_old(self, old: np.ndarray) -> Self:
-        return replace(self, old=old)  # type: ignore[type-var]  # subclasses are dataclasses
-
 
 @dataclass(frozen=True)
 class LatentSequence(_FlowRow):
@@ -79,6 +76,9 @@ class LatentSequence(_FlowRow):
     @property
     def num_predictions(self) -> int:
         return self.num_targets
+
+    def with_old(self, old: np.ndarray) -> LatentSequence:
+        return replace(self, old=old)
 
 
 def condition_of(prompt: Prompt) -> tuple[MediaHandle, ...]:
@@ -214,6 +214,9 @@ class CleanSequence(_FlowRow):
     @property
     def num_predictions(self) -> int:
         return self.noising.num_draws
+
+    def with_old(self, old: np.ndarray) -> CleanSequence:
+        return replace(self, old=old)
 
 
 @dataclass(frozen=True)

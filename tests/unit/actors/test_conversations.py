@@ -229,7 +229,7 @@ def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: R
     [row] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
     made = processor(config, has_tail=True)
     group = made.prepare(row, "0/0/x").group
-    own = made.chat._processor
+    own = made.chat._renderer
     messages = []
     for turn in (*row.context, *row.endings[0].turns):
         texts = turn.text.split("<image>")
@@ -281,7 +281,7 @@ def test_texts_may_not_imitate_special_tokens(config: RunConfig, images: Path) -
 
 def test_a_template_that_rewrites_history_is_refused_by_row(config: RunConfig, images: Path) -> None:
     made = processor(config)
-    made.chat._processor.chat_template = made.chat._processor.chat_template.replace(
+    made.chat._renderer.chat_template = made.chat._renderer.chat_template.replace(
         "{{- message['content'] -}}", "{{- message['content'] if loop.last else 'gone' -}}"
     ).replace("{{- part['text'] -}}", "{{- part['text'] if loop.length > 9 or message == messages[-1] else 'gone' -}}")
     row = {"messages": [USER, FOUR, USER, FOUR]}
@@ -331,7 +331,7 @@ def test_videos_stand_where_their_placeholders_do_in_every_turn(config: RunConfi
     actions = groups[2].group.trajectories[0]
     whole = np.concatenate([prompts[2].expanded_ids, actions.actions.token_ids])
     assert span.start >= len(prompts[2].expanded_ids), "it is shown after the first answer"
-    video_id = made.chat._processor.video_token_id
+    video_id = made.chat._renderer.video_token_id
     assert (whole[span.start : span.end] == video_id).all() and (whole == video_id).sum() == span.end - span.start
     trained = whole[len(prompts[2].expanded_ids) :][actions.action_mask]
     assert video_id not in trained, "what the policy saw is not what it is to write"

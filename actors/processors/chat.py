@@ -288,11 +288,14 @@ class ChatProcessor:
             "image_token_id": placeholder,
         }
 
+    def _ends(self) -> list[tuple[str, int]]:
+        """Text and id of each end token that the tokenizer has."""
+        ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
+        return [(text, i) for text, i in ends if isinstance(text, str) and text]
+
     def first_end(self, rendered: str) -> tuple[str, int] | None:
         """Text and id of the first end token in `rendered`, or None."""
-        # convert_ids_to_tokens returns None for an id that the tokenizer lacks.
-        ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
-        written = [(text, i) for text, i in ends if isinstance(text, str) and text and text in rendered]
+        written = [end for end in self._ends() if end[0] in rendered]
         return min(written, key=lambda end: rendered.index(end[0]), default=None)
 
     def end_text(self) -> str:
@@ -307,10 +310,7 @@ class ChatProcessor:
 
     def end_of_turn(self, rendered: str) -> tuple[str, int] | None:
         """Text and id of the end token at the start of `rendered`, or None."""
-        ends = ((self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids)
-        return next(
-            ((text, i) for text, i in ends if isinstance(text, str) and text and rendered.startswith(text)), None
-        )
+        return next((end for end in self._ends() if rendered.startswith(end[0])), None)
 
     def _media_of(self, row: HasMedia) -> Iterator[tuple[Modality[Any, Any], Sequence[Any]]]:
         """Each modality with the row's sources, in the order of stored media."""

@@ -27,8 +27,9 @@ from mobula.cluster.records.trajectory import Reward
 from mobula.rewards.contract import Outcome, RewardRequest, Score
 from mobula.rewards.functions import build_function
 from mobula.rewards.http.wire import encode_sample, join_samples
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.pool.worker import reward_request
+from mobula.rewards.tools import Tools
 
 T = TypeVar("T")
 NUM_GROUPS, QUICK_GROUPS = 1024, 128  # of eight samples

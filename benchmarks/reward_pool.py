@@ -19,9 +19,10 @@ from mobula.cluster.records.trajectory import Generated, Response, TrajectoryGro
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.roles import reward_pool
 from mobula.rewards.components import RewardScoring
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.pool.reward_pool import RewardPool
 from mobula.rewards.pool.worker import reward_request
+from mobula.rewards.tools import Tools
 
 ROLES = ("reward",)
 SETTINGS = (

@@ -26,7 +26,7 @@ from mobula.rewards.contract import (
     evaluate_batch,
 )
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 RECIPE = "recipe"  # component name in errors if a response has no recipe, or its sum is not finite
 

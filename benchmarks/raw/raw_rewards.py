@@ -19,7 +19,8 @@ from mobula.cluster.records.trajectory import Response, Reward
 from mobula.configs.load import load_rewards
 from mobula.rewards.components import RewardScoring
 from mobula.rewards.contract import RewardRequest
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TIMEOUT_S = 60.0
 

@@ -16,7 +16,7 @@ import msgspec
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 EXACT, CONTAINED, WRONG, UNKNOWN = 1.0, 0.5, -0.5, 0.0
 NO_JSON_PENALTY, NO_MATCH_PENALTY = 1.3, 0.5

@@ -9,7 +9,8 @@ from typing import Any
 from mobula.cluster.user_code import check_options, did_you_mean, file_at, is_user_code, load
 from mobula.rewards.contract import BatchRewardFunction, RewardFunction
 from mobula.rewards.functions.plugin import CALL, Plugin, users_signature
-from mobula.rewards.isolation.process import Isolated, Tools
+from mobula.rewards.isolation.process import Isolated
+from mobula.rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models import torch
     "aerorl_contains": "mobula.examples.aerorl.aerorl:AeroRLContains",

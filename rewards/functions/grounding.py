@@ -24,7 +24,7 @@ from mobula.rewards.functions.parsing.extraction import (
     type_name,
 )
 from mobula.rewards.functions.short_answers import fold
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 Form = Literal["xyxy", "xywh"]
 Scale = Literal["relative", "thousandths", "pixels", "shown_pixels"]

@@ -9,7 +9,7 @@ from lingua import IsoCode639_1, LanguageDetectorBuilder
 from lingua import Language as LinguaLanguage
 
 from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 # Parts without a language: mathematics, commands, code, addresses, and tags.
 _NO_LANGUAGE = re.compile(r"```[^`]*```|`[^`\n]*`|\$[^$]*\$|\\[A-Za-z]+|https?://\S+|</?\w+>")

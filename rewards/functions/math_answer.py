@@ -18,7 +18,7 @@ from mobula.rewards.functions.parsing.math_expressions import mp, sample
 from mobula.rewards.functions.parsing.math_tokens import Token
 from mobula.rewards.functions.parsing.math_values import Value, _expression, readings
 from mobula.rewards.functions.parsing.units import same_unit
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 _LITERAL = re.compile(r"[0-9]{1,2} : [0-5][0-9]|[0-9]+( [-/] )[0-9]+\1[0-9]+")  # a time or a date
 _SAME_POINT = mp.mpf(10) ** -35

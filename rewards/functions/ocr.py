@@ -16,7 +16,7 @@ from rapidocr.utils.output import RapidOCROutput
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.extraction import check_true_or_false, given_references
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 MAX_ASPECT = 100  # longer side / shorter side; the engine scales the shorter side up
 LINE_HEIGHT = 48  # pixels; the recognition network scales lines to it

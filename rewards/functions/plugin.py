@@ -11,7 +11,8 @@ from mobula.cluster.records.trajectory import Response
 from mobula.cluster.user_code import load
 from mobula.rewards.contract import Outcome, RewardRequest, Score, TimedOutError
 from mobula.rewards.functions.parsing.extraction import check_number
-from mobula.rewards.isolation.process import Isolated, Tools, call_each
+from mobula.rewards.isolation.process import Isolated, call_each
+from mobula.rewards.tools import Tools
 
 _PARAMETERS = "mobula.rewards.functions.plugin:parameters"
 

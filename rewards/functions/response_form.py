@@ -15,7 +15,8 @@ from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import Outcome, RewardRequest, Score
 from mobula.rewards.functions.parsing.extraction import check_number, find_boxes, given_metadata, read_json, type_name
 from mobula.rewards.images import decode_image
-from mobula.rewards.isolation.process import Tools, call_each
+from mobula.rewards.isolation.process import call_each
+from mobula.rewards.tools import Tools
 
 _FULL_MATCH = "mobula.rewards.functions.response_form:full_match"
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")

@@ -21,7 +21,7 @@ from mobula.rewards.functions.parsing.extraction import (
     last_boxed,
 )
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 # A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
 # Chinese and Japanese write no spaces: 7 is in 答案是7个, but 京 is not in 东京.

@@ -22,7 +22,7 @@ from mobula.rewards.http.wire import (
     join_samples,
     read_lightrft_reply,
 )
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 FRAME_BYTES = 128  # overhead of a body beside its samples
 MAY_BE_ONE_SAMPLE = (413, 422)  # refusals that a single sample may cause

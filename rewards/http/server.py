@@ -26,7 +26,8 @@ from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import ComponentError, RewardScoring
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.http.wire import LightrftBody, LightrftReply, OutcomeMessage, QueryForm, ScoreBody, ScoreReply
-from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
+from mobula.rewards.isolation.process import InTime, IsolatedPool
+from mobula.rewards.tools import Tools
 
 FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
 MAX_STUCK = 8  # hanging computations after which a scorer refuses requests: each blocks a thread and holds its memory

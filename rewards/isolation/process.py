@@ -1,14 +1,14 @@
-"""Processes that run reward functions of the user, with deadlines, and other resources of reward functions."""
+"""Processes that run reward functions of the user, with deadlines."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -250,26 +250,3 @@ class IsolatedPool:
 
 Isolated = IsolatedProcess | IsolatedPool
 """Runs `module:function` outside this process: one call at a time, or several."""
-
-
-@dataclass(frozen=True)
-class Tools:
-    """Resources of a reward function. `isolated` runs calls that may hang, in one process or a pool. Models compute on
-    `device` in `dtype`, and take `gpu_share` of the memory of each GPU.
-
-    The number of processes of `isolated` (`IsolatedPool.num_processes`) bounds the concurrent calls. Models and
-    engines, which cannot move to another process, compute through `in_time`.
-    """
-
-    isolated: Isolated
-    device: str
-    dtype: str
-    in_time: InTime = field(default_factory=InTime)
-    gpu_share: float = 1.0
-    _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-
-    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the result of `make`, computed once per key for all functions with these tools."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]

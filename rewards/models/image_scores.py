@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoProcessor, CLIPModel
 
 from mobula.rewards.contract import Outcome, RewardRequest, Score
-from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.loading import (
     IMAGES_FROM,
     QuestionFinder,
@@ -30,6 +29,7 @@ from mobula.rewards.models.loading import (
     positive_int,
     score_in_batches,
 )
+from mobula.rewards.tools import Tools
 
 # CLIP: similarity of images and a text, on a fixed scale (CLIPScore) or the learnt scale (PickScore).
 #

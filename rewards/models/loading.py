@@ -23,7 +23,8 @@ from mobula.rewards.contract import (
     score_prepared,
 )
 from mobula.rewards.images import decode_image, without_markers
-from mobula.rewards.isolation.process import InTime, Tools
+from mobula.rewards.isolation.process import InTime
+from mobula.rewards.tools import Tools
 
 T = TypeVar("T")
 

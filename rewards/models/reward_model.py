@@ -24,7 +24,6 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.images import decode_image
-from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.loading import (
     QuestionFinder,
     load_processor,
@@ -33,6 +32,7 @@ from mobula.rewards.models.loading import (
     positive_int,
     score_in_batches,
 )
+from mobula.rewards.tools import Tools
 
 
 def read_config(name: str) -> PreTrainedConfig:

@@ -16,8 +16,8 @@ from mobula.rewards.functions.parsing.extraction import WAYS, Extractor, extract
 from mobula.rewards.http.poster import JsonPoster
 from mobula.rewards.http.wire import Connection
 from mobula.rewards.images import data_url
-from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.loading import QuestionFinder, one_of, positive_int
+from mobula.rewards.tools import Tools
 
 PLACEHOLDERS = ("question", "response", "references")
 IMAGES = ("none", "prompt", "response", "both")

@@ -21,9 +21,9 @@ from mobula.cluster.failures import Failure
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.user_code import did_you_mean
 from mobula.rewards.contract import Outcome, RewardRequest, TimedOutError, failure, score_prepared
-from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.loading import positive_int
 from mobula.rewards.models.server_judge import Grading, checked_extra
+from mobula.rewards.tools import Tools
 
 OWN_KEYS = ("model", "dtype", "runner", "distributed_executor_backend", "disable_log_stats")
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in-process core, which ends with this process

@@ -22,8 +22,9 @@ from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import ComponentError, RewardScoring
 from mobula.rewards.contract import FailureKind, RewardRequest
-from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
+from mobula.rewards.isolation.process import InTime, IsolatedPool
 from mobula.rewards.offline.rows import Batch, BrokenRowError, ImageFiles, Record, Source, read_row
+from mobula.rewards.tools import Tools
 
 _UNIT = 1 << 60  # sums are integers in units of 2**-60: they do not depend on the order of their terms
 DIGITS = 6

@@ -16,7 +16,8 @@ from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import RewardScoring, is_judged
 from mobula.rewards.contract import Outcome, RewardRequest, Score
-from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
+from mobula.rewards.isolation.process import InTime, IsolatedPool
+from mobula.rewards.tools import Tools
 
 Outcomes = Mapping[str, Outcome]
 """Component -> outcome, for one response."""

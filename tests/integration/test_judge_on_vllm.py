@@ -22,7 +22,8 @@ from mobula.cluster.records.trajectory import Response
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.rewards.contract import RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 START_S = 280.0
 ENVIRONMENT = {

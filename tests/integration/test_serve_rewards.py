@@ -17,7 +17,8 @@ import pytest
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 REWARDS = """
 components:

@@ -15,8 +15,9 @@ import torch
 from mobula.cluster.errors import EngineLostError
 from mobula.rewards.contract import Outcome, RewardRequest, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import InTime, Tools
+from mobula.rewards.isolation.process import InTime
 from mobula.rewards.models.vllm_judge import VllmJudge
+from mobula.rewards.tools import Tools
 
 ENGINE = {
     "max_model_len": 512,

@@ -14,9 +14,10 @@ from mobula.cluster.workers.work_queue import Hosts
 from mobula.configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from mobula.rewards.contract import RewardRequest, Score, evaluate
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
 from mobula.rewards.pool.service import RewardService, ServiceSettings
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 """Of functions that start no process."""

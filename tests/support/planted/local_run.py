@@ -41,8 +41,9 @@ from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.examples import stored_examples
 from mobula.learner.learner import Learner
 from mobula.rewards.components import RewardScoring
-from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
+from mobula.rewards.isolation.process import InTime, IsolatedPool
 from mobula.rewards.pool.worker import reward_request
+from mobula.rewards.tools import Tools
 
 BUCKET_BYTES = 1 << 24
 EMPTY = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)

@@ -31,7 +31,8 @@ from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.rewards.contract import RewardRequest, evaluate
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 SMALL = (
     "learner=single", "resources.learner.num_workers=1", "algorithm.prompts_per_step=2",

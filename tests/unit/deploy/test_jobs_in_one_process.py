@@ -47,8 +47,8 @@ from mobula.learner.examples import collate_examples, end_row, fetch_examples
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.rewards.contract import RewardRequest
-from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.reward_model import RewardModel
+from mobula.rewards.tools import Tools
 
 QUESTION_PATTERN = r"user\n(?:<\|vision_start\|><\|image_pad\|><\|vision_end\|>)?(?P<question>.*?)<\|im_end\|>"
 

@@ -31,7 +31,8 @@ from mobula.examples.geospot import geospot
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.rewards.contract import RewardRequest, checked
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TWO = ("resources.processor.num_workers=2", "resources.processor.num_cpus=0.1")
 

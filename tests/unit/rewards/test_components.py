@@ -15,7 +15,8 @@ from mobula.configs.rules.data import reward_contradictions
 from mobula.configs.schema import Gate, Recipe, RewardsConfig
 from mobula.rewards.components import Component, ComponentError, RecipeBook, RewardScoring, content_key, is_judged
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 
 def recipe(*components: str, **changes: Any) -> Recipe:

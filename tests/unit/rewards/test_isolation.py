@@ -32,11 +32,12 @@ from mobula.rewards.contract import (
 )
 from mobula.rewards.functions import BUILT_IN, build_function
 from mobula.rewards.http.server import MAX_STUCK, RewardScorer
-from mobula.rewards.isolation.process import InTime, IsolatedPool, Tools
+from mobula.rewards.isolation.process import InTime, IsolatedPool
 from mobula.rewards.models.loading import score_in_batches
 from mobula.rewards.offline.rows import Batch
 from mobula.rewards.offline.scorer import RecordScorer, ScoringOptions
 from mobula.rewards.pool.worker import Question, RewardWorker
+from mobula.rewards.tools import Tools
 
 RELEASED = threading.Event()
 

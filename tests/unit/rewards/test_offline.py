@@ -25,11 +25,11 @@ from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.configs.load import load_config
 from mobula.examples.aerorl.aerorl import aliases
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import Tools
 from mobula.rewards.offline import rows as sources
 from mobula.rewards.offline import scorer
 from mobula.rewards.offline.rows import Batch, Record, Source, open_source, read_row
 from mobula.rewards.offline.scorer import RecordScorer, ScoredBatch, ScoreSummary
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(None, "cpu", "float32")
 

@@ -31,7 +31,8 @@ from mobula.rewards.functions.parsing.math_tokens import plain
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
 from mobula.rewards.functions.response_form import Format
 from mobula.rewards.functions.short_answers import ExactMatch
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 
 class NoProcess(IsolatedProcess):

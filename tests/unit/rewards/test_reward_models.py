@@ -22,9 +22,9 @@ from transformers import AutoModelForSequenceClassification, AutoProcessor, Auto
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import Tools
 from mobula.rewards.models.loading import QuestionFinder
 from mobula.rewards.models.reward_model import ChatReader, content_form
+from mobula.rewards.tools import Tools
 
 QUESTION = r"user\n(?P<question>.*?)<\|im_end\|>"
 CHAT = {

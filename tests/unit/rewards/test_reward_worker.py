@@ -42,8 +42,9 @@ from mobula.rewards.contract import (
     evaluate_batch,
 )
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedPool, IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedPool, IsolatedProcess
 from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker
+from mobula.rewards.tools import Tools
 
 PLUGIN = '''
 import os, signal, time

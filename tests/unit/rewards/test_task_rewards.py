@@ -29,7 +29,8 @@ from mobula.rewards.functions import BUILT_IN, build_function
 from mobula.rewards.functions.plugin import EnvironmentReward
 from mobula.rewards.functions.response_form import Format
 from mobula.rewards.functions.short_answers import ExactMatch, read_truth
-from mobula.rewards.isolation.process import IsolatedProcess, Tools
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 
 @pytest.mark.parametrize(

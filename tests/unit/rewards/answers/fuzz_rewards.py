@@ -23,7 +23,8 @@ from wrong_answers import WRONG, garbage
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import Isolated, IsolatedPool, Tools
+from mobula.rewards.isolation.process import Isolated, IsolatedPool
+from mobula.rewards.tools import Tools
 
 CORPUS = Path(__file__).parent / "reward_fixtures" / "corpus.jsonl"
 BATCH = 100

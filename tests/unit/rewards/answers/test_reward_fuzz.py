@@ -18,7 +18,8 @@ from wrong_answers import WRONG
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedPool, Tools
+from mobula.rewards.isolation.process import IsolatedPool
+from mobula.rewards.tools import Tools
 
 FIXTURES = Path(__file__).parent / "reward_fixtures"
 

@@ -21,7 +21,7 @@ from mobula.rewards.contract import RewardRequest, Score, evaluate
 from mobula.rewards.functions import EXTRAS, build_function
 from mobula.rewards.functions.grounding import entity
 from mobula.rewards.functions.parsing.extraction import extractor, read_json
-from mobula.rewards.isolation.process import Tools
+from mobula.rewards.tools import Tools
 
 
 @pytest.mark.parametrize(

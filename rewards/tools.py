@@ -1,0 +1,32 @@
+"""Tools: resources that every reward function gets at construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mobula.rewards.isolation.process import InTime, Isolated
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Resources of a reward function. `isolated` runs calls that may hang, in one process or a pool. Models compute on
+    `device` in `dtype`, and take `gpu_share` of the memory of each GPU.
+
+    The number of processes of `isolated` (`IsolatedPool.num_processes`) bounds the concurrent calls. Models and
+    engines, which cannot move to another process, compute through `in_time`.
+    """
+
+    isolated: Isolated
+    device: str
+    dtype: str
+    in_time: InTime = field(default_factory=InTime)
+    gpu_share: float = 1.0
+    _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns the result of `make`, computed once per key for all functions with these tools."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]

@@ -29,8 +29,8 @@ from mobula.cluster.errors import MediaError, PreflightError
 from mobula.cluster.records.markup import plain
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.schema import DataConfig, RunConfig
+from mobula.deploy.pages.page import STYLE, environment, write_number
 from mobula.deploy.preflight.rows import find_in_rows, row_notes
-from mobula.deploy.report.page import STYLE, environment, write_number
 from mobula.deploy.wiring.preparation import ensure_data, ensure_model
 
 ASSETS = Path(__file__).parent

@@ -14,7 +14,7 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.step_records import strict
-from mobula.deploy.report.comparison import ComparedRuns, SuiteAccuracy, render_comparison, table
+from mobula.deploy.pages.comparison import ComparedRuns, SuiteAccuracy, render_comparison, table
 from mobula.deploy.run.run_client import RUNS, named_folder
 
 

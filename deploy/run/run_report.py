@@ -19,7 +19,7 @@ from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
-from mobula.deploy.report.report import write_report
+from mobula.deploy.pages.report import write_report
 from mobula.deploy.run.run_client import named_folder
 from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, write_skipped
 

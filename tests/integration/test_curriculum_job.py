@@ -10,7 +10,7 @@ import pytest
 from jobs import SMALL, Job
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from mobula.deploy.report.report import write_report
+from mobula.deploy.pages.report import write_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1500)]
 

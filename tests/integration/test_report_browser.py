@@ -21,7 +21,7 @@ from mobula.cluster.metrics.artifacts import ArtifactWriter
 from mobula.cluster.records.trajectory import Answers, Generated, Response, Reward
 from mobula.cluster.rollout.evaluation import ScoredPrompt
 from mobula.cluster.rollout.response_files import ContactSheets
-from mobula.deploy.report.report import write_report
+from mobula.deploy.pages.report import write_report
 from mobula.rewards.contract import Score
 
 pytestmark = pytest.mark.skipif(

@@ -44,7 +44,7 @@ from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, GuardLog
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.deploy.report.charts import guard_charts
+from mobula.deploy.pages.charts import guard_charts
 
 NUM_GROUPS = 8
 

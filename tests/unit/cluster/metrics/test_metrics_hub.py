@@ -38,7 +38,7 @@ from mobula.cluster.records.trajectory import FinishReason, GroupOutcome, Reward
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.group_observers import RejectionCounts
 from mobula.cluster.workers.status import Progress
-from mobula.deploy.report.report import write_report
+from mobula.deploy.pages.report import write_report
 
 ISSUE_KEYS = (
     "accuracy_before accuracy_after seed num_steps samples_per_s tokens_per_s seconds logprob_gap_mean logprob_gap_max "
@@ -410,7 +410,7 @@ def test_evaluations_reach_the_sinks_with_their_interval() -> None:
 
 def test_metrics_and_report_load_neither_ray_nor_torch() -> None:
     names = "hub, report.samples, summary, sinks.jsonl, sinks.console, sinks.trackers".split(", ")
-    modules = [*(f"mobula.cluster.metrics.{name}" for name in names), "mobula.deploy.report.report"]
+    modules = [*(f"mobula.cluster.metrics.{name}" for name in names), "mobula.deploy.pages.report"]
     imports = "; ".join(f"import {module}" for module in modules)
     check = f"{imports}; import sys; assert not {{'ray', 'torch'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

@@ -22,7 +22,7 @@ from mobula.cluster.metrics.report.samples import INDEX, NUM_LOOKS, SampleKeeper
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import EpisodeTurn, ScoredGroup
-from mobula.deploy.report.report import write_report
+from mobula.deploy.pages.report import write_report
 
 
 def keeper(path: Path, *, num_steps: int = 20, limit: int = 12, version: int = 0, fetch=fetch_value) -> SampleKeeper:

@@ -41,10 +41,10 @@ from mobula.cluster.metrics.summary import (
     wilson_interval,
 )
 from mobula.configs.load import load_config
-from mobula.deploy.report.charts import MAX_POINTS, Chart, accuracy_chart, curve
-from mobula.deploy.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
-from mobula.deploy.report.page import write_bytes, write_duration, write_number
-from mobula.deploy.report.report import write_report
+from mobula.deploy.pages.charts import MAX_POINTS, Chart, accuracy_chart, curve
+from mobula.deploy.pages.comparison import MAX_LINES, ComparedRuns, render_comparison, table
+from mobula.deploy.pages.page import write_bytes, write_duration, write_number
+from mobula.deploy.pages.report import write_report
 from mobula.deploy.run.run_report import headline
 
 VOID = {"meta", "link", "img", "br", "path", "input", "hr"}

@@ -31,7 +31,7 @@ from mobula.cluster.rollout.evaluation import (
     mean_of_component,
 )
 from mobula.cluster.rollout.response_files import ContactSheets
-from mobula.deploy.report.report import write_report
+from mobula.deploy.pages.report import write_report
 
 ONE = replace(SETTINGS, temperature=0.0, num_samples=1)
 

@@ -62,7 +62,7 @@ from mobula.cluster.workers.status import (
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.deploy.cli.errors import explained
-from mobula.deploy.report.report import render_report, write_report
+from mobula.deploy.pages.report import render_report, write_report
 from mobula.deploy.run.logs import LOG_FILE, OURS, log_to, set_up_logging, write_faults_to
 
 CAUSE = "RuntimeError|model.py:7"

@@ -38,6 +38,7 @@ from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 from mobula.cluster.workers.faults import Fault
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
+from mobula.deploy.pages.report import render_report
 from mobula.deploy.report.diagnose.command import diagnose_records, show, subject_of
 from mobula.deploy.report.diagnose.material import (
     CHECKS,
@@ -49,7 +50,6 @@ from mobula.deploy.report.diagnose.material import (
     Trend,
     run_checks,
 )
-from mobula.deploy.report.report import render_report
 
 NUM_STEPS = 32
 RECORDED = Path(__file__).parents[3] / "support" / "recorded_runs"

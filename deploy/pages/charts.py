@@ -13,7 +13,7 @@ from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import RunFolder
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord, difference, distinct_identities
 from mobula.configs.schema.rollout import SamplerKind
-from mobula.deploy.report.page import write_number
+from mobula.deploy.pages.page import write_number
 
 TOKEN = "token"
 

@@ -20,8 +20,8 @@ from mobula.cluster.metrics.report.run_folder import RunFolder
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord, difference
 from mobula.cluster.metrics.step_records import distinct_identities as distinct
 from mobula.cluster.metrics.summary import bootstrap_interval
-from mobula.deploy.report.charts import Chart, Curve, Point, counted_in, unit_of
-from mobula.deploy.report.page import render, write_duration
+from mobula.deploy.pages.charts import Chart, Curve, Point, counted_in, unit_of
+from mobula.deploy.pages.page import render, write_duration
 
 MAX_LINES = 6  # colours of the style sheet
 SEED = 0  # of the bootstrap over runs

@@ -20,7 +20,7 @@ from mobula.cluster.metrics.report.samples import ReportSample, Sheet, Video, re
 from mobula.cluster.metrics.step_records import HELD_OUT, BeforeAfter, EvaluationRecord, StepRecord
 from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.workers.faults import Fault
-from mobula.deploy.report.charts import (
+from mobula.deploy.pages.charts import (
     accuracy_chart,
     curves,
     guard_charts,
@@ -29,7 +29,7 @@ from mobula.deploy.report.charts import (
     phases_chart,
     unit_of,
 )
-from mobula.deploy.report.page import render, write_bytes, write_duration, write_number
+from mobula.deploy.pages.page import render, write_bytes, write_duration, write_number
 
 STEPS_FILE, EVALUATIONS_FILE = "metrics.csv", "eval_metrics.csv"
 

@@ -1,0 +1,1 @@
+"""Pages of HTML about runs: the report of one, the comparison of several."""

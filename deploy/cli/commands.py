@@ -24,11 +24,10 @@ from mobula.cluster.runtime.gc_tuning import collect_rarely
 from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
-from mobula.deploy.cli.check_commands import audit, diagnose, diagnosed, doctor, gpu_check, plan, rehearse
+from mobula.deploy.cli.check_commands import audit, diagnose, diagnosed, doctor, gpu_check, lmms_eval, plan, rehearse
 from mobula.deploy.cli.data_commands import data, replay, score
 from mobula.deploy.cli.errors import FAILED, explained
 from mobula.deploy.cli.job_commands import list_jobs, logs, stop, submit
-from mobula.deploy.cli.lmms_eval_command import lmms_eval
 from mobula.deploy.cli.options import Auth, AuthOption, ConfigFile, Deadline, Overrides, RunCluster, RunFolder, RunName
 from mobula.deploy.cli.serving_commands import (
     play,

@@ -98,7 +98,7 @@ HOME = (
     "learner/policies/image_tokens.py",
 )
 # Names of another program's models, which it wants on its command line.
-FOREIGN = ("deploy/checks/lmms_eval.py", "deploy/cli/lmms_eval_command.py")
+FOREIGN = ("deploy/checks/lmms_eval.py", "deploy/cli/check_commands.py")
 
 
 def named(source: Source) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from math import prod
 
@@ -13,6 +14,7 @@ from mobula.deploy.report.diagnose.material import (
     Material,
     Needs,
     PicturedRow,
+    by_share,
     check,
     finding,
     unmeasured,
@@ -37,8 +39,8 @@ def check_checkpoint(material: Material) -> RunFinding:
     measured = f"{len(findings)} mismatches of model files, tokenizer, chat template and configuration"
     if not findings:
         return finding(RunVerdict.OK, measured, numbers)
-    refuses = any(finding.severity is Severity.REFUSE for finding in findings)
-    evidence = tuple(Evidence(str(finding)) for finding in findings)
+    refuses = any(each.severity is Severity.REFUSE for each in findings)
+    evidence = tuple(Evidence(str(each)) for each in findings)
     verdict = RunVerdict.FAULT if refuses else RunVerdict.WARNING
     return finding(verdict, measured, numbers, findings[0].action, evidence)
 
@@ -103,7 +105,7 @@ def check_duplicates(material: Material) -> RunFinding:
     largest = sorted(train.rows.values(), key=len, reverse=True)[:NUM_SHOWN]
     equal = tuple(Evidence(f"{len(ids)} equal rows: {', '.join(ids[:4])}") for ids in largest if len(ids) > 1)
     evidence = (*equal, *_shown(train.repeated, "repeats an earlier row"))
-    verdict = RunVerdict.WARNING if share >= MANY else RunVerdict.NOTICE if share >= SOME else RunVerdict.OK
+    verdict = by_share(share, warning=MANY, notice=SOME)
     action = "" if verdict is RunVerdict.OK else "remove repeated rows from data.path"
     return finding(verdict, measured, numbers, action, evidence)
 
@@ -125,8 +127,7 @@ def check_leaks(material: Material) -> RunFinding:
     evidence = tuple(
         Evidence(f"{held_out} is {trained}", pngs=pngs.get(held_out, ())) for held_out, trained in leaked[:NUM_SHOWN]
     )
-    verdict = RunVerdict.FAULT if share >= MANY else RunVerdict.WARNING if share >= SOME else RunVerdict.OK
-    verdict = RunVerdict.NOTICE if leaked and verdict is RunVerdict.OK else verdict
+    verdict = by_share(share, fault=MANY, warning=SOME, notice=0.0 if leaked else math.inf)
     action = f"remove these rows from one of the splits: the accuracy on {data.held_out_name} counts memorised rows"
     return finding(verdict, measured, numbers, action if leaked else "", evidence)
 

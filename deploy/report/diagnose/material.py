@@ -410,6 +410,14 @@ finding = partial(RunFinding, "")
 """The finding of a check, which `run_checks` names."""
 
 
+def by_share(
+    share: float, *, fault: float = math.inf, warning: float = math.inf, notice: float = math.inf
+) -> RunVerdict:
+    """Returns the worst verdict whose bound a share reaches."""
+    bounds = {RunVerdict.FAULT: fault, RunVerdict.WARNING: warning, RunVerdict.NOTICE: notice}
+    return next((verdict for verdict, bound in bounds.items() if share >= bound), RunVerdict.OK)
+
+
 def unmeasured(reason: str) -> RunFinding:
     return not_measured("", reason)
 

@@ -16,6 +16,7 @@ from mobula.deploy.report.diagnose.material import (
     Agreement,
     Material,
     Needs,
+    by_share,
     check,
     finding,
     mean,
@@ -141,9 +142,6 @@ def check_language(material: Material) -> RunFinding:
     return finding(verdict, measured, numbers, ACTION, tuple(Evidence(repr(a.text)) for a in worst))
 
 
-TRUNCATION_MOST, TRUNCATION_MANY, TRUNCATION_SOME = 0.9, 0.3, 0.1
-
-
 TRUNCATION_NUM_SHOWN = 2
 
 
@@ -161,14 +159,7 @@ def check_truncation(material: Material) -> RunFinding:
     measured = (
         f"{late:.1%} of the late responses were cut at sampler.max_tokens={limit}; mean length {length:.4g} tokens"
     )
-    verdict = (
-        RunVerdict.FAULT
-        if late >= TRUNCATION_MOST
-        else RunVerdict.WARNING
-        if late >= TRUNCATION_MANY
-        else RunVerdict.OK
-    )
-    verdict = RunVerdict.NOTICE if TRUNCATION_SOME <= late < TRUNCATION_MANY else verdict
+    verdict = by_share(late, fault=0.9, warning=0.3, notice=0.1)
     action = "" if verdict is RunVerdict.OK else f"raise sampler.max_tokens above {limit}, or ask for shorter answers"
     cut = [answer for answer in reversed(material.kept_answers) if answer.finish_reason in CUT]
     evidence = tuple(

@@ -11,6 +11,7 @@ from mobula.deploy.report.diagnose.material import (
     Material,
     Needs,
     Trend,
+    by_share,
     check,
     finding,
     mean,
@@ -174,9 +175,6 @@ def _concerns_weights(cause: str) -> bool:
     return "canary" in text or "probe prompt" in text or "weights" in text
 
 
-LIMITS_MANY, LIMITS_MOST = 0.2, 0.6
-
-
 @check("clipped_tokens", Needs.STEPS)
 def check_clipped(material: Material) -> RunFinding:
     """Share of trained tokens whose ratio is clipped."""
@@ -225,9 +223,7 @@ def check_rejected(material: Material) -> RunFinding:
 
 
 def _of_share(share: float, measured: str, numbers: dict[str, float], action: str) -> RunFinding:
-    verdict = (
-        RunVerdict.FAULT if share >= LIMITS_MOST else RunVerdict.WARNING if share >= LIMITS_MANY else RunVerdict.OK
-    )
+    verdict = by_share(share, fault=0.6, warning=0.2)
     return finding(verdict, measured, numbers, "" if verdict is RunVerdict.OK else action)
 
 

@@ -30,6 +30,10 @@ components:
     function: format
     weight: 0.5
     options: {preset: boxed}
+  - name: shape
+    function: format
+    weight: 0.0
+    options: {pattern: "(a+)+|[^a].*"}
 accuracy_component: accuracy
 """
 CONNECTION = {
@@ -84,8 +88,8 @@ def test_a_served_file_scores_and_stops_when_asked(tmp_path: Path, monkeypatch: 
         requests = [RewardRequest(Response(text, 3, False), ("4",), {}, "2 + 2?") for text in texts]
         outcomes = evaluate_batch(http, requests)
         assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == [1.5, 1.5, 0.5, 0.0]
-        assert outcomes[0].breakdown == {"accuracy": 1.0, "format": 1.0}
-        hanging = RewardRequest(Response(r"\boxed{9^{9^{9^{9^{9}}}}}", 3, False), (r"\frac{x}{2}",), {}, "")
+        assert outcomes[0].breakdown == {"accuracy": 1.0, "format": 1.0, "shape": 1.0}
+        hanging = RewardRequest(Response("a" * 50 + "b", 3, False), ("4",), {}, "")  # "shape" backtracks without end
         late, early = evaluate_batch(http, [hanging, requests[1]])
         assert isinstance(late, ScoringFailure) and late.kind in (
             FailureKind.TIMED_OUT,

@@ -29,7 +29,8 @@ from mobula.deploy.host.session import learner_environment
 from mobula.deploy.planning.clusters import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.training_service.app import make_app
-from mobula.deploy.training_service.inputs import ChatImages, InputBuilder
+from mobula.deploy.training_service.images import ChatImages
+from mobula.deploy.training_service.inputs import InputBuilder
 from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 from mobula.deploy.wiring.preparation import Prepared, prepare_base, require_model

@@ -8,12 +8,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from mobula.configs.overrides import Override, groups, leaves, own_values, read_
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.base import unread
 from mobula.deploy.cli import app
+from mobula.deploy.cli.options import takes
 from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.doctor.this_machine import RequiredPackage, Verdict
 from mobula.deploy.host.machine import Machine
@@ -67,7 +69,8 @@ def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) 
 
 LIGHT = (
     "--help|train --help|show-config|show-config data=bad|show-config experiment=geometry3k|status --help|"
-    "status no_such_run|scale --help|scale reward=2 no_such_run|doctor --leftovers"
+    "status no_such_run|scale --help|scale reward=2 no_such_run|doctor --leftovers|"
+    "rehearse --help|score --help|lmms-eval --help|serve-training --help"
 ).split("|")
 
 
@@ -85,6 +88,24 @@ def test_light_commands_load_no_backend() -> None:
     )
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(child.stdout.rpartition("loaded ")[2]) == {command: [] for command in LIGHT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greeting:
+    name: Annotated[str, typer.Argument()]
+    words: Annotated[list[str], typer.Option("--word")] = field(default_factory=list)
+    is_loud: Annotated[bool, typer.Option("--loud")] = False
+
+
+def test_fields_of_a_dataclass_are_the_options_of_a_command() -> None:
+    given: list[Greeting] = []
+    own = typer.Typer()
+    own.command()(takes(Greeting)(given.append))
+    runner = CliRunner()
+    for words in (["ada"], ["ada", "--word", "a", "--word", "b", "--loud"]):
+        assert runner.invoke(own, words).exit_code == 0
+    assert given == [Greeting(name="ada"), Greeting(name="ada", words=["a", "b"], is_loud=True)]
+    assert runner.invoke(own, []).exit_code == 2
 
 
 def test_show_config_prints_what_loads_back(tmp_path: Path) -> None:

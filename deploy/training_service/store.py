@@ -116,7 +116,7 @@ class CheckpointRecord:
     spec: AdapterSpec
     created_s: float
     num_bytes: int
-    user_metadata: Mapping[str, str] | None = None
+    user_metadata: Mapping[str, Any] | None = None
     expires_s: float | None = None
     is_public: bool = False
     is_ephemeral: bool = False  # made for one sampling session; not listed

@@ -338,7 +338,11 @@ DELAY_S = 0.15
 def start(folder: Path, port: int) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, training_server.__file__, str(folder), str(port), str(DELAY_S)]
     process = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    wait_for(lambda: is_up(port), process)
+    try:
+        wait_for(lambda: is_up(port), process)
+    except BaseException:
+        kill(process)
+        raise
     return process
 
 

@@ -186,6 +186,10 @@ class LmmsEval:
     ] = field(default_factory=list)
 
     @property
+    def chosen_device(self) -> str:
+        return self.device or ("cuda" if this_machine().num_gpus else "cpu")
+
+    @property
     def is_local(self) -> bool:
         return self.endpoint is None and Path(self.model).is_dir()
 
@@ -235,7 +239,7 @@ def command_line(settings: LmmsEval) -> list[str]:
     model_type = settings.model_type or _model_type(settings)
     options = ["--model", model_type, "--model_args", _model_args(settings, model_type), "--tasks", settings.tasks]
     if settings.endpoint is None:
-        options += ["--device", settings.device]
+        options += ["--device", settings.chosen_device]
     options += [
         "--batch_size",
         str(settings.batch_size),
@@ -299,7 +303,7 @@ def _model_args(options: LmmsEval, model_type: str) -> str:
         args = [f"model={options.model}", f"base_url={options.endpoint}", f"num_concurrent={options.batch_size}"]
     else:
         args = [f"pretrained={Path(options.model).absolute() if options.is_local else options.model}"]
-        device = options.device or ("cuda" if this_machine().num_gpus else "cpu")
+        device = options.chosen_device
         if model_type in FAMILIES.values() and device != "cuda":  # "cuda" leaves the model to all GPUs
             args.append(f"device_map={device}")
     cut = [argument for argument in args if "," in argument]

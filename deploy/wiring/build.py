@@ -80,11 +80,10 @@ def build_controller(
         on_retry=run.retried,
         on_sampled=partial(_on_sampled, metrics),
     )
-    gate = _gate(config)
     stages = _stages(config, curriculum, source) if curriculum else None
     rejections = RejectionCounts(metrics)
     observers: Sequence[GroupObserver] = [rejections, stages] if stages else [rejections]
-    dispatcher = _dispatcher(run, gate, source, rollouts, inference, training, observers)
+    dispatcher = _dispatcher(run, source, rollouts, inference, training, observers)
     guard = build_guard(run, training.ranks, training.learner, dispatcher.reject_before)
     responses = response_log(prepared, config.run_folder / RESPONSES_FOLDER)
     informing = InformingLog(JudgedLog(guard, responses) if guard else responses)
@@ -94,9 +93,8 @@ def build_controller(
     tolerance = tolerance_of(config)
     weights = _weights(prepared, inference, training, probe, others, tolerance)
     _measure_fresh(config, probe, inference, training)
-    observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
-    weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
+    weights.on_published(partial(_after_push, prepared, inference, metrics))
     weights.on_published(audit.pushed)
     weights.on_admitted(audit.admitted)
     training.learner.observe_with(audit)
@@ -171,18 +169,8 @@ async def _make_version_zero(prepared: Prepared, learner: LearnerGroup, start_up
     await learner.export(reference_folder(prepared.config))
 
 
-def _gate(config: RunConfig) -> StalenessGate:
-    return StalenessGate(
-        prompts_per_step=config.algorithm.prompts_per_step,
-        max_staleness=config.algorithm.max_staleness,
-        max_concurrent=config.algorithm.max_concurrent_groups,
-        total_steps=config.num_steps,
-    )
-
-
 def _dispatcher(
     run: RunContext,
-    gate: StalenessGate,
     source: PromptSource[Row, Prompt],
     rollouts: Rollouts,
     inference: Inference,
@@ -190,6 +178,12 @@ def _dispatcher(
     observers: Sequence[GroupObserver],
 ) -> RolloutDispatcher:
     config, algorithm = run.config, run.config.algorithm
+    gate = StalenessGate(
+        prompts_per_step=algorithm.prompts_per_step,
+        max_staleness=algorithm.max_staleness,
+        max_concurrent=algorithm.max_concurrent_groups,
+        total_steps=config.num_steps,
+    )
     return RolloutDispatcher(
         prompts=source,
         gate=gate,
@@ -314,7 +308,8 @@ def _on_sampled(metrics: Metrics, summary: GroupSummary) -> None:
         metrics.count(CounterName.EPISODE_FAILURES, kind, number)
 
 
-async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], None]) -> None:
+async def _after_push(prepared: Prepared, inference: Inference, metrics: Metrics, push: Push) -> None:
+    """Adds the figures of a push, and the driver's counters since the one before."""
     metrics.count(CounterName.WEIGHT_SYNCS, "push")
     metrics.start_up.ended("first push", push.seconds)
     metrics.observe(MetricName.PUSH_SECONDS, push.seconds)
@@ -327,10 +322,6 @@ async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], Non
         metrics.observe(MetricName.CANARY, push.canary_gap)
         for name, gap in push.canary_by_class.items():
             metrics.observe(CANARY_OF[name], gap)
-    observe()
-
-
-def _observe(prepared: Prepared, inference: Inference, metrics: Metrics) -> None:
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
     metrics.count_up_to(CounterName.RESUMED, inference.in_flight_requests.resumed)
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ import torch
 from handles import LocalHandle
 from learner_data import tiny_config
 from offline_data import conversation, write_rows
-from rich.console import Console
 from tiny_text_models import write_text_policy
 from typer.testing import CliRunner
 
@@ -35,7 +32,6 @@ from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli import app
 from mobula.deploy.host.run_folder import check_run_folder, held_run_folder, make_run_folder, run_folder
-from mobula.deploy.run.logs import log_to, set_up_logging
 from mobula.deploy.run.overview import LABEL_WIDTH, Parameters, checkpoint_bytes, overview
 from mobula.deploy.run.runtime import evaluate
 from mobula.deploy.wiring import roles
@@ -156,18 +152,6 @@ def test_the_folder_of_a_run_that_has_begun_stays(shared: Path, tmp_path: Path, 
             (run.run_folder / "checkpoints").mkdir()
         raise PreflightError("late")
     assert (run.run_folder / ("checkpoints" if begun else "run.log")).exists()
-
-
-def test_what_is_logged_before_there_is_a_run_folder_stands_in_its_log(tmp_path: Path, restored_logging: None) -> None:
-    screen = io.StringIO()
-    set_up_logging(Console(file=screen, width=200))
-    logger = logging.getLogger("mobula.deploy.anything")
-    logger.warning("before")
-    log_to(tmp_path)
-    logger.info("after")
-    text = (tmp_path / "run.log").read_text(encoding="utf-8")
-    assert [line.rpartition(": ")[2] for line in text.splitlines()] == ["before", "after"]
-    assert all(word in screen.getvalue() for word in ("before", "after"))
 
 
 def shown(run: RunConfig, version: int = 0) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -138,44 +138,36 @@ def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
     return path
 
 
+@dataclass
 class ParityGate:
     """Called with the version of every completed push; compares the log-probs of a few prompts after the first push,
     before its canary, which has one prompt and reports a difference as a failed transfer."""
 
-    def __init__(
-        self,
-        model_type: str,
-        learner: RestartableLearner,
-        receivers: Callable[[], Sequence[Receiver]],
-        prompts: Mapping[str, Prompt],
-        tolerance: Tolerance,
-    ) -> None:
-        """`prompts` maps a case name to its prompt; empty disables the comparison."""
-        self._model_type = model_type
-        self._learner = learner
-        self._receivers = receivers
-        self._prompts = prompts
-        self._tolerance = tolerance
-        self._is_passed = not prompts
+    model_type: str
+    learner: RestartableLearner
+    receivers: Callable[[], Sequence[Receiver]]
+    prompts: Mapping[str, Prompt]  # by the name of the case; empty disables the comparison
+    tolerance: Tolerance
+    is_passed: bool = field(default=False, init=False)
 
     async def __call__(self, version: int) -> None:
-        if self._is_passed:
+        if self.is_passed or not self.prompts:
             return
-        gaps = {name: await self._gaps(prompt) for name, prompt in self._prompts.items()}
+        gaps = {name: await self._gaps(prompt) for name, prompt in self.prompts.items()}
         measured = ", ".join(f"{name}: {Gap.of(differences)}" for name, differences in gaps.items())
-        if not all(self._tolerance.accepts(differences) for differences in gaps.values()):
+        if not all(self.tolerance.accepts(differences) for differences in gaps.values()):
             raise CanaryError(
-                f"policy.model is of the model type {self._model_type}, and engine and learner "
-                f"compute other log-probs ({measured}; {self._tolerance}): it "
+                f"policy.model is of the model type {self.model_type}, and engine and learner "
+                f"compute other log-probs ({measured}; {self.tolerance}): it "
                 "cannot be trained; choose a supported type, or add a family (docs/extending.md)"
             )
-        _logger.info("%s trains because engine and learner agree (%s) with these weights", self._model_type, measured)
-        self._is_passed = True
+        _logger.info("%s trains because engine and learner agree (%s) with these weights", self.model_type, measured)
+        self.is_passed = True
 
     async def _gaps(self, prompt: Prompt) -> np.ndarray:
         """Returns the absolute differences of the engine with the largest gap to the learner."""
-        expected = await self._learner.sequence_logprobs(prompt)
-        differences = [np.abs(await receiver.prompt_logprobs(prompt) - expected) for receiver in self._receivers()]
+        expected = await self.learner.sequence_logprobs(prompt)
+        differences = [np.abs(await receiver.prompt_logprobs(prompt) - expected) for receiver in self.receivers()]
         return max(differences, key=np.max, default=np.array([np.nan]))
 
 

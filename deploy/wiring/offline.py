@@ -119,16 +119,16 @@ def build_offline_controller(
     )
 
 
+@dataclass(frozen=True)
 class _Unpushed(NoReceivers):
     """Updates the driver's metrics at the end of a step instead of pushing weights."""
 
-    def __init__(self, prepared: PreparedRows, metrics: Metrics) -> None:
-        self._prepared = prepared
-        self._metrics = metrics
+    prepared: PreparedRows
+    metrics: Metrics
 
     async def publish(self, version: int) -> int:
-        self._metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, self._prepared.media.num_bytes_unique)
-        self._metrics.set_counts(CounterName.SKIPPED, count_by_reason(self._prepared.skipped))
+        self.metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, self.prepared.media.num_bytes_unique)
+        self.metrics.set_counts(CounterName.SKIPPED, count_by_reason(self.prepared.skipped))
         return version
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,24 +216,23 @@ VISIT_INTERVAL_S = 1.0
 VISIT_DEADLINE_S = 20.0  # of one call to the panel
 
 
+@dataclass(frozen=True)
 class RoleHosts:
     """Implements `mobula.cluster.workers.work_queue.Hosts`: workers of one role, each with a separate reservation."""
 
-    def __init__(self, spawner: Spawner, role: str, start: Callable[[PlacedWorker], Any], *, stop_s: float) -> None:
-        """`start` creates the worker at a place and returns its handle."""
-        self._spawner = spawner
-        self._role = role
-        self._start = start
-        self._stop_s = stop_s
+    spawner: Spawner
+    role: str
+    make: Callable[[PlacedWorker], Any]  # creates the worker at a place and returns its handle
+    stop_s: float
 
     async def start(self, index: int) -> Any:
-        return self._start(await asyncio.to_thread(self._spawner.book, self._role, index))
+        return self.make(await asyncio.to_thread(self.spawner.book, self.role, index))
 
     async def stop(self, index: int, handle: Any) -> None:
-        await stop(handle, timeout_s=self._stop_s, what=f"{self._role}/{index}")
+        await stop(handle, timeout_s=self.stop_s, what=f"{self.role}/{index}")
 
     async def release(self, index: int) -> None:
-        await asyncio.to_thread(self._spawner.release, self._role, index)
+        await asyncio.to_thread(self.spawner.release, self.role, index)
 
 
 class ScaleFile:
@@ -263,23 +263,22 @@ class ScaleFile:
             return {}
 
 
+@dataclass(frozen=True)
 class RoomFirst:
     """A scalable role that checks the cluster's free resources before it grows."""
 
-    def __init__(self, role: str, workers: Scalable, check_room: Callable[[str, int], None]) -> None:
-        """`check_room(role, num_more)` raises a `PlacementError`; it may block."""
-        self._role = role
-        self._workers = workers
-        self._check_room = check_room
+    role: str
+    workers: Scalable
+    check_room: Callable[[str, int], None]  # of a role and a number; raises a `PlacementError`, and may block
 
     def status(self) -> Sequence[WorkerStatus]:
-        return self._workers.status()
+        return self.workers.status()
 
     async def scale(self, num_workers: int) -> None:
         staying = sum(worker.state is not WorkerState.DRAINING for worker in self.status())
         if num_workers > staying:
-            await asyncio.to_thread(self._check_room, self._role, num_workers - staying)
-        await self._workers.scale(num_workers)
+            await asyncio.to_thread(self.check_room, self.role, num_workers - staying)
+        await self.workers.scale(num_workers)
 
 
 def control_loop(

@@ -220,14 +220,8 @@ class SimulatedRank:
         await asyncio.sleep(self._ranks.times.save_s)
 
 
-class SimulatedScorer:
-    def __init__(self, load_s: float, tokens_per_s: float, response_s: float, call_s: float, cores: Cores) -> None:
-        self.busy_s = 0.0
-        self._load_s = load_s
-        self._tokens_per_s = tokens_per_s
-        self._response_s = response_s
-        self._call_s = call_s
-        self._cores = cores
+class SimulatedWorker:
+    """The calls that every worker of a pool answers."""
 
     async def ping(self) -> bool:
         return True
@@ -235,23 +229,33 @@ class SimulatedScorer:
     async def is_alive(self) -> Vitals:
         return Vitals("rehearsal", 0, None, None)
 
+    async def close(self) -> None: ...
+
+
+@dataclass
+class SimulatedScorer(SimulatedWorker):
+    load_s: float
+    tokens_per_s: float
+    response_s: float
+    call_s: float
+    cores: Cores
+    busy_s: float = 0.0
+
     async def load(self, folder: Path) -> None:
-        await asyncio.sleep(self._load_s)
+        await asyncio.sleep(self.load_s)
 
     async def score(self, groups: Sequence[ScoredGroup]) -> None:
         started_s = asyncio.get_running_loop().time()
         tokens = sum(row_tokens(group.summary) for group in groups)
         sampled = sum(group.summary.num_tokens for group in groups)
-        await self._cores.compute(self._call_s + tokens / self._tokens_per_s + sampled * self._response_s)
+        await self.cores.compute(self.call_s + tokens / self.tokens_per_s + sampled * self.response_s)
         self.busy_s += asyncio.get_running_loop().time() - started_s
 
     async def score_one(self, group: ScoredGroup) -> None:
         await self.score([group])
 
-    async def close(self) -> None: ...
 
-
-class SimulatedRewards:
+class SimulatedRewards(SimulatedWorker):
     """One reward worker of a service. A component's value is 0 or 1, drawn by prompt and sibling."""
 
     def __init__(self, rewards: RewardsConfig, service: str, group_s: float) -> None:
@@ -261,19 +265,11 @@ class SimulatedRewards:
         self._group_s = group_s
         self._lock = asyncio.Lock()  # one call at a time, as a RewardWorker
 
-    async def ping(self) -> bool:
-        return True
-
-    async def is_alive(self) -> Vitals:
-        return Vitals("rehearsal", 0, None, None)
-
     async def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
         async with self._lock:
             await asyncio.sleep(self._group_s * len(questions))
             self.busy_s += self._group_s * len(questions)
         return [self._outcomes(question.group) for question in questions]
-
-    async def close(self) -> None: ...
 
     def _outcomes(self, group: SimulatedGroup) -> GroupOutcomes:
         label = self._book.label(group.prompt.metadata)

@@ -24,10 +24,11 @@ from mobula.deploy.run.run_client import Leftover, RunAddress, find_leftovers, f
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`runs` in the working folder of the caller."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "digits").mkdir(parents=True)
-    (tmp_path / "runs" / "latest").symlink_to("digits")
-    return tmp_path / "runs"
+    folder = tmp_path / "caller" / "runs"
+    (folder / "digits").mkdir(parents=True)
+    (folder / "latest").symlink_to("digits")
+    monkeypatch.chdir(folder.parent)
+    return folder
 
 
 def test_the_latest_run_is_found_unless_another_is_named(runs: Path) -> None:

@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mobula.configs import overrides as keys
 from mobula.configs.errors import ConfigError
 from mobula.configs.overrides import (
     COMPUTATIONS,
@@ -34,6 +33,8 @@ from mobula.configs.overrides import (
     SMALL_EXAMPLE,
     Override,
     apply_overrides,
+    find,
+    known_keys,
     layers,
     merge,
     own_values,
@@ -204,9 +205,9 @@ def _validated(values: Mapping[Any, Any]) -> RunConfig:
 def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
     """Formats a validation error for the user; `prefix` is the dotted name of the validated section."""
     name = prefix + ".".join(str(part) for part in detail["loc"] if not OF_UNION.match(str(part)))
-    key = keys.find(name)
+    key = find(name)
     if key is None:
-        return unknown(name, list(keys.known_keys()))
+        return unknown(name, list(known_keys()))
     if detail["type"] == "missing":
         return f"{name} is missing, expected {key.expected}: give {name}=VALUE"
     return f"{name} got {_shown(detail['input'])}, expected {key.expected}: set {name}=VALUE"

@@ -30,26 +30,14 @@ from mobula.configs.schema.run import RunConfig
 # Options are searched in this directory, the directories of `MOBULA_TASKS` and of `examples/`, in this order.
 
 FOLDER = Path(__file__).parent
-
-
 EXAMPLES = FOLDER.parent / "examples"  # inside the package `mobula`, also in a wheel
-
-
 TASKS_VARIABLE = "MOBULA_TASKS"
-
-
 """Environment variable: the user's directories with groups (such as `examples/sums`), separated by colons."""
 
 
 MISSING = "???"  # a value that the user must set
-
-
 EXPERIMENT = "experiment"
-
-
 SMALL_EXAMPLE = "digits"
-
-
 """The experiment of `examples/` for checks of a machine: needs neither a GPU nor files."""
 
 
@@ -145,11 +133,7 @@ def without_missing(values: Any) -> Any:
 
 
 BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
-
-
 USER_CODE = "module:name or path/to/file.py:name"
-
-
 """The form of user code instead of a built-in name."""
 
 
@@ -238,8 +222,6 @@ class Translation:
 
 
 TRAINERS = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF", "lightrft": "LightRFT", "flow_grpo": "flow_grpo"}
-
-
 OTHER_TRAINERS = Path(__file__).with_name("other_trainers.yaml")
 
 

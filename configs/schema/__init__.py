@@ -1,74 +1,34 @@
 """The schema of a run's configuration."""
 
-from mobula.configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
-from mobula.configs.schema.data import DataConfig, DataKind, EnvironmentConfig
-from mobula.configs.schema.learner import DPOConfig, LearnerConfig, OfflineConfig, RewardModelConfig, WarmStartConfig
-from mobula.configs.schema.resources import ResourcesConfig, TrainingServiceConfig, WorkerResources
-from mobula.configs.schema.rewards import (
-    Gate,
-    GuardConfig,
-    GuardLimits,
-    Recipe,
-    RewardComponent,
-    RewardPoolConfig,
-    RewardsConfig,
-)
-from mobula.configs.schema.rollout import (
-    LoRAConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    SamplerConfig,
-    SamplerKind,
-)
-from mobula.configs.schema.run import (
-    CheckpointConfig,
-    EvaluationConfig,
-    MetricsConfig,
-    ReplayConfig,
-    Resume,
-    RunConfig,
-    SupervisionConfig,
-    TimeoutsConfig,
-    TracingConfig,
-    WeightSyncConfig,
-)
+from mobula.configs.schema.algorithm import AlgorithmConfig, KLConfig
+from mobula.configs.schema.data import DataConfig, DataKind
+from mobula.configs.schema.learner import LearnerConfig, OfflineConfig, WarmStartConfig
+from mobula.configs.schema.resources import ResourcesConfig, WorkerResources
+from mobula.configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
+from mobula.configs.schema.rollout import LoRAConfig, PolicyConfig, SamplerConfig, SamplerKind
+from mobula.configs.schema.run import EvaluationConfig, RunConfig, TimeoutsConfig, TracingConfig
 
 __all__ = [
     "AlgorithmConfig",
-    "CheckpointConfig",
-    "CriticConfig",
-    "DPOConfig",
     "DataConfig",
     "DataKind",
-    "EnvironmentConfig",
     "EvaluationConfig",
-    "KLConfig",
     "Gate",
-    "GuardConfig",
-    "GuardLimits",
+    "KLConfig",
     "LearnerConfig",
     "LoRAConfig",
-    "MetricsConfig",
     "OfflineConfig",
-    "OverAgeConfig",
     "PolicyConfig",
     "Recipe",
-    "ReferenceConfig",
-    "ReplayConfig",
     "ResourcesConfig",
-    "Resume",
     "RewardComponent",
-    "RewardModelConfig",
     "RewardPoolConfig",
     "RewardsConfig",
     "RunConfig",
     "SamplerConfig",
     "SamplerKind",
-    "SupervisionConfig",
     "TimeoutsConfig",
     "TracingConfig",
-    "TrainingServiceConfig",
     "WarmStartConfig",
-    "WeightSyncConfig",
     "WorkerResources",
 ]

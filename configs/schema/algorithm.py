@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from mobula.configs.schema.base import Field, PositiveFloat, PositiveInt, Section, UserCode
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from mobula.configs.schema.base import Section, UserCode
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 ClipLow = Annotated[float, Field(ge=0, le=1)]

@@ -7,36 +7,8 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
-
-__all__ = [
-    "NOT_EMPTY",
-    "ByDtype",
-    "Field",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "PositiveFloat",
-    "PositiveInt",
-    "Section",
-    "UserCode",
-    "defaults",
-    "kinds",
-    "model_validator",
-    "section_below",
-    "unread",
-    "without_unread",
-]
 
 
 def _refuse_empty(value: Any) -> Any:

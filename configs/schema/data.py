@@ -6,16 +6,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mobula.configs.schema.base import (
-    NOT_EMPTY,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    UserCode,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from mobula.configs.schema.base import NOT_EMPTY, Section, UserCode
 
 
 class DataKind(StrEnum):
@@ -31,14 +24,10 @@ class DataKind(StrEnum):
 
 
 WITHOUT_FILES_OF_ROWS = (DataKind.MIXTURE, DataKind.ENVIRONMENT, DataKind.CHAT)
-
-
 """Kinds that do not read rows from `data.path` in a row format."""
 
 
 AUTO_SUFFIX = "auto"
-
-
 """Value of `data.prompt_suffix` that derives the suffix from the reward."""
 
 

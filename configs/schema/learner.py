@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from mobula.configs.schema.base import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserCode
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from mobula.configs.schema.base import Section, UserCode
 
 
 class LearnerConfig(Section):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from mobula.configs.schema.base import Field, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from mobula.configs.schema.base import Section
 
 REWARD_SERVICE = "reward."
-
-
 """Prefix of the role name of a service in `reward_services`."""
 
 

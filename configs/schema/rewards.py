@@ -6,26 +6,20 @@ from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from typing import Annotated, Any, Literal, TypeVar
 
-from mobula.configs.schema.base import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from mobula.configs.schema.base import Section
 
 T = TypeVar("T")
-
-
 SHARED_SERVICE = "reward"
-
-
 """The workers of `resources.reward`, for components without a separate service."""
 
 
 DEFAULT_RECIPE = "default"
-
-
 """The recipe of responses with a label without a recipe."""
 
 
 ENVIRONMENT = "environment"
-
-
 """The function that reads the reward of an environment."""
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from mobula.configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section, UserCode
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from mobula.configs.schema.base import NOT_EMPTY, Section, UserCode
 
 
 class LoRAConfig(Section):

@@ -6,8 +6,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import Field, PositiveInt
+
 from mobula.configs.schema.algorithm import AlgorithmConfig
-from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, UserCode
+from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Section, UserCode
 from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig, EnvironmentConfig
 from mobula.configs.schema.learner import LearnerConfig, OfflineConfig, WarmStartConfig
 from mobula.configs.schema.resources import ResourcesConfig, TrainingServiceConfig

@@ -30,7 +30,7 @@ from hypothesis import settings
 
 from mobula.configs import load
 from mobula.configs.overrides import COMPUTED_FROM, Override, read_overrides, roots
-from mobula.deploy.preflight.engine_build import engine_build
+from mobula.deploy.preflight.findings import engine_build
 
 OTHER_BUILD = re.compile(
     r"vLLM\s+of\s+this\s+environment\s+is\s+built\s+for\s+cuda|vLLM\s+computes\s+on\s+[\w ]+\s+here"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.console import Console
 from mobula.actors.datasets.clips import FrameList, Video
 from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.datasets.rows import Row, RowError, Skipped
+from mobula.actors.datasets.rows import Row, Skipped, count_by_reason
 from mobula.actors.processors.audio import whole_audio
 from mobula.actors.processors.image import ImageLimits, decode_image, open_bounded, read_image
 from mobula.actors.processors.video import VideoLimits, decode_video, load_video
@@ -28,11 +27,7 @@ from mobula.configs.schema import DataConfig, RunConfig
 from mobula.deploy.wiring.preparation import ensure_data
 
 NUM_NAMED = 20
-
-
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "TIFF": "tif"}  # of the others it is their name
-
-
 VIDEO_EXTENSIONS = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpeg", ".mpg", ".ogv", ".flv", ".gif")
 
 
@@ -97,7 +92,7 @@ def _write(config: RunConfig, split: str, folder: Path, file: TextIO) -> tuple[i
             file.write(json.dumps(message_record(row, _stored_media(row, config.data, folder)), ensure_ascii=False))
             file.write("\n")
         except SkippedSample as error:
-            skipped.append(Skipped(error.sample if isinstance(error, RowError) else sample, error.reason, str(error)))
+            skipped.append(Skipped.of(sample, error))
             if len(skipped) > most:
                 raise PreflightError(
                     f"more than data.max_skipped_fraction={config.data.max_skipped_fraction:g} of the split {split} is "
@@ -157,7 +152,7 @@ def _stored(folder: Path, kind: str, file: File) -> str:
 
 
 def _report(console: Console, line: str, skipped: Sequence[Skipped]) -> None:
-    reasons = ", ".join(f"{reason} {num:,}" for reason, num in Counter(s.reason for s in skipped).items())
+    reasons = ", ".join(f"{reason} {num:,}" for reason, num in count_by_reason(skipped).items())
     console.print(f"{line}; {f'skipped: {reasons}' if skipped else 'none skipped'}", markup=False, soft_wrap=True)
     for sample in skipped[:NUM_NAMED]:
         console.print(f"  {sample}", markup=False, soft_wrap=True)

@@ -34,55 +34,34 @@ from mobula.deploy.preflight.rows import find_in_rows, row_notes
 from mobula.deploy.wiring.preparation import ensure_data, ensure_model
 
 ASSETS = Path(__file__).parent
-
-
 AUDIO_RATE = 16_000  # that sounds are drawn at
-
-
 NUM_BINS = 40
-
-
 MAX_SKIPPED_ROWS = 200
-
-
 MAX_LABELS = 30
-
-
 THUMBNAIL_SIZE = (512, 256)
-
-
 STRIP_FRAMES = 4  # of a video
-
-
 UNKNOWN_MODEL = "???"
 
 
 @dataclass
 class SplitMeasurements:
-    """Measurements of a split's rows."""
+    """Checks the rows of a split as a run does, and measures them."""
 
+    checker: RowChecker[Row]
+    config: RunConfig
     lengths: list[int] = field(default_factory=list)
     images: Counter[int] = field(default_factory=Counter)  # images of a row -> rows
     labels: Counter[str] = field(default_factory=Counter)
     num_videos: int = 0
     num_sounds: int = 0
 
-
-class MeasuringChecker:
-    """Checks rows as a run does and records measurements."""
-
-    def __init__(self, checker: RowChecker[Row], config: RunConfig) -> None:
-        self._checker = checker
-        self._label_of = config.rewards.label_of
-        self.measured = SplitMeasurements()
-
     def check(self, row: Row) -> int:
-        length = self._checker.check(row)
-        self.measured.lengths.append(length)
-        self.measured.images[len(row.images)] += 1
-        self.measured.num_videos += len(row.videos)
-        self.measured.num_sounds += len(row.audios)
-        self.measured.labels[self._label_of(row.metadata)] += 1
+        length = self.checker.check(row)
+        self.lengths.append(length)
+        self.images[len(row.images)] += 1
+        self.num_videos += len(row.videos)
+        self.num_sounds += len(row.audios)
+        self.labels[self.config.rewards.label_of(row.metadata)] += 1
         return length
 
 
@@ -125,11 +104,11 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
     ensure_data(config)
     opened = open_split(config.data, split, config.rewards.label_key)
     checker, unit = _checker(config)
-    measuring = MeasuringChecker(checker, config)
-    checked = checked_rows(opened, measuring, config.data.max_checked_rows, note=partial(row_notes, config))
+    measured = SplitMeasurements(checker, config)
+    checked = checked_rows(opened, measured, config.data.max_checked_rows, note=partial(row_notes, config))
     notes = [str(finding) for finding in find_in_rows(config, {split: checked.notes})]
     samples = _samples(checked.rows, config, min(num_samples, checked.num_usable), checked.num_usable)
-    page = render(config, split, measuring.measured, checked.skipped, samples, len(opened.rows), unit, notes)
+    page = render(config, split, measured, checked.skipped, samples, len(opened.rows), unit, notes)
     try:
         output.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:

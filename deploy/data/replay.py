@@ -29,11 +29,7 @@ from mobula.deploy.wiring.roles import learner_group, supervised_rows
 from mobula.deploy.wiring.spawner import Spawner
 
 OUTPUT_FOLDER = "replay"  # of the run folder
-
-
 UPDATES_FILE = "updates.jsonl"
-
-
 VERSION_ZERO = Path("checkpoints") / "step-000000"
 
 

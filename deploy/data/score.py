@@ -22,11 +22,7 @@ from mobula.rewards.offline.rows import Source, open_source
 from mobula.rewards.offline.scorer import ScoringOptions, score_source
 
 PROGRESS_PER_S = 5.0
-
-
 NOTHING_SCORED = 1  # exit code
-
-
 CONFIG_FILE = "config.yaml"  # of a run folder
 
 

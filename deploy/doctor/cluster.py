@@ -8,17 +8,17 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mobula.cluster.errors import PlacementError
 from mobula.cluster.runtime.network import interface_of, node_address
-from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
+from mobula.cluster.runtime.placement import NodeResources
 from mobula.cluster.runtime.usage import visible_gpus
 from mobula.configs.schema import RunConfig
-from mobula.deploy.doctor.this_machine import GIB, Finding, Verdict
+from mobula.deploy.doctor.this_machine import GIB, Finding, Verdict, check_nodes
 from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.machine import SHARED_MEMORY, CudaSoftware, examine, flaws
 from mobula.deploy.run.node_network import relative_paths
@@ -51,7 +51,7 @@ def report(paths: Mapping[str, str], folder: str) -> NodeReport:
         host=socket.gethostname(),
         address=address,
         python=".".join(map(str, sys.version_info[:3])),
-        versions=_versions_node_report(),
+        versions=_installed(),
         unseen=tuple(key for key, path in paths.items() if not os.path.exists(path)),
         unwritable="" if os.access(existing, os.W_OK) else f"{existing} cannot be written",
         gpus=names,
@@ -67,25 +67,17 @@ def clock() -> float:
     return time.time()
 
 
-def _versions_node_report() -> dict[str, str]:
+def _installed() -> dict[str, str]:
     versions = {}
     for name in DISTRIBUTIONS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 ANSWER_S = 180.0  # that a node has to start a worker, to import torch and to look
-
-
 NUM_CLOCK_READINGS = 5
-
-
 MAX_CLOCK_OFFSET_S = 1.0
-
-
 MIN_FREE_DISK = 20 * GIB
 
 
@@ -124,12 +116,7 @@ def examine_cluster(config: RunConfig, address: str) -> Iterator[Finding]:
 def check_cluster_placement(config: RunConfig, nodes: Sequence[NodeResources]) -> Finding:
     """Whether the preset fits what is free."""
     cpus, gpus = sum(node.num_cpus for node in nodes), sum(node.num_gpus for node in nodes)
-    detail = f"{len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs free"
-    try:
-        plan_placement(config.resources, nodes, needed_roles(config))
-    except PlacementError as error:
-        return Finding("Resources", Verdict.MISSING, detail, str(error))
-    return Finding("Resources", Verdict.OK, f"{detail}, enough for resources={config.resources.preset}")
+    return check_nodes(config, nodes, f"{len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs free")
 
 
 def check_paths(config: RunConfig, nodes: Sequence[Examined]) -> Iterator[Finding]:
@@ -148,16 +135,18 @@ def check_node(config: RunConfig, node: Examined, first: Examined) -> Iterator[F
     if report is None:
         yield Finding(node.name, Verdict.MISSING, node.failure, "make the same environment on it as on the others")
         return
-    yield _versions_cluster(node.name, report, first)
-    yield _mounts(node.name, report)
-    yield _gpus(config, node, report)
-    yield _network(node.name, report)
-    yield _clock(node.name, node.clock)
-    yield _disk(config, node.name, report)
+    findings = (
+        _versions(report, first),
+        _mounts(report),
+        _gpus(config, node, report),
+        _network(report),
+        _clock(node.clock),
+        _disk(config, report),
+    )
+    yield from (replace(finding, name=f"{node.name}: {finding.name}") for finding in findings)
 
 
-def _versions_cluster(name: str, report: NodeReport, first: Examined) -> Finding:
-    title = f"{name}: versions"
+def _versions(report: NodeReport, first: Examined) -> Finding:
     known = report if first.report is None else first.report
     ours, theirs = ({"python": r.python, **r.versions} for r in (known, report))
     missing = dict.fromkeys(ours.keys() | theirs.keys(), "missing")
@@ -165,65 +154,61 @@ def _versions_cluster(name: str, report: NodeReport, first: Examined) -> Finding
     apart = [f"{name} {there} ({here})" for name, (there, here) in both.items() if there != here]
     if apart:
         action = "install the same versions on every node, or use one image"
-        return Finding(title, Verdict.MISSING, f"{', '.join(apart)} on {first.name}", action)
+        return Finding("versions", Verdict.MISSING, f"{', '.join(apart)} on {first.name}", action)
     shown = ", ".join(f"{package} {version}" for package, version in theirs.items())
-    return Finding(title, Verdict.OK, shown)
+    return Finding("versions", Verdict.OK, shown)
 
 
-def _mounts(name: str, report: NodeReport) -> Finding:
-    title = f"{name}: paths"
+def _mounts(report: NodeReport) -> Finding:
     if report.unseen:
         action = "mount the file system that holds it under the same path on every node, or name another path"
-        return Finding(title, Verdict.MISSING, f"does not see {', '.join(report.unseen)}", action)
+        return Finding("paths", Verdict.MISSING, f"does not see {', '.join(report.unseen)}", action)
     if report.unwritable:
-        return Finding(title, Verdict.MISSING, report.unwritable, "let the user that runs Ray write there")
-    return Finding(title, Verdict.OK, "data, model and run folder are there")
+        return Finding("paths", Verdict.MISSING, report.unwritable, "let the user that runs Ray write there")
+    return Finding("paths", Verdict.OK, "data, model and run folder are there")
 
 
 def _gpus(config: RunConfig, node: Examined, report: NodeReport) -> Finding:
-    title, detail = f"{node.name}: GPUs", ", ".join(report.gpus) or "none"
+    detail = ", ".join(report.gpus) or "none"
     if len(report.gpus) < node.num_gpus:
         action = "look at nvidia-smi there, and start the node with --num-gpus of what it has"
-        return Finding(title, Verdict.MISSING, f"Ray counts {node.num_gpus}, the driver shows {detail}", action)
+        return Finding("GPUs", Verdict.MISSING, f"Ray counts {node.num_gpus}, the driver shows {detail}", action)
     if config.resources.device == "cuda" and report.cuda is not None and (wrong := flaws(report.cuda)):
         shown = "; ".join(f"{flaw.title}: {flaw.detail}" for flaw in wrong)
-        return Finding(title, Verdict.MISSING, shown, "; ".join(flaw.action for flaw in wrong))
+        return Finding("GPUs", Verdict.MISSING, shown, "; ".join(flaw.action for flaw in wrong))
     if len(set(report.gpus)) > 1:
-        return Finding(title, Verdict.WARNING, detail, "GPUs of one kind are planned as one; the slowest decides")
+        return Finding("GPUs", Verdict.WARNING, detail, "GPUs of one kind are planned as one; the slowest decides")
     if config.resources.device == "cuda" and not report.gpus:
-        return Finding(title, Verdict.OK, "none: only roles without GPUs run here")
-    return Finding(title, Verdict.OK, detail)
+        return Finding("GPUs", Verdict.OK, "none: only roles without GPUs run here")
+    return Finding("GPUs", Verdict.OK, detail)
 
 
-def _network(name: str, report: NodeReport) -> Finding:
-    title = f"{name}: network"
+def _network(report: NodeReport) -> Finding:
     if report.interface is None:
         action = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that the nodes reach each other by"
-        return Finding(title, Verdict.WARNING, f"no interface has the Ray address {report.address}", action)
-    return Finding(title, Verdict.OK, f"{report.address} on {report.interface}")
+        return Finding("network", Verdict.WARNING, f"no interface has the Ray address {report.address}", action)
+    return Finding("network", Verdict.OK, f"{report.address} on {report.interface}")
 
 
-def _clock(name: str, clock: Clock | None) -> Finding:
-    title = f"{name}: clock"
+def _clock(clock: Clock | None) -> Finding:
     if clock is None:
-        return Finding(title, Verdict.WARNING, "not read in time", "see `ray status`")
+        return Finding("clock", Verdict.WARNING, "not read in time", "see `ray status`")
     detail = f"{clock.offset_s:+.3f} s against this machine, within {clock.error_s:.3f} s"
     if abs(clock.offset_s) - clock.error_s > MAX_CLOCK_OFFSET_S:
-        return Finding(title, Verdict.WARNING, detail, "let chrony or ntpd set it: it orders logs and metrics")
-    return Finding(title, Verdict.OK, detail)
+        return Finding("clock", Verdict.WARNING, detail, "let chrony or ntpd set it: it orders logs and metrics")
+    return Finding("clock", Verdict.OK, detail)
 
 
-def _disk(config: RunConfig, name: str, report: NodeReport) -> Finding:
-    title = f"{name}: disk"
+def _disk(config: RunConfig, report: NodeReport) -> Finding:
     shown = ", ".join(f"{path} {free / GIB:.1f} GiB free" for path, free in report.free_disk.items())
     detail = f"{shown}, /dev/shm {report.free_shared_memory / GIB:.1f} GiB"
     short = [path for path, free in report.free_disk.items() if free < MIN_FREE_DISK]
     if short:
         action = f"make {MIN_FREE_DISK / GIB:.0f} GiB free: checkpoints, journal and Ray's sessions are written there"
-        return Finding(title, Verdict.WARNING, detail, action)
+        return Finding("disk", Verdict.WARNING, detail, action)
     if report.free_shared_memory < config.resources.object_store_bytes:
-        return Finding(title, Verdict.WARNING, detail, "enlarge /dev/shm, or give the node a smaller object store")
-    return Finding(title, Verdict.OK, detail)
+        return Finding("disk", Verdict.WARNING, detail, "enlarge /dev/shm, or give the node a smaller object store")
+    return Finding("disk", Verdict.OK, detail)
 
 
 def _examined(config: RunConfig) -> list[Examined]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,22 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from mobula.cluster.errors import DatasetError, PlacementError, PreflightError
-from mobula.cluster.runtime.placement import needed_roles, plan_placement
+from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.configs.schema.data import CurriculumConfig
 from mobula.deploy.host.machine import SHARED_MEMORY, CudaSoftware, Machine, as_node, examine_apart, flaws, this_machine
-from mobula.deploy.preflight.engine_build import check_engine_build, engine_build
-from mobula.deploy.preflight.weights import PreflightFinding
+from mobula.deploy.preflight.findings import PreflightFinding, check_engine_build, engine_build
 
 IMPORT_TIMEOUT_S = 300
-
-
 IMPORTS_AT_A_TIME = 2
-
-
 GIB = 2**30
-
-
 PYTHON_VERSIONS = ((3, 11), (3, 12))
 
 
@@ -88,8 +81,13 @@ def check_python(version: tuple[int, int]) -> Finding:
 def check_placement(config: RunConfig, machine: Machine) -> Finding:
     """Whether the resource preset fits this machine alone."""
     detail = f"{machine.num_cores} CPU cores, {machine.num_gpus} GPUs"
+    return check_nodes(config, [as_node(machine, config.resources)], detail)
+
+
+def check_nodes(config: RunConfig, nodes: Sequence[NodeResources], detail: str) -> Finding:
+    """Whether the resource preset fits what is free on the nodes, which `detail` counts."""
     try:
-        plan_placement(config.resources, [as_node(machine, config.resources)], needed_roles(config))
+        plan_placement(config.resources, nodes, needed_roles(config))
     except PlacementError as error:
         return Finding("Resources", Verdict.MISSING, detail, str(error))
     return Finding("Resources", Verdict.OK, f"{detail}, enough for resources={config.resources.preset}")
@@ -225,10 +223,7 @@ def backends(config: RunConfig) -> tuple[RequiredPackage, ...]:
     return (
         *(RequiredPackage(module, distribution, True, install) for module, distribution in core.items()),
         RequiredPackage(
-            "tensorboard",
-            "tensorboard",
-            config.metrics.tensorboard,
-            f"{install}, or set metrics.tensorboard=false",
+            "tensorboard", "tensorboard", config.metrics.tensorboard, f"{install}, or set metrics.tensorboard=false"
         ),
         RequiredPackage(
             "vllm",
@@ -254,23 +249,14 @@ def check_backend(backend: RequiredPackage) -> Finding:
     except subprocess.TimeoutExpired:
         return Finding(backend.module, bad, f"import took more than {IMPORT_TIMEOUT_S} s", backend.action)
     if child.returncode != 0:
-        return Finding(backend.module, bad, _last_line(child.stderr, child.returncode), backend.action)
-    return Finding(backend.module, Verdict.OK, _version(child.stdout))
-
-
-def _version(output: str) -> str:
-    """Returns the version, the last line of the child's output; the package may print before it."""
-    return output.rpartition("version ")[2].strip()
-
-
-def _last_line(errors: str, returncode: int) -> str:
-    lines = errors.strip().splitlines()
-    return lines[-1] if lines else f"the import ended with code {returncode}"
+        lines = child.stderr.strip().splitlines()
+        detail = lines[-1] if lines else f"the import ended with code {child.returncode}"
+        return Finding(backend.module, bad, detail, backend.action)
+    version = child.stdout.rpartition("version ")[2].strip()  # the package may print before it
+    return Finding(backend.module, Verdict.OK, version)
 
 
 NAME = "Checkpoint"
-
-
 NUM_CHECKED_ROWS = 1000
 
 

@@ -10,16 +10,13 @@ from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import PromptError
 from mobula.configs.schema import RunConfig
-from mobula.deploy.preflight.weights import LoadedModel, PreflightFinding, Severity, check_weights
+from mobula.deploy.preflight.findings import PreflightFinding, Severity
+from mobula.deploy.preflight.weights import LoadedModel, check_weights
 from mobula.learner.policies.attention.packed import missing_package
 from mobula.learner.policies.families import family_at, model_type_at
 
 MODEL, SYSTEM_PROMPT, TEMPLATE_KWARGS = "policy.model", "data.system_prompt", "data.template_kwargs"
-
-
 QUESTION, ANSWER, NEXT_QUESTION = "probe-a41", "probe-b52", "probe-c63"
-
-
 ANOTHER = "use another chat template, or another checkpoint"
 
 
@@ -34,20 +31,18 @@ def check_template_kwargs(config: RunConfig, loaded: LoadedModel) -> Iterator[Pr
             )
 
 
-def check_question(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+def check_question(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
     """Checks that a plain question becomes a prompt with the question's text."""
-    if loaded.chat is None:
-        return
-    problem = _problem(loaded.chat, [("user", QUESTION)])
+    problem = _problem(chat, [("user", QUESTION)])
     if problem:
         yield PreflightFinding(MODEL, _of_template(config, f"cannot write a question: it {problem}"), ANOTHER)
 
 
-def check_system_prompt(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+def check_system_prompt(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
     """Checks that the prompt contains `data.system_prompt`."""
-    if loaded.chat is None or not config.data.system_prompt:
+    if not config.data.system_prompt:
         return
-    problem = _problem(loaded.chat, [("system", QUESTION), ("user", NEXT_QUESTION)])
+    problem = _problem(chat, [("system", QUESTION), ("user", NEXT_QUESTION)])
     if problem:
         yield PreflightFinding(
             SYSTEM_PROMPT,
@@ -56,11 +51,8 @@ def check_system_prompt(config: RunConfig, loaded: LoadedModel) -> Iterator[Pref
         )
 
 
-def check_answers(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+def check_answers(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
     """Checks that offline jobs can locate answers in rendered conversations, and that a stop token ends an answer."""
-    chat = loaded.chat
-    if chat is None:
-        return
     problem = _problem(chat, [("user", QUESTION), ("assistant", ANSWER)], is_open=False)
     if problem:
         severity = Severity.REFUSE if config.offline.is_on else Severity.WARN
@@ -76,21 +68,20 @@ def check_answers(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightF
         )
 
 
-def check_turns(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+def check_turns(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
     """Checks that observations can follow answers of the policy."""
-    if loaded.chat is None or not config.environment.is_on:
+    if not config.environment.is_on:
         return
     try:
-        TurnBridge(loaded.chat, config.policy.model)
+        TurnBridge(chat, config.policy.model)
     except ValueError as error:
         problem, _, action = str(error).rpartition("; ")
         yield PreflightFinding(MODEL, problem, action)
 
 
-def check_images(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+def check_images(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
     """The template of a model that takes images places them."""
-    chat = loaded.chat
-    if chat is None or not chat.takes_images or config.sampler.max_images_per_prompt == 0:
+    if not chat.takes_images or config.sampler.max_images_per_prompt == 0:
         return
     try:
         text = chat.render([("user", f"{IMAGE_PLACEHOLDER}{QUESTION}")], is_open=True)
@@ -122,40 +113,33 @@ def _of_template(config: RunConfig, problem: str) -> str:
     return f"the chat template of {MODEL}={config.policy.model} {problem}"
 
 
-KEY = "policy.model"
-
-
 NUM_SHOWN = 4
 
 
-def check_vocabulary(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+def check_vocabulary(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
     """Checks that every token has an embedding. More embeddings than tokens are padding."""
-    if loaded.chat is None:
-        return
-    size, beyond = loaded.chat.num_embeddings, loaded.chat.tokens_beyond_embeddings()
+    size, beyond = chat.num_embeddings, chat.tokens_beyond_embeddings()
     if beyond:
         num_tokens = max(beyond.values()) + 1
         shown = ", ".join(list(beyond)[:NUM_SHOWN]) + (", ..." if len(beyond) > NUM_SHOWN else "")
         yield PreflightFinding(
-            KEY,
-            f"{KEY}={config.policy.model} has a tokenizer of {num_tokens} tokens and embeddings of {size}, none for "
+            MODEL,
+            f"{MODEL}={config.policy.model} has a tokenizer of {num_tokens} tokens and embeddings of {size}, none for "
             f"{shown}",
             f"resize the embeddings (model.resize_token_embeddings({num_tokens})) and save the checkpoint again, or "
             "save it with the tokenizer that it was trained with",
         )
 
 
-def check_special_ids(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+def check_special_ids(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
     """Checks that stop, padding and media placeholder ids have embeddings."""
-    if loaded.chat is None:
-        return
-    size = loaded.chat.num_embeddings
-    for name, ids in loaded.chat.special_ids().items():
+    size = chat.num_embeddings
+    for name, ids in chat.special_ids().items():
         beyond = [i for i in ids if not 0 <= i < size]
         if beyond:
             yield PreflightFinding(
-                KEY,
-                f"{KEY}={config.policy.model} names {beyond[0]} as {name} and has embeddings of {size}",
+                MODEL,
+                f"{MODEL}={config.policy.model} names {beyond[0]} as {name} and has embeddings of {size}",
                 f"correct {name} in its generation_config.json, config.json or tokenizer files",
             )
 
@@ -190,27 +174,23 @@ def check_packing(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightF
 
 
 Check = Callable[[RunConfig, LoadedModel], Iterable[PreflightFinding]]
-
-
-CHECKS: tuple[Check, ...] = (
-    check_attention,
-    check_packing,
-    check_weights,
+CHECKS: tuple[Check, ...] = (check_attention, check_packing, check_weights, check_template_kwargs)
+CHAT_CHECKS: tuple[Callable[[RunConfig, ChatProcessor], Iterable[PreflightFinding]], ...] = (
     check_vocabulary,
     check_special_ids,
-    check_template_kwargs,
     check_question,
     check_system_prompt,
     check_answers,
     check_turns,
     check_images,
 )
-
-
 """In the order in which findings are shown. Each takes a second at most: it reads files and encodes short texts."""
 
 
 def find_mismatches(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Runs every check."""
+    """Runs every check; `CHAT_CHECKS` for a model of text."""
     for check in CHECKS:
         yield from check(config, loaded)
+    if loaded.chat is not None:
+        for chat_check in CHAT_CHECKS:
+            yield from chat_check(config, loaded.chat)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from mobula.actors.datasets.rows import AnyRow, Row
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rewards import for_label
-from mobula.deploy.preflight.weights import PreflightFinding, Severity
+from mobula.deploy.preflight.findings import PreflightFinding, Severity
 
 ROWS, UNMET, FIELD = "rows", "unmet", "field "  # notes; the last one has the name of a field behind it
 LONG_REFERENCE = 200  # characters

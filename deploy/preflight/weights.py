@@ -1,4 +1,4 @@
-"""Checks of the weights of a checkpoint, and findings."""
+"""Checks of the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,31 +15,13 @@ from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.weight_sync.manifest import Manifest, StoredTensor, checkpoint_files, stored_tensors
 from mobula.configs.schema import RunConfig
+from mobula.deploy.preflight.findings import PreflightFinding, Severity
 from mobula.learner.policies.checkpoint.stored import StoredModel, broken_ties
 
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor, ImagePairProcessor
 
 _logger = logging.getLogger(__name__)
-
-
-class Severity(StrEnum):
-    REFUSE = "refuse"  # the run does not start
-    WARN = "warn"  # the run starts and logs it
-    NOTE = "note"  # as WARN, and nothing is wrong
-
-
-@dataclass(frozen=True)
-class PreflightFinding:
-    """One mismatch: `problem` names the value, `action` the change to make."""
-
-    key: str  # of the configuration
-    problem: str
-    action: str
-    severity: Severity = Severity.REFUSE
-
-    def __str__(self) -> str:
-        return f"{self.problem}: {self.action}"
 
 
 def refuse(findings: Iterable[PreflightFinding]) -> None:
@@ -82,25 +63,13 @@ class LoadedModel:
 
 
 NUM_SHOWN = 3
-
-
 FLOATING = ("F64", "F32", "F16", "BF16")
-
-
 QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")  # the last one is that of MLX
-
-
 QUANTISED_FILE = "hf_quant_config.json"  # of ModelOpt
-
-
 UNQUANTISED = (
     "name the checkpoint that it was made from, in bfloat16 or float32, or remove that entry if its weights are such"
 )
-
-
 PICKLED = ("*.bin", "*.pt", "*.pth")  # of torch.save
-
-
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pt*", "model*.pt*", "*.gguf", "*.h5", "*.msgpack")
 
 

@@ -20,7 +20,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.host.machine import examine_apart, refuse_flaws
 from mobula.deploy.planning.clusters import joined_nodes, this_node
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
-from mobula.deploy.preflight.engine_build import check_engine_build
+from mobula.deploy.preflight.findings import check_engine_build
 from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.run.node_network import check_network, check_on_all_nodes
 from mobula.deploy.wiring.preparation import AnyPrepared, prepare

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Scope
 
 from mobula.cluster.serving import Headers, RefusalError, RequestGate
 from mobula.configs.errors import ConfigError
-from mobula.configs.schema import RunConfig, TrainingServiceConfig
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.resources import TrainingServiceConfig
 from mobula.deploy.training_service.store import RequestOutcome
 
 

@@ -1,4 +1,4 @@
-"""What is checked and written before a role starts: model, data, teachers, and the rows of prompts."""
+"""The preparation of a run: models, data, rows and prompts."""
 
 from __future__ import annotations
 

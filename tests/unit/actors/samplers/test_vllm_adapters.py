@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mobula.actors.samplers.vllm.patches.engine import expand, expand_slice, shrink
-from mobula.deploy.preflight.engine_build import engine_build
+from mobula.deploy.preflight.findings import engine_build
 
 pytestmark = pytest.mark.skipif(engine_build() == "cuda", reason="patches engines on CPU alone")
 

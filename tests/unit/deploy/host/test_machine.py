@@ -30,7 +30,7 @@ from mobula.deploy.host.machine import (
     ray_folder,
     refuse_flaws,
 )
-from mobula.deploy.preflight.engine_build import check_engine_build, engine_build
+from mobula.deploy.preflight.findings import check_engine_build, engine_build
 
 
 class FourGpus:

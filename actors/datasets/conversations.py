@@ -21,39 +21,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mobula.actors.datasets.clips import Audio, AudioInputs, Video, VideoInputs, each_sound, each_video
+from mobula.actors.datasets.clips import Audio, AudioInputs, Video, VideoInputs
 from mobula.actors.datasets.formats.base import MEDIA_COLUMNS, first_of
-from mobula.actors.datasets.formats.fields import system_turn, template_of, unread_fields, without
-from mobula.actors.datasets.formats.turns import as_messages, as_turns, turns_of
-from mobula.actors.datasets.images import ImageError, ImageInputs, ImageSource, flat
+from mobula.actors.datasets.formats.turns import (
+    SHARED_COLUMNS,
+    as_messages,
+    as_turns,
+    system_turn,
+    template_of,
+    turns_of,
+    unread_fields,
+    without,
+)
+from mobula.actors.datasets.images import ImageError, ImageInputs, ImageSource, MediaInputs, path_below
 from mobula.actors.datasets.open_split import read_split
 from mobula.actors.datasets.rows import (
-    AUDIO_PLACEHOLDER,
-    IMAGE_PLACEHOLDER,
-    VIDEO_PLACEHOLDER,
     RowError,
     Split,
     Turn,
 )
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain
 
-COLUMNS: tuple[str, ...] = (
-    "id",
-    "messages",
-    "prompt",
-    "completion",
-    "solution",
-    "answer",
-    "chosen",
-    "rejected",
-    "score",
-    "metadata",
+COLUMNS = (
+    *("id", "messages", "prompt", "completion", "solution", "answer", "chosen", "rejected", "score", "metadata"),
+    *MEDIA_COLUMNS,
 )
-COLUMNS += MEDIA_COLUMNS
+MEDIA: Mapping[str, type[MediaInputs[Any]]] = {"image": ImageInputs, "video": VideoInputs, "audio": AudioInputs}
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair. A conversation to imitate has the label CHOSEN."""
 
@@ -133,7 +131,8 @@ def _read_row(
 ) -> Conversation:
     fields = as_messages(fields, is_offline=True)
     unread = unread_fields(fields, COLUMNS, has_answers=True)
-    turns, *named = turns_of(fields["messages"], "message")
+    turns, *in_parts = turns_of(fields["messages"], "message")
+    named = dict(zip(MEDIA, in_parts, strict=True))
     if empty := next((turn for turn in turns if not turn.text and "tool_calls" not in turn.fields), None):
         raise RowError("bad_message", f"the content of a message of the {empty.role} is empty: write a text or parts")
     turns = [*system_turn(fields, turns), *turns]
@@ -146,19 +145,24 @@ def _read_row(
                 raise RowError(
                     "image_in_answer", "an assistant's message holds an image, a video or a sound: write texts alone"
                 )
-    num_media = {
-        "image": len(named[0]) + len(list(flat(first_of(fields, "images", "image")))),
-        "video": len(named[1]) + len(each_video(first_of(fields, "videos", "video"))),
-        "audio": len(named[2]) + len(list(each_sound(first_of(fields, "audios", "audio")))),
-    }
+    inputs = {kind: make(folder, NoDownloads(kind), takes_absolute=False) for kind, make in MEDIA.items()}
+    listed = {kind: inputs[kind].each(first_of(fields, f"{kind}s", kind)) for kind in MEDIA}
+    num_media = {kind: len(named[kind]) + len(listed[kind]) for kind in MEDIA}
     written = _with_placeholders((*context, *(t for ending in endings for t in ending.turns)), placeholders, num_media)
     context, rest = tuple(written[: len(context)]), written[len(context) :]
     endings = tuple(replace(ending, turns=tuple(rest.pop(0) for _ in ending.turns)) for ending in endings)
+    if not all(isinstance(item, str | dict) for item in listed["image"]):
+        raise RowError(
+            "bad_images", f"`images` is {listed['image']!r:.80}: write a list of paths, data URLs or objects"
+        )
     shown = [*context, *endings[0].turns]
-    images = _images(fields, folder, shown, named[0], name)
-    videos = _videos(fields, folder, shown, named[1], name)
-    audios = _audios(fields, folder, shown, named[2], name)
-    return Conversation(name, context, endings, images, videos, audios, template_of(fields), unread)
+    _refuse_mismatch(shown, "image", len(named["image"]), len(listed["image"]))  # before its files are looked for
+    media: dict[str, tuple[Any, ...]] = {}
+    for kind in MEDIA:
+        media[kind] = inputs[kind].resolve(named[kind] or listed[kind], name)
+        _refuse_mismatch(shown, kind, len(named[kind]), len(listed[kind]))
+    columns = (media["image"], media["video"], media["audio"], template_of(fields), unread)
+    return Conversation(name, context, endings, *columns)
 
 
 def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media: Mapping[str, int]) -> list[Turn]:
@@ -223,49 +227,66 @@ def _answer(given: Any, key: str) -> Turn:
     return turns[0]
 
 
-def _images(
-    fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
-) -> tuple[ImageSource, ...]:
-    """Resolves the images of a row, from parts or from `images`, one for each placeholder."""
-    listed = list(flat(first_of(fields, "images", "image")))
-    if not all(isinstance(item, str | dict) for item in listed):
-        raise RowError("bad_images", f"`images` is {listed!r:.80}: write a list of paths, data URLs or objects")
-    _refuse_mismatch(shown, IMAGE_PLACEHOLDER, "images", "image", len(named), len(listed))
-    inputs = ImageInputs(folder, NoDownloads("image"), takes_absolute=False)
-    return inputs.resolve([*named, *listed], name)
-
-
-def _videos(
-    fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
-) -> tuple[Video, ...]:
-    """As `_images`, for videos."""
-    listed = each_video(first_of(fields, "videos", "video"))
-    inputs = VideoInputs(folder, NoDownloads("video"), takes_absolute=False)
-    videos = inputs.resolve_videos(list(named) or listed, name)
-    _refuse_mismatch(shown, VIDEO_PLACEHOLDER, "videos", "video", len(named), len(listed))
-    return videos
-
-
-def _audios(
-    fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
-) -> tuple[Audio, ...]:
-    """As `_images`, for sounds."""
-    listed = list(each_sound(first_of(fields, "audios", "audio")))
-    inputs = AudioInputs(folder, NoDownloads("audio"), takes_absolute=False)
-    audios = inputs.resolve_audios([*named, *listed], name)
-    _refuse_mismatch(shown, AUDIO_PLACEHOLDER, "audios", "audio", len(named), len(listed))
-    return audios
-
-
-def _refuse_mismatch(
-    shown: Sequence[Turn], placeholder: str, column: str, medium: str, num_named: int, num_listed: int
-) -> None:
-    """Checks placeholders against `num_named` parts of messages and `num_listed` entries of `column`."""
+def _refuse_mismatch(shown: Sequence[Turn], kind: str, num_named: int, num_listed: int) -> None:
+    """Checks placeholders against `num_named` parts of messages and `num_listed` entries of the column."""
+    placeholder = PLACEHOLDERS[kind]
     num_placeholders = sum(turn.text.count(placeholder) for turn in shown)
     if num_placeholders != num_named + num_listed or (num_named and num_listed):
         raise RowError(
             "placeholder_mismatch",
-            f"the messages have {num_placeholders - num_named} {placeholder} and {num_named} {medium} parts, "
-            f"`{column}` names {num_listed} {medium}s: write parts alone, or one {placeholder} for each of `{column}`; "
-            f"where {placeholder} is text, write media as parts, or set data.placeholders.{column[:-1]}=''",
+            f"the messages have {num_placeholders - num_named} {placeholder} and {num_named} {kind} parts, "
+            f"`{kind}s` names {num_listed} {kind}s: write parts alone, or one {placeholder} for each of `{kind}s`; "
+            f"where {placeholder} is text, write media as parts, or set data.placeholders.{kind}=''",
         )
+
+
+# Reads image pairs for preference optimisation of flow models, one JSON object a line of `<folder>/<split>.jsonl`:
+#
+#     {"id": "12", "prompt": "write 42", "chosen": "images/12a.png", "rejected": "images/12b.png"}
+#
+# A path is relative to the folder and may not leave it. It names an image, or latents in a NumPy file (`.npy`).
+# Unusable lines are skipped and reported; a split without usable lines is an error.
+
+
+@dataclass(frozen=True)
+class ImagePair:
+    """One row: a prompt, and the files of the preferred and the rejected image (or latents)."""
+
+    sample_id: str
+    question: str
+    chosen: Path
+    rejected: Path
+    unread: tuple[str, ...] = ()
+
+
+def read_image_pairs(folder: Path, split: str, ignored: Sequence[str] = ()) -> Split[ImagePair]:
+    """Reads the rows of a split, in order; `ignored` is `data.ignored_fields`."""
+    return read_split(folder, split, "data.path", partial(_image_pair, folder.resolve(), ignored))
+
+
+def _image_pair(folder: Path, ignored: Sequence[str], fields: Mapping[str, Any], name: str) -> ImagePair:
+    fields = without(fields, ignored)
+    unread = unread_fields(fields, ("id", "prompt", "chosen", "rejected"), has_answers=True)
+    if shared := next((column for column in SHARED_COLUMNS if fields.get(column)), None):
+        raise RowError("unread_field", f"the row has `{shared}`, and the text of a flow model is its prompt: remove it")
+    prompt = fields.get("prompt")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise RowError("missing_prompt", f"`prompt` is {prompt!r}: write what the images should show")
+    chosen, rejected = (_file(fields, key, folder) for key in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise RowError("same_image", f"`chosen` and `rejected` are both {chosen.name}: a pair has two")
+    return ImagePair(name, prompt, chosen, rejected, unread)
+
+
+def _file(fields: Mapping[str, Any], key: str, folder: Path) -> Path:
+    value = fields.get(key)
+    if not isinstance(value, str) or not value:
+        raise RowError("missing_image", f"`{key}` is {value!r}: write the path of an image, or of latents")
+    path = path_below(folder, value)
+    if path is None:
+        raise RowError(
+            "outside_folder", f"`{key}` is {value!r}, which leads out of the data folder: use a path below it"
+        )
+    if not path.is_file():
+        raise RowError("missing_file", f"there is no file {path}: add it, or fix `{key}`")
+    return path

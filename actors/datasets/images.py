@@ -10,11 +10,12 @@ import base64
 import binascii
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
@@ -61,6 +62,7 @@ class WebFile:
 
 
 ImageSource = Path | EncodedFile | WebFile
+M = TypeVar("M")  # a resolved medium
 
 
 class ImageError(SkippedSample):
@@ -80,8 +82,10 @@ class Downloads(Protocol):
         ...
 
 
-class ImageInputs:
-    """Resolves the images of rows. Paths are confined to `root` after following symbolic links."""
+class MediaInputs(ABC, Generic[M]):
+    """Resolves media of rows. Paths are confined to `root` after following symbolic links."""
+
+    noun: str  # in names of media without a name
 
     def __init__(self, root: Path, downloads: Downloads, *, takes_absolute: bool) -> None:
         """`takes_absolute` allows absolute paths; paths in file URLs are always absolute."""
@@ -89,15 +93,19 @@ class ImageInputs:
         self._downloads = downloads
         self._takes_absolute = takes_absolute
 
-    def resolve(self, value: Any, name: str) -> tuple[ImageSource, ...]:
-        """Resolves a value to images, in order: None gives none, a list (nested at most once) several.
+    def resolve(self, value: Any, name: str) -> tuple[M, ...]:
+        """Resolves the media of `each`, in order; `name` is the name of the row, for media without a name."""
+        values = self.each(value)
+        names = [name] if len(values) == 1 else [f"{name}, {self.noun} {n}" for n in range(1, len(values) + 1)]
+        return tuple(self._resolved(item, item_name) for item, item_name in zip(values, names, strict=True))
 
-        Args:
-            name: name of the row, for images without a name.
-        """
-        values = list(flat(value))
-        names = [name] if len(values) == 1 else [f"{name}, image {number}" for number in range(1, len(values) + 1)]
-        return tuple(self._one(item, item_name) for item, item_name in zip(values, names, strict=True))
+    @abstractmethod
+    def each(self, value: Any) -> list[Any]:
+        """The media of a value of a row; None has none."""
+
+    @abstractmethod
+    def _resolved(self, value: Any, name: str) -> M:
+        """Resolves one medium."""
 
     def _one(self, value: Any, name: str) -> ImageSource:
         match value:
@@ -180,6 +188,18 @@ class ImageInputs:
         if not is_file:
             raise ImageError("missing_file", f"there is no file {path}: add it, or fix `image`")
         return path
+
+
+class ImageInputs(MediaInputs[ImageSource]):
+    """Resolves the images of rows; a list (nested at most once) has several."""
+
+    noun = "image"
+
+    def each(self, value: Any) -> list[Any]:
+        return list(flat(value))
+
+    def _resolved(self, value: Any, name: str) -> ImageSource:
+        return self._one(value, name)
 
 
 def path_below(root: Path, text: str) -> Path | None:

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Generic, Protocol, overload, runtime_checkable
+from typing import Any, Generic, Protocol, overload
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from mobula.actors.datasets.rows import R, R_co, Row, RowError
 from mobula.cluster.errors import DatasetError
 
 EpochOrder = Callable[[int, int], np.ndarray]
-
-
 """(seed, epoch) -> int64 [num_rows]: a permutation of the row indices."""
 
 
@@ -33,16 +31,9 @@ class EndlessRows(Protocol[R_co]):
         ...
 
 
-@runtime_checkable
-class Reorderable(Protocol[R_co]):
-    """Rows that define an order."""
-
-    def endless(self, seed: int) -> EndlessRows[R_co]: ...
-
-
 def endless(rows: Sequence[R], seed: int) -> EndlessRows[R]:
     """Repeats the rows endlessly, in the order that they define, or permuted in every epoch."""
-    if isinstance(rows, Reorderable):
+    if isinstance(rows, LazyRows):
         return rows.endless(seed)
     return Shuffled(rows, lambda seed, epoch: epoch_order(len(rows), seed, epoch), seed)
 
@@ -127,8 +118,6 @@ class LazyRows(Sequence[R]):
 
 
 Stages = Callable[[np.ndarray, int], list[np.ndarray]]
-
-
 """(difficulty [N], number of stages) -> sorted positions of each stage, in the order of stages."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from mobula.actors.datasets.clips import AudioInputs, DownloadLimits, LateDownloads, MediaDownloads, VideoInputs
-from mobula.actors.datasets.formats import format_of
 from mobula.actors.datasets.formats.base import Draft, RowFormat, finish, first_of, named, present
-from mobula.actors.datasets.formats.fields import SHARED_COLUMNS, system_turn, template_of, unread_fields, without
-from mobula.actors.datasets.images import Downloads, ImageInputs
+from mobula.actors.datasets.formats.records import format_of
+from mobula.actors.datasets.formats.turns import SHARED_COLUMNS, system_turn, template_of, unread_fields, without
+from mobula.actors.datasets.images import Downloads, ImageInputs, MediaInputs
 from mobula.actors.datasets.mixture import CURRICULA, Curriculum, LazyRows, MixedRows, Shuffled, windowed_order
 from mobula.actors.datasets.readers import reader_of
 from mobula.actors.datasets.readers.base import Opened, Record, Table, refuse_unread, without_nulls
-from mobula.actors.datasets.readers.json_files import read_objects
+from mobula.actors.datasets.readers.files import read_objects
 from mobula.actors.datasets.rows import R, Row, RowError, Skipped, Split, first_few
 from mobula.cluster.errors import DatasetError, SkippedSample
 from mobula.configs.near_paths import near
@@ -65,40 +65,20 @@ class TableRows(LazyRows[Row]):
         self,
         table: Table,
         row_format: RowFormat,
-        images: ImageInputs,
-        videos: VideoInputs,
-        audios: AudioInputs,
-        *,
-        columns: Mapping[str, str],
-        placeholders: Mapping[str, str],
-        numbers_ids: bool,
+        media: Mapping[str, MediaInputs[Any]],
+        data: DataConfig,
+        source: SourceConfig,
         label_key: str,
-        label: str,
-        window_bytes: int,
-        curriculum: Curriculum | None,
-        ignored: Sequence[str],
     ) -> None:
-        """
-        Args:
-            columns: column of the row format -> name in the data.
-            ignored: `data.ignored_fields`.
-            placeholders: medium -> placeholder in texts.
-            numbers_ids: append the row number to ids.
-            label: label of all rows; empty to keep the label of each row.
-        """
+        """`media`: kind of medium -> how it is resolved; `label_key`: metadata key of a row's label."""
         self._table = table
         self._format = row_format
-        self._images = images
-        self._videos = videos
-        self._audios = audios
-        self._columns = dict(columns)
-        self._placeholders = dict(placeholders)
-        self._numbers_ids = numbers_ids
+        self._media = media
+        self._data = data
+        self._source = source
+        self._placeholders = data.placeholders.model_dump()
         self._label_key = label_key
-        self._label = label
-        self._window_bytes = window_bytes
-        self._curriculum = curriculum
-        self._ignored = ignored
+        self._curriculum = curriculum_of(data)
         self._read = lru_cache(maxsize=NUM_CACHED)(self._read_row)
 
     def __len__(self) -> int:
@@ -121,37 +101,36 @@ class TableRows(LazyRows[Row]):
         blocks = self._table.blocks
         bounds = np.searchsorted(indices, np.concatenate([[0], np.cumsum(blocks[:, 0])]))
         chosen_blocks = np.stack([np.diff(bounds), blocks[:, 1]], axis=1)
-        return windowed_order(chosen_blocks[chosen_blocks[:, 0] > 0], self._window_bytes, seed, epoch)
+        return windowed_order(chosen_blocks[chosen_blocks[:, 0] > 0], self._data.shuffle_bytes, seed, epoch)
 
     def _read_row(self, index: int) -> Row:
         name = self._table.name(index)
         record: Record = {}
         try:
-            record = without(self._mapped(without_nulls(self._table.record(index))), self._ignored)
+            record = without(self._mapped(without_nulls(self._table.record(index))), self._data.ignored_fields)
             draft = self._format.read(record) if self._format.is_own else self._draft(record)
-            if self._label:
-                draft.label = self._label
+            if self._source.label:
+                draft.label = self._source.label
             file, _, number = name.rpartition(":")
             default_id = f"{PurePath(file).stem}-{number}"
             row = finish(
                 draft,
-                self._images,
-                self._videos,
-                self._audios,
+                self._media,
                 placeholders=self._placeholders,
                 default_id=default_id,
                 name=name,
                 label_key=self._label_key,
             )
-            has_own_id = row.sample_id != default_id
-            return replace(row, sample_id=f"{row.sample_id}-{index + 1}") if self._numbers_ids and has_own_id else row
+            if self._data.repeated_ids == "number" and row.sample_id != default_id:
+                return replace(row, sample_id=f"{row.sample_id}-{index + 1}")
+            return row
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name
-            raise named(error, sample, self._columns) from error
+            raise named(error, sample, self._source.columns) from error
 
     def _draft(self, record: Record) -> Draft:
         """Reads a record in a format of this package, with the columns that all of them share."""
-        known = (*self._format.columns, *self._columns, self._label_key)
+        known = (*self._format.columns, *self._source.columns, self._label_key)
         unread = unread_fields(record, known, has_answers=self._format.has_answers)
         draft = self._format.read(record)
         draft.metadata = {key: value for key, value in draft.metadata.items() if key not in SHARED_COLUMNS}
@@ -161,8 +140,8 @@ class TableRows(LazyRows[Row]):
 
     def _mapped(self, record: Record) -> Record:
         """Renames the columns of a record to the names of the row format."""
-        renamed: dict[str, Any] = {column: first_of(record, source) for column, source in self._columns.items()}
-        others = {column: value for column, value in record.items() if column not in self._columns.values()}
+        renamed: dict[str, Any] = {column: first_of(record, source) for column, source in self._source.columns.items()}
+        others = {column: value for column, value in record.items() if column not in self._source.columns.values()}
         return {**others, **{column: value for column, value in renamed.items() if value is not None}}
 
 
@@ -267,21 +246,13 @@ def _open_source(
         direct = MediaDownloads((data.cache_path / "downloads").absolute(), data.allowed_hosts, limits)
         return LateDownloads(direct) if fetches_late else direct
 
-    images = downloads(data.max_image_bytes, "data.max_image_bytes")
-    videos = downloads(data.video.max_file_bytes, "data.video.max_file_bytes")
-    sounds = downloads(data.audio.max_file_bytes, "data.audio.max_file_bytes")
-    return TableRows(
-        table,
-        row_format,
-        ImageInputs(root, images, takes_absolute=takes_absolute),
-        VideoInputs(root, videos, takes_absolute=takes_absolute),
-        AudioInputs(root, sounds, takes_absolute=takes_absolute),
-        columns=source.columns,
-        placeholders=data.placeholders.model_dump(),
-        numbers_ids=data.repeated_ids == "number",
-        label_key=label_key,
-        label=source.label,
-        window_bytes=data.shuffle_bytes,
-        curriculum=curriculum_of(data),
-        ignored=data.ignored_fields,
-    )
+    limits = {
+        "image": (ImageInputs, data.max_image_bytes, "data.max_image_bytes"),
+        "video": (VideoInputs, data.video.max_file_bytes, "data.video.max_file_bytes"),
+        "audio": (AudioInputs, data.audio.max_file_bytes, "data.audio.max_file_bytes"),
+    }
+    media = {
+        kind: make(root, downloads(max_bytes, key), takes_absolute=takes_absolute)
+        for kind, (make, max_bytes, key) in limits.items()
+    }
+    return TableRows(table, row_format, media, data, source, label_key)

@@ -240,7 +240,7 @@ def fixed_prompts(split: Split[R], preparation: Preparation[R, P], num_prompts: 
         try:
             prompts.append(begun.result())
         except SkippedSample as error:
-            skipped.append(_skipped(sample, error))
+            skipped.append(Skipped.of(sample, error))
         if len(prompts) == num_prompts:
             break
     if not prompts:
@@ -272,30 +272,19 @@ def failed(error: Exception) -> Future[Any]:
 
 @dataclass(frozen=True)
 class PreflightReport(Generic[R_co]):
-    """Result of the checks of a split before training."""
+    """The rows of a split without those known to be unusable: first the checked rows."""
 
-    rows: Sequence[R_co]  # usable rows, and rows that were not checked
+    rows: Sequence[R_co]
     skipped: tuple[Skipped, ...]  # unreadable records and unusable rows
     longest_prompt_tokens: int
     fingerprint: str = ""  # hash of `rows`: with equal fingerprints and seeds, the order is equal
-    notes: Mapping[str, int] = field(default_factory=dict)  # as in `CheckedRows`
+    notes: Mapping[str, int] = field(default_factory=dict)  # what `note` yields of a usable row -> number of rows
+    num_usable: int = 0  # number of usable rows among the checked
 
     @property
     def num_skipped(self) -> dict[str, int]:
         """reason -> number of samples."""
         return count_by_reason(self.skipped)
-
-
-@dataclass(frozen=True)
-class CheckedRows(Generic[R_co]):
-    """The rows of a split without those known to be unusable: first the checked rows."""
-
-    rows: Sequence[R_co]
-    num_usable: int  # number of usable rows among the checked
-    skipped: tuple[Skipped, ...]
-    longest_prompt_tokens: int
-    fingerprint: str
-    notes: Mapping[str, int]  # what `note` yields of a usable row -> number of rows
 
 
 def preflight(
@@ -308,11 +297,15 @@ def preflight(
     note: Note[R] = lambda row: (),
 ) -> PreflightReport[R]:
     """Checks the rows of a split (`checked_rows`), and refuses the split if too many are unusable."""
-    checked = checked_rows(split, processor, max_checked_rows, difficulty, note)
-    _refuse_if_too_many_skipped(split, checked.num_usable, checked.skipped, max_skipped_fraction)
-    return PreflightReport(
-        checked.rows, checked.skipped, checked.longest_prompt_tokens, checked.fingerprint, checked.notes
-    )
+    report = checked_rows(split, processor, max_checked_rows, difficulty, note)
+    num_skipped, total = len(report.skipped), report.num_usable + len(report.skipped)
+    if not report.num_usable or num_skipped > max_skipped_fraction * total:
+        reasons = ", ".join(f"{reason} {number}" for reason, number in report.num_skipped.items())
+        raise DatasetError(
+            f"{num_skipped} of {total} samples of the split {split.name} are unusable: {reasons}"
+            f"{first_few(report.skipped)}, data.max_skipped_fraction is {max_skipped_fraction:g}: fix them or raise it"
+        )
+    return report
 
 
 def checked_rows(
@@ -321,7 +314,7 @@ def checked_rows(
     max_checked_rows: int,
     difficulty: Difficulty[R] | None = None,
     note: Note[R] = lambda row: (),
-) -> CheckedRows[R]:
+) -> PreflightReport[R]:
     """Checks the first `max_checked_rows` rows (0 for all): headers of images, placeholders, length, ids.
 
     Decodes no image. Later rows are checked when they are used. For a curriculum, computes the difficulty of each row.
@@ -352,17 +345,13 @@ def checked_rows(
             notes.update(note(row))
             digest.update(f"{index} {sample}\0".encode())
         except SkippedSample as error:
-            skipped.append(_skipped(sample, error))
+            skipped.append(Skipped.of(sample, error))
     num_usable = len(usable)
     usable.extend(range(num_checked, len(rows)))
     digest.update(difficulties.tobytes())
     fingerprint = f"{len(usable)} of {len(rows)}, {digest.hexdigest()[:8]}"
-    return CheckedRows(_chosen(rows, usable, difficulties), num_usable, tuple(skipped), longest, fingerprint, notes)
-
-
-def _skipped(sample: str, error: SkippedSample) -> Skipped:
-    """`sample` is the row's id; a RowError has the name of the record."""
-    return Skipped(error.sample if isinstance(error, RowError) else sample, error.reason, str(error))
+    chosen = _chosen(rows, usable, difficulties)
+    return PreflightReport(chosen, tuple(skipped), longest, fingerprint, notes, num_usable)
 
 
 def _chosen(rows: Sequence[R], indices: Sequence[int], difficulty: Sequence[float]) -> Sequence[R]:
@@ -370,15 +359,3 @@ def _chosen(rows: Sequence[R], indices: Sequence[int], difficulty: Sequence[floa
         difficulties = np.asarray(difficulty, dtype=np.float64) if difficulty else None
         return rows.chosen(np.asarray(indices, dtype=np.int64), difficulties)
     return tuple(rows[index] for index in indices)
-
-
-def _refuse_if_too_many_skipped(
-    split: Split[AnyRow], num_usable: int, skipped: Sequence[Skipped], max_skipped_fraction: float
-) -> None:
-    total = num_usable + len(skipped)
-    if not num_usable or len(skipped) > max_skipped_fraction * total:
-        reasons = ", ".join(f"{reason} {number}" for reason, number in count_by_reason(skipped).items())
-        raise DatasetError(
-            f"{len(skipped)} of {total} samples of the split {split.name} are unusable: {reasons}{first_few(skipped)}, "
-            f"data.max_skipped_fraction is {max_skipped_fraction:g}: fix them or raise it"
-        )

@@ -94,6 +94,11 @@ class Skipped:
     reason: str
     detail: str
 
+    @classmethod
+    def of(cls, sample: str, error: SkippedSample) -> Skipped:
+        """`sample` is the row's id; a RowError has the name of the record."""
+        return cls(error.sample if isinstance(error, RowError) else sample, error.reason, str(error))
+
     def __str__(self) -> str:
         return f"{self.sample}: {self.detail}"
 

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mobula.actors.datasets.conversations import CHOSEN, REJECTED
+from mobula.actors.datasets.conversations import CHOSEN, REJECTED, ImagePair
 from mobula.actors.datasets.images import path_below
-from mobula.actors.datasets.preferences import ImagePair
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import LatentActions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mobula.actors.datasets.formats import format_of
+from mobula.actors.datasets.formats.records import format_of
 from mobula.actors.datasets.readers import READERS, reader_of
 from mobula.actors.processors.worker import processor_maker
 from mobula.actors.samplers import sampler_maker

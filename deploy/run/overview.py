@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from mobula.actors.datasets.readers.parquet import fingerprint_of
+from mobula.actors.datasets.readers.arrow import fingerprint_of
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.audit.chain import AuditKind, read_chain
 from mobula.cluster.errors import PreflightError

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from huggingface_hub import snapshot_download
 
-from mobula.actors.datasets.conversations import Conversation, read_conversations
+from mobula.actors.datasets.conversations import Conversation, ImagePair, read_conversations, read_image_pairs
 from mobula.actors.datasets.mixture import PROMPT_TOKENS
 from mobula.actors.datasets.open_split import curriculum_of, open_split
-from mobula.actors.datasets.preferences import ImagePair, read_image_pairs
 from mobula.actors.datasets.prompts import (
     Difficulty,
     InDriver,
@@ -30,8 +29,8 @@ from mobula.actors.datasets.prompts import (
     fixed_prompts,
     preflight,
 )
+from mobula.actors.datasets.readers.arrow import fingerprint_of
 from mobula.actors.datasets.readers.base import SUFFIXES, Opened, files_of
-from mobula.actors.datasets.readers.parquet import fingerprint_of
 from mobula.actors.datasets.rows import R, Row, Skipped, Split
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor

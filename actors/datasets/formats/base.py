@@ -15,8 +15,7 @@ from uuid import UUID
 
 import numpy as np
 
-from mobula.actors.datasets.clips import AudioInputs, VideoInputs
-from mobula.actors.datasets.images import ImageError, ImageInputs, flat, is_absent
+from mobula.actors.datasets.images import ImageError, MediaInputs, flat, is_absent
 from mobula.actors.datasets.readers.base import is_missing
 from mobula.actors.datasets.rows import Row, RowError, Turn
 from mobula.cluster.errors import SkippedSample
@@ -64,16 +63,14 @@ class RowFormat:
 
 def finish(
     draft: Draft,
-    inputs: ImageInputs,
-    videos: VideoInputs,
-    audios: AudioInputs,
+    media: Mapping[str, MediaInputs[Any]],
     *,
     placeholders: Mapping[str, str],
     default_id: str,
     name: str,
     label_key: str,
 ) -> Row:
-    """Checks a draft and builds the row. `placeholders` is `data.placeholders`.
+    """Checks a draft and builds the row. `media` and `placeholders` (`data.placeholders`) are by kind of medium.
 
     Raises:
         RowError: a text is missing, or media and placeholders do not match.
@@ -81,11 +78,11 @@ def finish(
     """
     way, answer = marked_answer(text_of(draft.answer, "answer"))
     boxed = rf"\boxed{{{answer}}}"
-    images, shown = inputs.resolve(draft.images, name), videos.resolve_videos(draft.videos, name)
-    played = audios.resolve_audios(draft.audios, name)
+    given = {"image": draft.images, "video": draft.videos, "audio": draft.audios}
+    found = {kind: media[kind].resolve(value, name) for kind, value in given.items()}
     turns = list(draft.turns)
-    for kind, media in (("audio", played), ("video", shown), ("image", images)):
-        turns = _placed(turns, kind, placeholders[kind], len(media), draft.has_media_in_front)
+    for kind in reversed(found):  # media in front of the question: images, then videos, then sounds
+        turns = _placed(turns, kind, placeholders[kind], len(found[kind]), draft.has_media_in_front)
     *history, last = turns
     label = {} if draft.label is None else {label_key: str(draft.label)}
     return Row(
@@ -93,13 +90,13 @@ def finish(
         question=last.text,
         answer=answer,
         solution=f"{way}\n{boxed}".lstrip("\n") if draft.solution is None else text_of(draft.solution, "solution"),
-        images=images,
+        images=found["image"],
         metadata={**draft.metadata, **label},
         history=tuple(history),
         chosen=draft.chosen,
         rejected=draft.rejected,
-        videos=shown,
-        audios=played,
+        videos=found["video"],
+        audios=found["audio"],
         template=draft.template,
         unread=draft.unread,
     )
@@ -230,13 +227,13 @@ def _parsed(text: str) -> Any:
 def others(record: Record, *known: str) -> dict[str, Any]:
     """The metadata of a record: all fields except `known` columns and files."""
     return {
-        key: plain(value)
+        key: json_value(value)
         for key, value in record.items()
         if key not in known and value is not None and not isinstance(value, bytes)
     }
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Converts a value to JSON types: numbers to int and float, dates and decimals to text, arrays to lists. Files are
     left out.
     """
@@ -247,9 +244,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items() if not isinstance(item, bytes)}
+        return {str(key): json_value(item) for key, item in value.items() if not isinstance(item, bytes)}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value) if type(value) is not kind else value

@@ -1,12 +1,13 @@
 r"""The row formats: the columns of a record, and its conversion to a `Draft`.
 
 All formats share the media columns (`images` or `image`, one or a list; `videos`, `audios`) and the columns of
-`formats.fields`. Other columns, and those of an object `metadata`, are passed to reward functions.
+`formats.turns`. Other columns, and those of an object `metadata`, are passed to reward functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mobula.actors.datasets.formats.base import (
@@ -17,50 +18,33 @@ from mobula.actors.datasets.formats.base import (
     asked_text,
     first_given,
     first_of,
+    json_value,
     media_of,
     only_one,
     others,
-    plain,
     present,
     text_of,
 )
 from mobula.actors.datasets.formats.turns import as_messages, response_of, split_response, turns_of
 from mobula.actors.datasets.rows import RowError, Turn
+from mobula.cluster.errors import SkippedSample
+from mobula.cluster.user_code import chosen, is_user_code
+from mobula.configs.schema.data import SourceConfig
 
 QUESTION = ("id", "question", "answer", "solution", "metadata", *MEDIA_COLUMNS)
-MESSAGES: tuple[str, ...] = (
-    "id",
-    "messages",
-    "prompt",
-    "completion",
-    "answer",
-    "solution",
-    "chosen",
-    "rejected",
-    "metadata",
+MESSAGES = (
+    *("id", "messages", "prompt", "completion", "answer", "solution", "chosen", "rejected", "metadata"),
+    *MEDIA_COLUMNS,
 )
-MESSAGES += MEDIA_COLUMNS
 VERL = ("prompt", "reward_model", "data_source", "extra_info", *MEDIA_COLUMNS)
-LIGHTRFT: tuple[str, ...] = (
-    "id",
-    "prompt",
-    "input",
-    "reference",
-    "answer",
-    "ground_truth",
-    "label",
-    "reward_model",
-    "extra_info",
+LIGHTRFT = (
+    *("id", "prompt", "input", "reference", "answer", "ground_truth", "label", "reward_model", "extra_info"),
+    *MEDIA_COLUMNS,
 )
-LIGHTRFT += MEDIA_COLUMNS
-REFERENCES: tuple[str, ...] = (
-    "reference",
-    "answer",
-    "extra_info.reference",
-    "reward_model.ground_truth",
-    "ground_truth",
+REFERENCES = (
+    *("reference", "answer", "extra_info.reference", "reward_model.ground_truth", "ground_truth"),
+    "extra_info.constraints",
 )
-REFERENCES += ("extra_info.constraints",)
 ALPACA = ("id", "instruction", "input", "output", "history", "answer", "chosen", "rejected", *MEDIA_COLUMNS)
 SHAREGPT = ("id", "conversations", "answer", "chosen", "rejected", *MEDIA_COLUMNS)
 
@@ -99,7 +83,7 @@ def _messages(record: Record) -> Draft:
         asked,
         media,
         first_given(present(record, "solution"), response),
-        plain(metadata) if isinstance(metadata, dict) else {},
+        json_value(metadata) if isinstance(metadata, dict) else {},
     )
 
 
@@ -146,7 +130,7 @@ def _verl(record: Record) -> Draft:
     info = _object(record, "extra_info")
     metadata = {**others(record, *(column for column in VERL if column != "data_source")), **info}
     if isinstance(truth, list | tuple):
-        metadata["ground_truth"] = plain(truth)
+        metadata["ground_truth"] = json_value(truth)
         truth = truth[0] if truth else None
     return Draft(
         turns=asked,
@@ -175,7 +159,7 @@ def _lightrft(record: Record) -> Draft:
         answer=only_one(first_of(record, *REFERENCES)),
         sample_id=present(record, "id"),
         label=first_of(record, "label", "extra_info.label"),
-        metadata={**others(record, *LIGHTRFT), **(plain(info) if isinstance(info, Mapping) else {})},
+        metadata={**others(record, *LIGHTRFT), **(json_value(info) if isinstance(info, Mapping) else {})},
         has_media_in_front=True,
         **media_of(record, *media),
     )
@@ -203,7 +187,7 @@ def _object(record: Record, column: str) -> dict[str, Any]:
     value = record.get(column) or {}
     if not isinstance(value, Mapping):
         raise RowError(f"bad_{column}", f"`{column}` is a {type(value).__name__}: write an object")
-    return dict(plain(value))
+    return dict(json_value(value))
 
 
 def _history(pairs: Any) -> list[Turn]:
@@ -224,3 +208,25 @@ FORMATS: dict[str, RowFormat] = {
     "sharegpt": RowFormat(SHAREGPT, _sharegpt, has_answers=True),
 }
 """`data.row_format` -> format."""
+
+
+def format_of(source: SourceConfig, options: Mapping[str, Any]) -> RowFormat:
+    """Returns the row format of `data.row_format`; user code is a function from a record to a `Draft`."""
+    name = source.row_format
+    readers = {known: row_format.read for known, row_format in FORMATS.items()}
+    read = chosen(readers, name, "data.row_format", ("record",), options)
+    if not is_user_code(name):
+        return FORMATS[name]
+    return RowFormat(tuple(source.columns), partial(_read_by_user, name, read), is_own=True)
+
+
+def _read_by_user(name: str, read: Callable[[Record], Draft], record: Record) -> Draft:
+    try:
+        draft = read(record)
+    except SkippedSample:
+        raise
+    except Exception as error:  # user code may raise errors of any type
+        raise RowError("row_format_raised", f"{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(draft, Draft):
+        raise RowError("row_format_raised", f"{name} returned a {type(draft).__name__}: return a Draft")
+    return draft

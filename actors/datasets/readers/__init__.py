@@ -3,12 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mobula.actors.datasets.readers.arrow import open_huggingface, open_parquet
 from mobula.actors.datasets.readers.base import Reader
-from mobula.actors.datasets.readers.huggingface import open_huggingface
-from mobula.actors.datasets.readers.json_files import open_json, open_jsonl
-from mobula.actors.datasets.readers.parquet import open_parquet
-from mobula.actors.datasets.readers.prompt_lists import open_prompts
-from mobula.actors.datasets.readers.webdataset import open_webdataset
+from mobula.actors.datasets.readers.files import open_json, open_jsonl, open_prompts, open_webdataset
 from mobula.cluster.user_code import chosen
 from mobula.configs.schema.data import SourceConfig
 

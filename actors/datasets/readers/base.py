@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -135,6 +136,29 @@ def is_missing(value: Any) -> bool:
 def read_one_by_one(num_records: int) -> np.ndarray:
     """The `blocks` of a table with records that are read one by one."""
     return np.array([[num_records, 0]], dtype=np.int64)
+
+
+def located(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """The part with a record, and the record's index in it. `ends`, int64 [N]: records up to the end of each part."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
+
+
+class OpenFiles:
+    """Files that are read at any offset, and closed with this object. Thread-safe."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._descriptors: list[int] = []
+        for file in files:
+            self._descriptors.append(os.open(file, os.O_RDONLY))
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def read(self, file: int, start: int, length: int) -> bytes:
+        """Reads bytes of the file with the index `file`."""
+        return os.pread(self._descriptors[file], length, start)
 
 
 class BlockCache(Generic[T]):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from PIL import Image
 
 from mobula.actors.datasets.formats.base import plain
-from mobula.actors.datasets.readers.json_files import parse_object
+from mobula.actors.datasets.readers.files import parse_object
 from mobula.actors.datasets.rows import RowError
 from mobula.actors.environments.base import (
     IMAGE_MARK,

@@ -155,7 +155,7 @@ def test_samples_come_in_pairs_nested_lists_tensors_and_numbers_of_numpy(tmp_pat
         ({"array": torch.tensor(samples)[None], "sampling_rate": RATE}, 1),
     ]
     for value, num in cases:
-        found = inputs.resolve_audios(value, "row")
+        found = inputs.resolve(value, "row")
         assert [check_audio(one, limits()) for one in found] == [100] * num
         heard = decode_audio(load_audio(found[-1], limits()), limits())
         np.testing.assert_allclose(heard, samples, atol=2e-3)
@@ -166,7 +166,7 @@ def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
     inputs = AudioInputs(tmp_path, None, takes_absolute=False)
     content = (tmp_path / "a.wav").read_bytes()
     array = {"array": sine(100, 8_000), "sampling_rate": 8_000}
-    found = inputs.resolve_audios(["a.wav", {"path": "a.wav"}, {"bytes": content}, array], "row")
+    found = inputs.resolve(["a.wav", {"path": "a.wav"}, {"bytes": content}, array], "row")
     assert [check_audio(one, limits()) for one in found] == [100, 100, 100, 200]
     np.testing.assert_array_equal(
         decode_audio(load_audio(EncodedFile(encode_wav(sine(64, RATE), RATE), "x"), limits()), limits()), sine(64, RATE)
@@ -191,7 +191,7 @@ def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
 )
 def test_what_is_no_sound_is_named(tmp_path: Path, value: object, message: str) -> None:
     with pytest.raises(ImageError, match=message):
-        AudioInputs(tmp_path, None, takes_absolute=False).resolve_audios(value, "row")
+        AudioInputs(tmp_path, None, takes_absolute=False).resolve(value, "row")
 
 
 def test_bad_files_are_refused_with_a_reason(tmp_path: Path) -> None:

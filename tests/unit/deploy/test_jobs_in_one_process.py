@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from transformers import JanusForConditionalGeneration
 
-from mobula.actors.datasets.preferences import read_image_pairs
+from mobula.actors.datasets.conversations import read_image_pairs
 from mobula.actors.datasets.rows import Turn, count_by_reason
 from mobula.actors.processors.worker import ProcessorWorker
 from mobula.cluster.errors import DatasetError, NothingTrainedError, PreflightError, RunStopped

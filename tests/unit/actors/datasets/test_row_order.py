@@ -1,9 +1,11 @@
-"""Shuffling without all rows in memory, curricula, and rows that are checked late."""
+"""The order of prompts: epochs, windows, curricula and mixtures."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +15,16 @@ from data_rows import data_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mobula.actors.datasets.mixture import CURRICULA, epoch_order, windowed_order
+from mobula.actors.datasets.mixture import CURRICULA, PERIOD, epoch_order, quotas_of, shares_of, windowed_order
 from mobula.actors.datasets.open_split import curriculum_of, open_split
-from mobula.actors.datasets.prompts import PreflightReport, preflight
+from mobula.actors.datasets.prompts import InDriver, PreflightReport, PromptSource, preflight
 from mobula.actors.datasets.readers.base import BlockCache
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import DatasetError
-from mobula.configs.schema.data import CurriculumConfig
+from mobula.cluster.records.trajectory import Prompt
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.configs.schema.data import CurriculumConfig, DataConfig, DataKind, MixtureConfig, MixtureSource
 
 
 class Checker:
@@ -151,3 +156,176 @@ def test_a_curriculum_needs_all_rows_checked(tmp_path: Path) -> None:
     levels(tmp_path)
     with pytest.raises(DatasetError, match=r"leaves 30 of the split train unchecked: set data\.max_checked_rows=0"):
         checked(tmp_path, curriculum=curriculum("easy_first", "level"), max_checked_rows=10)
+
+
+# Mixtures: exact shares, an order that is a pure function of the index, labels, and what is refused.
+
+
+class Processor:
+    """Prompts without a model."""
+
+    def prepare(self, row: Row, prompt_id: str) -> Prompt:
+        ids = np.zeros(1, dtype=np.int32)
+        return Prompt(prompt_id, row.sample_id, row.question, ids, ids, metadata=row.metadata)
+
+    def check(self, row: Row) -> int:
+        return len(row.question)
+
+
+def write(folder: Path, name: str, num: int, *more: str) -> None:
+    (folder / name).mkdir(parents=True)
+    lines = [json.dumps({"id": str(n), "question": f"{n}?", "answer": str(n), "level": n}) for n in range(num)]
+    (folder / name / "train.jsonl").write_text("\n".join([*lines, *more]) + "\n")
+
+
+def source(name: str, weight: float, label: str = "") -> MixtureSource:
+    base = data_config(Path(name)).model_dump(include=set(MixtureSource.model_fields))
+    return MixtureSource(**(base | {"path": Path(name), "weight": weight, "label": label}))
+
+
+def mixture(folder: Path, weights: dict[str, float], *, weight_by_rows: bool = False, **changes: Any) -> DataConfig:
+    sources = {name: source(name, weight, f"{name}-label") for name, weight in weights.items()}
+    mixed = MixtureConfig(sources=sources, weight_by_rows=weight_by_rows)
+    return data_config(folder, kind=DataKind.MIXTURE, mixture=mixed, **changes)
+
+
+def prompts_of(config: DataConfig, seed: int = 0) -> PromptSource:
+    opened = open_split(config, "train", "label")
+    report = preflight(opened, Processor(), max_skipped_fraction=1.0, max_checked_rows=config.max_checked_rows)
+    return PromptSource(report.rows, InDriver(Processor()), seed=seed, split_name="train")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, "large", 90)
+    write(tmp_path, "small", 10, "{broken")
+    return tmp_path
+
+
+def test_shares_follow_weights_and_temperature() -> None:
+    np.testing.assert_allclose(shares_of([1.0, 3.0], 1.0), [0.25, 0.75])
+    np.testing.assert_allclose(shares_of([1.0, 16.0], 2.0), [1 / 5, 4 / 5])
+    np.testing.assert_allclose(shares_of([1.0, 1e6], 1e9), [0.5, 0.5], atol=1e-6)
+    np.testing.assert_allclose(shares_of([1e-300, 1e300], 1.0), [0.0, 1.0])
+
+
+def test_quotas_fill_a_period_exactly() -> None:
+    shares = np.array([1 / 3, 1 / 3, 1 / 3])
+    assert quotas_of(shares).tolist() == [1366, 1365, 1365]
+    assert quotas_of(np.array([1.0])).tolist() == [PERIOD]
+
+
+def test_each_source_has_its_share_of_every_period(folder: Path) -> None:
+    prompts = prompts_of(mixture(folder, {"large": 1.0, "small": 3.0}))
+    drawn = [prompts.next().sample_id.split(":")[0] for _ in range(2 * PERIOD)]
+    for period in (drawn[:PERIOD], drawn[PERIOD:]):
+        assert Counter(period) == {"small": 3072, "large": 1024}
+    assert drawn[:PERIOD] != drawn[PERIOD:]
+    assert len(set(drawn[:20])) == 2, "sources alternate"
+
+
+def test_every_row_of_a_source_is_asked_before_one_is_asked_again(folder: Path) -> None:
+    prompts = prompts_of(mixture(folder, {"large": 1.0, "small": 1.0}))
+    drawn = [prompts.next().sample_id for _ in range(400)]
+    small = [sample for sample in drawn if sample.startswith("small:")]
+    large = [sample for sample in drawn if sample.startswith("large:")]
+    assert all(len(set(small[start : start + 10])) == 10 for start in range(0, len(small) - 10, 10))
+    assert len(set(large[:90])) == 90
+
+
+def test_weights_may_count_rows_and_a_temperature_evens_them(folder: Path) -> None:
+    by_rows = mixture(folder, {"large": 1.0, "small": 1.0}, weight_by_rows=True)
+    assert open_split(by_rows, "train", "label").rows.shares.tolist() == pytest.approx([90 / 101, 11 / 101])
+    warm = by_rows.model_copy(update={"mixture": by_rows.mixture.model_copy(update={"temperature": 2.0})})
+    root = np.sqrt([90, 11])
+    assert open_split(warm, "train", "label").rows.shares.tolist() == pytest.approx((root / root.sum()).tolist())
+
+
+def test_a_row_has_the_label_of_its_source(folder: Path) -> None:
+    prompts = prompts_of(mixture(folder, {"large": 1.0, "small": 1.0}))
+    drawn = [prompts.next() for _ in range(50)]
+    assert {(p.sample_id.split(":")[0], p.metadata["label"]) for p in drawn} == {
+        ("large", "large-label"),
+        ("small", "small-label"),
+    }
+
+
+@pytest.mark.parametrize("max_checked_rows", [0, 5])
+def test_a_resumed_mixture_goes_on_at_the_exact_prompt(folder: Path, max_checked_rows: int) -> None:
+    config = mixture(folder, {"large": 1.0, "small": 2.0}, max_checked_rows=max_checked_rows)
+    first = prompts_of(config, seed=3)
+    given = [first.next().prompt_id for _ in range(137)]
+    resumed = prompts_of(config, seed=3)
+    resumed.restore(first.cursor, given[100:103])
+    assert [resumed.next().prompt_id for _ in range(3)] == given[100:103]
+    assert [resumed.next().prompt_id for _ in range(200)] == [first.next().prompt_id for _ in range(200)]
+    assert resumed.prompt_at(resumed.index_of(given[42])).prompt_id == given[42]
+
+
+def test_rows_that_were_not_checked_are_skipped_when_they_are_asked(folder: Path) -> None:
+    prompts = prompts_of(mixture(folder, {"large": 1.0, "small": 1.0}, max_checked_rows=1))
+    drawn = {prompts.next().sample_id for _ in range(250)}
+    assert len(drawn) == 100
+    [skipped] = prompts.skipped
+    assert (skipped.sample, skipped.reason) == ("small:train.jsonl:11", "broken_json")
+
+
+def test_held_out_rows_stand_in_proportion_to_their_sources(folder: Path) -> None:
+    rows = open_split(mixture(folder, {"large": 1.0, "small": 9.0}), "train", "label").rows
+    names = Counter(rows.name(place).split(":")[0] for place in range(20))
+    assert names == {"large": 18, "small": 2}
+
+
+def test_another_source_does_not_change_the_order_of_the_first(folder: Path) -> None:
+    write(folder, "third", 5)
+    two = prompts_of(mixture(folder, {"large": 1.0, "small": 1.0}))
+    three = prompts_of(mixture(folder, {"large": 1.0, "small": 1.0, "third": 1.0}))
+    drawn = [
+        [s for s in (prompts.next().sample_id for _ in range(300)) if s.startswith("large:")][:50]
+        for prompts in (two, three)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def test_a_source_without_rows_or_without_a_share_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        DatasetError, match=r"data\.mixture\.sources\.small has a share of 1e-06, .*data\.mixture\.temperature"
+    ):
+        open_split(mixture(folder, {"large": 1.0, "small": 1e-6}), "train", "label")
+    write(folder, "empty", 0, "{broken")
+    with pytest.raises(DatasetError, match=r"data\.mixture\.sources\.empty has no usable row"):
+        prompts_of(mixture(folder, {"large": 1.0, "empty": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data=mixture"], "data.kind=mixture has no data.mixture.sources"),
+        (["data=jsonl", "data.path=x", "data.mixture.sources={a: SOURCE}"], "leave it out, or set data.kind=mixture"),
+        (["data=mixture", "data.mixture.sources={a: WRITTEN}"], "data.mixture.sources.a.kind=environment is no reader"),
+        (
+            ["data=mixture", "data.mixture.sources={a: SOURCE}", "data.mixture.sources.a.huggingface.subset=hard"],
+            "is not read with data.mixture.sources.a.kind=jsonl: leave it out, or set .*kind=huggingface",
+        ),
+        (
+            ["data=mixture", "data.mixture.sources={a: SOURCE}", "data.huggingface.subset=hard"],
+            "data.huggingface.subset=hard is not read with data.kind=mixture",
+        ),
+        (["data=mixture", "data.mixture.sources={a: SOURCE}", "data.label=x"], "set data.mixture.sources.NAME.label"),
+    ],
+)
+def test_a_mixture_needs_sources_that_are_read(words: list[str], message: str) -> None:
+    texts = "path: a, row_format: question, media_path: '', label: ''"
+    fields = f"{texts}, columns: {{}}, splits: {{}}, weight: 1.0"
+    made = {"SOURCE": f"{{kind: jsonl, {fields}}}", "WRITTEN": f"{{kind: environment, {fields}}}"}
+    for name, text in made.items():
+        words = [word.replace(name, text) for word in words]
+    with pytest.raises(ConfigError, match=message):
+        load_config(["policy.model=m", *words])
+
+
+def test_a_mixture_streams_from_the_hub_and_names_a_subset_in_its_source() -> None:
+    source = "kind: huggingface, path: a, weight: 1.0, huggingface: {subset: hard, streamed_rows: 5}"
+    words = ["policy.model=m", "data=mixture", f"data.mixture.sources={{a: {{{source}}}}}"]
+    huggingface = load_config([*words, "data.mixture.temperature=2"]).data.mixture.sources["a"].huggingface
+    assert (huggingface.subset, huggingface.streamed_rows) == ("hard", 5)

@@ -1,0 +1,291 @@
+"""Reads files record by record: JSON, lists of prompts, and WebDataset shards; only positions are in memory."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import tarfile
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mobula.actors.datasets.images import EncodedFile
+from mobula.actors.datasets.readers.base import (
+    SUFFIXES,
+    Opened,
+    OpenFiles,
+    Record,
+    Table,
+    files_of,
+    located,
+    read_one_by_one,
+    without_nulls,
+)
+from mobula.actors.datasets.rows import RowError
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.records.json_lines import line_positions, parse_json, read_lines, refuse_compressed
+
+
+def parse_object(text: bytes, what: str) -> Record:
+    """Parses the object of a line or element."""
+    try:
+        record: Any = parse_json(text)
+    except ValueError as error:
+        raise RowError("broken_json", f"the {what} is not JSON ({error}): fix or delete it") from error
+    if not isinstance(record, dict):
+        as_array = what == "line" and isinstance(record, list)
+        hint = (
+            ", or name the file .json for data.kind=json (`mobula data convert` for offline jobs)" if as_array else ""
+        )
+        raise RowError("broken_json", f"the {what} is a JSON {type(record).__name__}: write an object{hint}")
+    return record
+
+
+class FileSpans:
+    """Byte positions of the records of one file; 20 bytes a record."""
+
+    def __init__(self, file: Path, spans: Iterable[tuple[int, int, int]]) -> None:
+        """`spans`: (start, length, number in the file) of every record."""
+        self.file = file
+        starts, lengths, numbers = array("q"), array("q"), array("I")
+        for start, length, number in spans:
+            starts.append(start)
+            lengths.append(length)
+            numbers.append(number)
+        self.starts = np.frombuffer(starts, dtype=np.int64)
+        self.lengths = np.frombuffer(lengths, dtype=np.int64)
+        self.numbers = np.frombuffer(numbers, dtype=np.uint32)
+
+
+class JsonTable:
+    """Implements `Table` for JSON objects of several files; only offsets are in memory."""
+
+    def __init__(self, root: Path, files: list[FileSpans], what: str) -> None:
+        """`what` is the name of a record in errors: line, element."""
+        self.root = root
+        self.source = str(files[0].file)
+        self._files = files
+        self._what = what
+        self._opened = OpenFiles(spans.file for spans in files)
+        self._ends = np.cumsum([len(spans.starts) for spans in files])
+        self.blocks = read_one_by_one(len(self))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def record(self, index: int) -> Record:
+        file, row = located(self._ends, index)
+        spans = self._files[file]
+        return self.parsed(self._opened.read(file, int(spans.starts[row]), int(spans.lengths[row])))
+
+    def parsed(self, text: bytes) -> Record:
+        """Parses the bytes of a record."""
+        return parse_object(text, self._what)
+
+    def name(self, index: int) -> str:
+        file, row = located(self._ends, index)
+        return f"{self._files[file].file.name}:{self._files[file].numbers[row]}"
+
+
+def open_jsonl(opened: Opened) -> Table:
+    return lines_table(opened.path, files_of(opened, SUFFIXES["jsonl"]))
+
+
+def lines_table(root: Path, files: list[Path]) -> JsonTable:
+    return JsonTable(root, [line_spans(file) for file in files], "line")
+
+
+def line_spans(file: Path) -> FileSpans:
+    """Byte positions of the lines that are not empty."""
+    try:
+        return FileSpans(file, line_positions(file))
+    except ValueError as error:
+        raise DatasetError(str(error)) from error
+
+
+def read_objects(file: Path) -> Iterator[tuple[int, Record | RowError]]:
+    """Yields number (from 1) and object of every line that is not empty, without missing values; for an invalid line,
+    the error instead of the object.
+    """
+    try:
+        for number, line in read_lines(file):
+            try:
+                yield number, without_nulls(parse_object(line, "line"))
+            except RowError as error:
+                yield number, error
+    except ValueError as error:
+        raise DatasetError(str(error)) from error
+
+
+# A string, or a structural character of JSON. Possessive quantifiers: no backtracking in long strings.
+TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]', re.DOTALL)
+OPENING, CLOSING = (b"[", b"{"), (b"]", b"}")
+ANYTHING = re.compile(rb"\S")
+
+
+def open_json(opened: Opened) -> Table:
+    files = files_of(opened, SUFFIXES["json"])
+    if not all(_is_array(file) for file in files):
+        return lines_table(opened.path, files)
+    return JsonTable(opened.path, [FileSpans(file, _elements(file)) for file in files], "element")
+
+
+def _is_array(file: Path) -> bool:
+    with file.open("rb") as content:
+        return content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _elements(file: Path) -> Iterator[tuple[int, int, int]]:
+    """Yields start, length and number (from 1) of every element of an array, without parsing it into memory."""
+    with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        depth, start, number = 0, 0, 0
+        for token in TOKEN.finditer(text):
+            symbol = token[0]
+            if symbol in OPENING:
+                depth += 1
+                if depth == 1:
+                    start = token.end()
+            elif depth == 1 and symbol in (b",", b"]"):
+                if text[start : token.start()].strip():
+                    number += 1
+                    yield start, token.start() - start, number
+                start = token.end()
+                depth -= symbol == b"]"
+            elif symbol in CLOSING:
+                depth -= 1
+            if depth == 0:
+                if ANYTHING.search(text, token.end()):
+                    raise DatasetError(f"{file} goes on behind its array: write one array, or one object a line")
+                return
+    raise DatasetError(f"{file} is an array that does not end: write it again, or one object a line")
+
+
+TEXT = ".txt"
+
+
+def open_prompts(opened: Opened) -> Table:
+    """Opens the JSONL files of a split; without any, the text files."""
+    files = files_of(opened, SUFFIXES["prompts"])
+    if files[0].suffix != TEXT:
+        return lines_table(opened.path, files)
+    return TextTable(opened.path, [line_spans(file) for file in files], "line")
+
+
+class TextTable(JsonTable):
+    """Lines of text as records with one column, `prompt`."""
+
+    def parsed(self, text: bytes) -> Record:
+        try:
+            return {"prompt": text.decode("utf-8-sig").strip()}
+        except UnicodeDecodeError as error:
+            raise RowError("broken_text", f"the line is not UTF-8 ({error}): convert the file") from error
+
+
+MEMBERS = {  # column -> extensions of media in a shard
+    "videos": ("mp4", "mkv", "avi", "mov", "webm", "mpeg", "mpg", "ogv", "flv"),
+    "audios": ("wav", "flac", "mp3", "ogg", "aiff", "aif", "m4a", "mka", "aac"),
+    "images": ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff"),
+}
+
+
+def open_webdataset(opened: Opened) -> Table:
+    """Raises: DatasetError: a shard is no tar file, is compressed, or is truncated."""
+    return ShardTable(opened.path, files_of(opened, SUFFIXES["webdataset"]))
+
+
+class ShardTable:
+    """Implements `Table` for samples of tar files: adjacent members that share the name up to the first dot.
+
+    `000012.json` is the record; `000012.png` (or `000012.0.jpg`, `000012.1.jpg`) are images in order; `000012.mp4` (or
+    `000012.0.mp4`, ...) videos; `000012.wav` (or `000012.0.flac`, ...) sounds. A GIF is a video if the name has
+    `video`, `000012.video.gif`. A text member such as `000012.question.txt` or `000012.answer` is the column
+    `question.txt` or `answer`, without byte order mark and final line break.
+    """
+
+    def __init__(self, root: Path, files: list[Path]) -> None:
+        self.root = root
+        self.source = str(files[0])
+        self._files = files
+        self._extensions: list[str] = []
+        # By member:
+        self._starts = array("q")  # offset in the shard
+        self._sizes = array("q")
+        self._kinds = array("i")  # index of the extension in `_extensions`
+        # By sample:
+        self._first = array("q")  # first member
+        self._shards = array("i")
+        numbers: dict[str, int] = {}
+        for shard, file in enumerate(files):
+            try:
+                refuse_compressed(file)
+                self._index(shard, file, numbers)
+            except ValueError as error:
+                raise DatasetError(str(error)) from error
+            except tarfile.TarError as error:
+                raise DatasetError(
+                    f"{file} is no uncompressed tar file ({error}): write it again, without compression"
+                ) from error
+        self._first.append(len(self._starts))
+        self._extensions = list(numbers)
+        self._opened = OpenFiles(files)
+        self.blocks = read_one_by_one(len(self))
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def record(self, index: int) -> Record:
+        record: dict[str, object] = {}
+        media: dict[str, list[EncodedFile]] = {"images": [], "videos": [], "audios": []}
+        for member in range(self._first[index], self._first[index + 1]):
+            extension = self._extensions[self._kinds[member]]
+            last = extension.rpartition(".")[2].lower()
+            content = self._opened.read(self._shards[index], self._starts[member], self._sizes[member])
+            has_video = "video" in extension.lower().split(".")
+            column = "videos" if has_video else next((name for name, kinds in MEMBERS.items() if last in kinds), "")
+            if column:
+                media[column].append(EncodedFile(content, f"{self.name(index)} .{extension}"))
+            elif last == "json":
+                record.update(parse_object(content, f".{extension} of the sample"))
+            else:
+                record[extension] = _text(content, extension)
+        return {**record, **{column: files for column, files in media.items() if files}}
+
+    def name(self, index: int) -> str:
+        """The shard, and the number in the shard."""
+        shard = self._shards[index]
+        first = int(np.searchsorted(np.frombuffer(self._shards, dtype=np.int32), shard))
+        return f"{self._files[shard].name}:{index - first + 1}"
+
+    def _index(self, shard: int, file: Path, numbers: dict[str, int]) -> None:
+        key = None
+        with tarfile.open(file, "r:") as members:
+            for member in members:
+                members.members = []  # type: ignore[attr-defined]  # tarfile would keep every header in memory
+                folder, _, name = member.name.rpartition("/")
+                stem, dot, extension = name.partition(".")
+                if not member.isfile() or not dot or not stem:
+                    continue
+                if (folder, stem) != key:
+                    key = (folder, stem)
+                    self._first.append(len(self._starts))
+                    self._shards.append(shard)
+                self._starts.append(member.offset_data)
+                self._sizes.append(member.size)
+                self._kinds.append(numbers.setdefault(extension, len(numbers)))
+            end = members.offset
+        with file.open("rb") as content:
+            content.seek(end)
+            if content.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("unexpected end of data")
+
+
+def _text(content: bytes, extension: str) -> str:
+    try:
+        return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise RowError(
+            "bad_text", f"the member .{extension} is no text ({error}): remove it, or name it .json"
+        ) from error

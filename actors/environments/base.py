@@ -1,8 +1,9 @@
-"""The protocol of an environment: its inputs and outputs, and checks of both."""
+"""The protocol of an environment: its inputs and outputs, checks of both, and tool calls in the text of a policy."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
+from mobula.actors.environments.programs.call_text import CLOSE, OPEN, CallText, read_calls
 from mobula.cluster.errors import MobulaError
 from mobula.cluster.records.markup import PLACEHOLDERS, literal, verbatim
 
@@ -233,3 +235,40 @@ def checked_rewards(reward: float | Mapping[str, float]) -> dict[str, float]:
         if not isinstance(value, Real | np.bool_) or not math.isfinite(value):
             raise EpisodeError("reward_not_finite", f"the reward {name}={value!r} is no finite number: return one")
     return {str(name): float(value) for name, value in parts.items()}
+
+
+def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+    """Parses every call in `text`, each with a status. Never raises: the policy observes the error of a malformed call.
+
+    The time is linear in the length of the text; calls after the first 32 are ignored.
+
+    Example:
+        >>> parse_tool_calls('<tool_call>{"name": "f", "arguments": {}}</tool_call>', [Tool("f", "", {})])
+        (ToolCall(name='f', arguments={}, status='ok', detail=''),)
+    """
+    known = {tool.name: tool for tool in tools}
+    return tuple(_checked(call, known.get(call.name)) for call in read_calls(text))
+
+
+def describe_tools(tools: Sequence[Tool]) -> str:
+    """Describes tools and the call syntax, for the first observation of an environment."""
+    described = [
+        json.dumps({"name": t.name, "description": t.description, "arguments": dict(t.parameters)}) for t in tools
+    ]
+    example = f'{OPEN}{{"name": NAME, "arguments": {{...}}}}{CLOSE}'
+    return "\n".join(["Tools:", *described, f"Call a tool with {example}"])
+
+
+def _checked(call: CallText, tool: Tool | None) -> ToolCall:
+    """Checks a call against the parameters of the tool."""
+    if call.status != "ok":
+        return ToolCall(*call)
+    if tool is None:
+        return ToolCall(call.name, call.arguments, "unknown_tool", f"there is no tool {call.name!r}")
+    unknown = sorted(set(call.arguments) - set(tool.parameters))
+    if unknown and not any(name.startswith("**") for name in tool.parameters):
+        takes = ", ".join(tool.parameters) or "none"
+        return ToolCall(
+            call.name, {}, "unknown_argument", f"{call.name} has no argument {unknown[0]!r}: it has {takes}"
+        )
+    return ToolCall(*call)

@@ -9,13 +9,13 @@ from mobula.actors.environments.base import Environment
 from mobula.cluster.user_code import check_call, did_you_mean, is_user_code, load
 
 ENVIRONMENTS: Mapping[str, str] = {  # name -> class, imported on use
-    "gymnasium": "mobula.actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
-    "openenv": "mobula.actors.environments.adapters.openenv:OpenEnv",
-    "program": "mobula.actors.environments.adapters.agent_environment:Program",
-    "reasoning_gym": "mobula.actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
-    "textarena": "mobula.actors.environments.adapters.textarena_adapter:TextArena",
+    "gymnasium": "mobula.actors.environments.adapters.libraries:GymnasiumEnvironment",
+    "openenv": "mobula.actors.environments.adapters.libraries:OpenEnv",
+    "program": "mobula.actors.environments.adapters.agents:Program",
+    "reasoning_gym": "mobula.actors.environments.adapters.libraries:ReasoningGym",
+    "textarena": "mobula.actors.environments.adapters.libraries:TextArena",
     "trl": "mobula.actors.environments.adapters.classes:TRLClass",
-    "verifiers": "mobula.actors.environments.adapters.agent_environment:Verifiers",
+    "verifiers": "mobula.actors.environments.adapters.agents:Verifiers",
     "vagen": "mobula.actors.environments.adapters.classes:VAGENClass",
 }
 EXTRAS: Mapping[str, str] = {  # name -> extra with the dependencies
@@ -35,7 +35,8 @@ def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
     try:
         return made_by(**options)
     except ModuleNotFoundError as error:  # a library that the constructor imports
-        raise _not_installed(name, error) from error
+        hint = f"pip install 'mobula[{EXTRAS[name]}]'" if name in EXTRAS else "put it on the PYTHONPATH"
+        raise ValueError(f"environment.name={name} needs {error.name!r}, which is not installed: {hint}") from error
 
 
 def _class_of(name: str) -> Callable[..., Environment]:
@@ -49,14 +50,4 @@ def _class_of(name: str) -> Callable[..., Environment]:
             f"environment.name={name!r} is unknown{did_you_mean(name, ENVIRONMENTS)}: use {', '.join(ENVIRONMENTS)}, "
             "or your own as module:Class or path/to/file.py:Class"
         )
-    try:
-        return load(ENVIRONMENTS[name])
-    except ValueError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError):
-            raise _not_installed(name, error.__cause__) from error
-        raise
-
-
-def _not_installed(name: str, error: ModuleNotFoundError) -> ValueError:
-    hint = f"pip install 'mobula[{EXTRAS[name]}]'" if name in EXTRAS else "put it on the PYTHONPATH"
-    return ValueError(f"environment.name={name} needs {error.name!r}, which is not installed: {hint}")
+    return load(ENVIRONMENTS[name])

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mobula.actors.environments.base import Action, EpisodeError
+from mobula.actors.environments.base import Action, EpisodeError, parse_tool_calls
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from mobula.actors.environments.rows import ENVIRONMENT
-from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.episodes import Episode, ObservationBudget
 from mobula.cluster.errors import DatasetError

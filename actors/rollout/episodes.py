@@ -20,11 +20,11 @@ from mobula.actors.environments.base import (
     Step,
     checked_rewards,
     observation_hash,
+    parse_tool_calls,
 )
 from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from mobula.actors.environments.rows import ENVIRONMENT
-from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.actors.samplers.base import EngineSettings, Sampler

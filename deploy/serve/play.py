@@ -17,9 +17,8 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from mobula.actors.environments.base import Action, EpisodeError, Message, checked_rewards
+from mobula.actors.environments.base import Action, EpisodeError, Message, checked_rewards, parse_tool_calls
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.cluster.errors import PreflightError, SkippedSample
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config

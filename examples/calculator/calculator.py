@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, Tool, encoded
-from mobula.actors.environments.tool_calls import describe_tools
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, Tool, describe_tools, encoded
 
 CALCULATOR = Tool("calculator", "Computes a sum, difference or product of whole numbers.", {"expression": "3 * 4"})
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {

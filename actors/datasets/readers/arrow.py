@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from mobula.actors.datasets.readers.base import (
 )
 from mobula.actors.datasets.rows import RowError
 from mobula.cluster.errors import DatasetError
+from mobula.cluster.files import replacing
 from mobula.configs.near_paths import may_be_hub_name, near
 
 WHOLE_BYTES = 1 << 20  # files up to this size are hashed completely
@@ -176,18 +176,10 @@ def _copied(path: Path, file: pq.ParquetFile, cache: Path) -> ArrowFile:
     copy = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
     if not copy.is_file():
         streamed = pq.ParquetFile(path, memory_map=True, buffer_size=1 << 20)
-        cache.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=cache, prefix=f".{copy.name}.", delete=False) as draft:
-            try:
-                with pa.ipc.new_file(draft, file.schema_arrow) as writer:
-                    for batch in streamed.iter_batches(batch_size=COPIED_RECORDS, use_threads=False):
-                        for start in range(0, batch.num_rows, BATCH_RECORDS):
-                            writer.write_batch(batch.slice(start, BATCH_RECORDS))
-                draft.flush()
-                os.replace(draft.name, copy)
-            except BaseException:
-                os.unlink(draft.name)
-                raise
+        with replacing(copy) as draft, pa.ipc.new_file(draft, file.schema_arrow) as writer:
+            for batch in streamed.iter_batches(batch_size=COPIED_RECORDS, use_threads=False):
+                for start in range(0, batch.num_rows, BATCH_RECORDS):
+                    writer.write_batch(batch.slice(start, BATCH_RECORDS))
     return ArrowFile(copy)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from mobula.actors.datasets.formats.base import plain
+from mobula.actors.datasets.formats.base import json_value
 from mobula.actors.datasets.readers.files import parse_object
 from mobula.actors.datasets.rows import RowError
 from mobula.actors.environments.base import (
@@ -25,9 +25,9 @@ from mobula.actors.environments.base import (
     Step,
     Tool,
     ToolCall,
+    describe_tools,
     marked_message,
 )
-from mobula.actors.environments.tool_calls import describe_tools
 from mobula.cluster.records.json_lines import read_lines
 from mobula.cluster.user_code import load
 
@@ -92,11 +92,7 @@ class TRLClass:
         self._turn = 0
         row = self._rows[seed % len(self._rows)] if self._rows else {"seed": seed}
         text, images = _content(self._environment.reset(**row))
-        parts = [
-            describe_tools(self.spec.tools) if self.spec.tools else "",
-            _prompt_of(row, self._instruction),
-            text,
-        ]
+        parts = [describe_tools(self.spec.tools) if self.spec.tools else "", _prompt_of(row, self._instruction), text]
         message = marked_message("user", "\n".join(part for part in parts if part), images)
         return Reset((message,), {key: str(row[key]) for key in ("answer", "solution") if row.get(key) is not None})
 
@@ -130,7 +126,7 @@ def _read(path: str) -> list[dict[str, Any]]:
     rows = []
     try:
         for number, line in read_lines(Path(path)):
-            rows.append(plain(parse_object(line, f"line {number}")))
+            rows.append(json_value(parse_object(line, f"line {number}")))
     except (OSError, ValueError, RowError) as error:
         raise ValueError(f"options.rows={path!r} cannot be read ({error}): give a JSONL file") from error
     if not rows:

@@ -1,4 +1,4 @@
-"""Pool of environments: in processes, on other nodes, behind servers."""
+"""Pool of environments: in processes, in Ray actors, behind servers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -28,82 +29,124 @@ from mobula.actors.environments.base import (
     checked_observation,
 )
 from mobula.actors.environments.hosts import child
-from mobula.actors.environments.hosts.ray_actor import RayEnvironment
 from mobula.actors.environments.registry import build_environment
 from mobula.actors.environments.wire import Json, action_to_json, reset_from_json, spec_from_json, step_from_json
 from mobula.cluster.errors import DeadlineError, WorkerDiedError
 from mobula.cluster.runtime.child_process import ChildProcess, RaisedError
+from mobula.cluster.runtime.ray_actors import OwnedActor
 from mobula.configs.schema.data import EnvironmentConfig
 
 T = TypeVar("T")
 
 
-class ProcessEnvironment:
-    """Implements `Environment`. A failed call kills the subprocess."""
+class HostedEnvironment:
+    """The Ray actor: forwards calls to an environment."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._environment = build_environment(name, options)
+
+    def spec(self) -> EnvironmentSpec:
+        return self._environment.spec
+
+    def reset(self, seed: int, options: Mapping[str, Any]) -> Reset:
+        return self._environment.reset(seed=seed, options=options)
+
+    def step(self, action: Action) -> Step:
+        return self._environment.step(action)
+
+    def demonstrate(self) -> str:
+        return cast("Demonstrator", self._environment).demonstrate()
+
+
+class _Hosted(ABC):
+    """Base of environments in another process: each method runs there within a time limit."""
 
     spec: EnvironmentSpec
 
-    def __init__(
-        self, name: str, options: Mapping[str, Any], *, start_timeout_s: float, reset_timeout_s: float, step_s: float
-    ) -> None:
+    def __init__(self, name: str, start: str, *, start_timeout_s: float, reset_timeout_s: float, step_s: float) -> None:
+        """`start` is the method that starts the environment."""
         self._name = name
-        self._reset_timeout_s = reset_timeout_s
-        self._step_timeout_s = step_s
-        self._child = ChildProcess()
-        self.spec = self._call(start_timeout_s, child.make, name, dict(options))
+        self._timeouts = {start: start_timeout_s, "reset": reset_timeout_s, "step": step_s, "demonstrate": step_s}
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
-        return self._call(self._reset_timeout_s, child.reset, seed, dict(options))
+        return self._called("reset", seed, dict(options))
 
     def step(self, action: Action) -> Step:
-        return self._call(self._step_timeout_s, child.step, action)
+        return self._called("step", action)
 
     def demonstrate(self) -> str:
-        return self._call(self._step_timeout_s, child.demonstrate)
+        return self._called("demonstrate")
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def _called(self, method: str, *args: Any) -> Any: ...
+
+
+class RayEnvironment(_Hosted):
+    """Implements `Environment`. A failed call kills the actor."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], *, num_cpus: float, **limits: float) -> None:
+        super().__init__(name, "spec", **limits)
+        self._actor = OwnedActor(HostedEnvironment, name, dict(options), name=f"environment {name}", num_cpus=num_cpus)
+        self.spec = self._called("spec")
+
+    def close(self) -> None:
+        self._actor.kill()
+
+    def _called(self, method: str, *args: Any) -> Any:
+        problem: Exception
+        try:
+            return self._actor.call(method, *args, timeout_s=self._timeouts[method])
+        except DeadlineError as error:
+            kind, problem = "timed_out", error
+        except WorkerDiedError as error:
+            kind, problem = "process_died", error
+        except Exception as error:  # any error of an environment fails the episode, never the run
+            kind, problem = "raised", error
+        self._actor.kill()
+        raise EpisodeError(kind, f"environment {self._name} in {method}: {type(problem).__name__}: {problem}")
+
+
+class ProcessEnvironment(_Hosted):
+    """Implements `Environment`. A failed call kills the subprocess."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], **limits: float) -> None:
+        super().__init__(name, "make", **limits)
+        self._child = ChildProcess()
+        self.spec = self._called("make", name, dict(options))
 
     def close(self) -> None:
         """Kills the subprocess and its children, and reaps it."""
         self._child.close()
 
-    def _call(self, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
+    def _called(self, method: str, *args: Any) -> Any:
+        timeout_s, name = self._timeouts[method], self._name
         try:
-            return self._child.call(timeout_s, function, *args)
+            return self._child.call(timeout_s, getattr(child, method), *args)
         except BaseException as error:
             self.close()  # the state of the environment is unknown
-            call, name = function.__name__, self._name
             if isinstance(error, DeadlineError):
-                raise EpisodeError("timed_out", f"waited {timeout_s:g} s for {call} of environment {name}") from error
+                raise EpisodeError("timed_out", f"waited {timeout_s:g} s for {method} of environment {name}") from error
             if isinstance(error, WorkerDiedError):
-                raise EpisodeError("process_died", f"environment {name} in {call}: {error}") from error
+                raise EpisodeError("process_died", f"environment {name} in {method}: {error}") from error
             if isinstance(error, EpisodeError | RaisedError):
                 kind = error.kind if isinstance(error, EpisodeError) else "raised"
-                raise EpisodeError(kind, f"environment {name} raised in {call}: {error}") from error
+                raise EpisodeError(kind, f"environment {name} raised in {method}: {error}") from error
             raise
 
 
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # delay between attempts: random up to PAUSE_S, doubled up to MAX_PAUSE_S
-
-
 QUOTED_CHARS = 300
 
 
-class RemoteEnvironment:
+class RemoteEnvironment(_Hosted):
     """One session on the server. A call without a reply is retried until the timeout, under the same number."""
 
-    spec: EnvironmentSpec
-
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        *,
-        token_env: str,
-        start_timeout_s: float,
-        reset_timeout_s: float,
-        step_s: float,
-    ) -> None:
+    def __init__(self, name: str, url: str, *, token_env: str, **limits: float) -> None:
+        super().__init__(name, "start", **limits)
         self._url = url.rstrip("/")
-        self._timeouts = {"start": start_timeout_s, "reset": reset_timeout_s, "step": step_s, "demonstrate": step_s}
         self._client = httpx.Client(headers=_headers(token_env), trust_env=False)
         self._call = 0
         try:
@@ -132,7 +175,8 @@ class RemoteEnvironment:
             """The server ends sessions without calls."""
         self._client.close()
 
-    def _called(self, method: str, given: Json) -> Any:
+    def _called(self, method: str, *args: Any) -> Any:
+        [given] = args
         self._call += 1
         return self._post(method, f"{self._session}/{method}", {"call": self._call, **given})["result"]
 

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import WSMsgType, web
 from PIL import Image
 
-from mobula.actors.environments.adapters.openenv import OpenEnv
+from mobula.actors.environments.adapters.libraries import OpenEnv
 from mobula.actors.environments.base import (
     ROLES_OF_RESET,
     ROLES_OF_STEP,

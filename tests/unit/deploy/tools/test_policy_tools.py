@@ -16,7 +16,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from mobula.actors.environments.base import encoded
-from mobula.actors.environments.programs.verifiers_process import VerifiersProcess
+from mobula.actors.environments.programs.processes import VerifiersProcess
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.configs.load import load_config

@@ -13,17 +13,9 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, SuppressTokensLogitsProcessor
 from transformers.generation import LogitsProcessorList
 
-from mobula.actors.samplers.adapters import ServedAdapter, ServedAdapters
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.in_process import (
-    GroupProgress,
-    InProcessSampler,
-    StopStrings,
-    continued,
-    first_token_settings,
-    opened,
-    settings_to_continue,
-)
+from mobula.actors.samplers.in_process import GroupProgress, InProcessSampler, Part
+from mobula.actors.samplers.served import ServedAdapter, ServedAdapters
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence, TokenChunk
@@ -56,25 +48,17 @@ class HuggingFaceSampler(InProcessSampler):
         self._take_parameters()
 
     async def sample(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        emit: Emit,
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, attempt: Attempt, emit: Emit
     ) -> list[SampledSequence]:
         loop = asyncio.get_running_loop()
 
         def emit_here(chunks: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
             loop.call_soon_threadsafe(emit, chunks, siblings)
 
-        chunk_tokens = self._settings.chunk_tokens
-        stop_strings = StopStrings(self._settings.model, settings.stop_strings, self._settings.hidden_ids)
-        progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit_here, stop_strings)
+        progress = GroupProgress.of(self._settings, prompt, settings, attempt, emit_here)
         with self._adapters.used(settings.adapter) as adapter:
             async with self._serving(settings.min_version):
-                sample = partial(self._sample, prompt, media, settings, attempt, progress, adapter)
-                await _on_thread(sample, progress)
+                await _on_thread(partial(self._sample, media, progress, adapter), progress)
         num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
         self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
         return progress.finished()
@@ -97,57 +81,23 @@ class HuggingFaceSampler(InProcessSampler):
             async with self._turn:
                 return await asyncio.to_thread(self._scores, prompt, media, used, num_top)
 
-    def _sample(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        progress: GroupProgress,
-        adapter: ServedAdapter | None,
-    ) -> None:
+    def _sample(self, media: Sequence[ProcessedMedia], progress: GroupProgress, adapter: ServedAdapter | None) -> None:
         self._choose(adapter)
-        if settings.first_token_temperature > 0:
-            self._begin(prompt, media, settings, progress)
-        elif not attempt.siblings:
-            self._generate(prompt, media, settings, range(settings.num_samples), progress)
-        for sibling in progress.unfinished():
-            so_far = progress.siblings[sibling]
-            rest = settings_to_continue(settings, sibling, so_far)
-            self._generate(continued(prompt, so_far), media, rest, [sibling], progress)
-
-    def _begin(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        progress: GroupProgress,
-    ) -> None:
-        """Samples the first token of each empty sibling, with the temperature of first tokens."""
-        empty = progress.empty()
-        if not empty:
-            return
-        first, begun = first_token_settings(settings, len(empty)), progress.aside(len(empty))
-        self._generate(prompt, media, first, range(len(empty)), begun)
-        for sibling, token in zip(empty, begun.finished(), strict=True):
-            progress.add(sibling, opened(token, settings))
+        if (opening := progress.opening()) is not None:
+            self._generate(opening, media, progress)
+        for part in progress.parts():
+            self._generate(part, media, progress)
 
     @torch.no_grad()
-    def _generate(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        siblings: Sequence[int],
-        progress: GroupProgress,
-    ) -> None:
+    def _generate(self, part: Part, media: Sequence[ProcessedMedia], progress: GroupProgress) -> None:
         """Samples siblings as one batch, and updates `progress`."""
+        settings = part.settings
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
-        reader = _Reader(self._settings, prompt.num_tokens, settings, siblings, self._served.number, progress)
+        reader = _Reader(self._settings, part, self._served.number, progress)
         output = self._model.generate(  # type: ignore[operator]  # from a mixin of the subclasses
-            **self._model_inputs(prompt, media, settings.num_samples),
+            **self._model_inputs(part.prompt, media, settings.num_samples),
             do_sample=not is_greedy,
             temperature=None if is_greedy else settings.temperature,
             top_k=0 if is_greedy else settings.top_k,
@@ -235,19 +185,11 @@ class _Reader(StoppingCriteria):
     Reports every `chunk_tokens` steps, or every step if stop strings may end a response.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        num_prompt_tokens: int,
-        sampling: SamplingSettings,
-        siblings: Sequence[int],
-        version: int,
-        progress: GroupProgress,
-    ) -> None:
+    def __init__(self, settings: EngineSettings, part: Part, version: int, progress: GroupProgress) -> None:
         self._settings = settings
-        self._num_prompt_tokens = num_prompt_tokens
-        self._sampling = sampling
-        self._siblings = siblings  # by row
+        self._num_prompt_tokens = part.prompt.num_tokens
+        self._sampling = part.settings
+        self._siblings = part.siblings  # by row
         self._version = version
         self._progress = progress
         self._num_read = 0

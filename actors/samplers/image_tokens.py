@@ -73,12 +73,7 @@ class ImageSampler(InProcessSampler):
         self._waiting: list[ImageRequest] = []
 
     async def sample(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        emit: Emit,
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, attempt: Attempt, emit: Emit
     ) -> list[SampledSequence]:
         request = ImageRequest(prompt, media, settings)
         self._waiting.append(request)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from mobula.actors.processors.text.chat_template import decode_response
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.settings import ServedVersion
+from mobula.actors.samplers.served import ServedVersion
 from mobula.cluster.errors import RolloutError, WeightSyncError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import ProcessedMedia
@@ -73,8 +73,18 @@ def _tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
 
+@dataclass(frozen=True)
+class Part:
+    """One request of an attempt: `settings.num_samples` siblings that continue `prompt`; `name` is unique."""
+
+    prompt: Prompt
+    settings: SamplingSettings
+    siblings: Sequence[int]
+    name: str
+
+
 class GroupProgress:
-    """Collects tokens of siblings and reports them in chunks.
+    """Divides a group into requests, collects the tokens of its siblings, and reports them in chunks.
 
     When a sibling has `chunk_tokens` unreported tokens, the chunks of all siblings are reported together: one report
     per chunk, and a sibling loses at most `chunk_tokens - 1` tokens with its actor. The finished group is returned, not
@@ -82,36 +92,63 @@ class GroupProgress:
     """
 
     def __init__(
-        self, attempt: Attempt, num_samples: int, chunk_tokens: int, emit: Emit, stop_strings: StopStrings
+        self,
+        prompt: Prompt,
+        settings: SamplingSettings,
+        attempt: Attempt,
+        emit: Emit,
+        *,
+        chunk_tokens: int,
+        stop_strings: StopStrings,
     ) -> None:
-        self.siblings: list[SampledSequence] = list(attempt.siblings) or [NOTHING] * num_samples
+        self.siblings: list[SampledSequence] = list(attempt.siblings) or [NOTHING] * settings.num_samples
         self.is_cancelled = False
+        self._prompt = prompt
+        self._settings = settings
+        self._is_new = not attempt.siblings
         self._request_id = attempt.request_id
-        self._chunk_tokens = chunk_tokens
         self._emit = emit
+        self._chunk_tokens = chunk_tokens
         self._stop_strings = stop_strings
         self._reported = list(self.siblings)
+
+    @classmethod
+    def of(
+        cls, engine: EngineSettings, prompt: Prompt, settings: SamplingSettings, attempt: Attempt, emit: Emit
+    ) -> GroupProgress:
+        """The progress of a group on an engine."""
+        stop_strings = StopStrings(engine.model, settings.stop_strings, engine.hidden_ids)
+        return cls(prompt, settings, attempt, emit, chunk_tokens=engine.chunk_tokens, stop_strings=stop_strings)
+
+    def opening(self) -> Part | None:
+        """The request for the first tokens of empty siblings, if those have a temperature of their own (FIRE)."""
+        empty = self._empty()
+        if not (self._has_opening and empty):
+            return None
+        temperature = self._settings.first_token_temperature
+        own = replace(self._settings, num_samples=len(empty), temperature=temperature, max_tokens=1)
+        return Part(self._prompt, own, empty, f"{self._request_id}#first")
+
+    def parts(self) -> list[Part]:
+        """The requests after the opening: one for a new group, else one for each unfinished sibling."""
+        if self._is_new and not self._has_opening:
+            return [Part(self._prompt, self._settings, range(len(self.siblings)), self._request_id)]
+        if self._has_opening and (empty := self._empty()):
+            raise RolloutError(f"the engine ended request {self._request_id} without a first token of siblings {empty}")
+        return [self._rest(sibling) for sibling in self.unfinished()]
 
     def add(self, sibling: int, piece: SampledSequence) -> None:
         """Appends `piece` to `sibling`, without tokens after a stop string."""
         known = self.siblings[sibling]
+        is_first = self._has_opening and known.num_tokens == 0
+        if is_first and piece.finish_reason is FinishReason.LENGTH and self._settings.max_tokens > 1:
+            piece = replace(piece, finish_reason=None)  # the limit of the opening
         if not (known.is_finished and self._stop_strings.are_on):
             self.siblings[sibling] = self._stop_strings.cut(known.followed_by(piece))
 
     def unfinished(self) -> list[int]:
         """Returns the indices of siblings that have not ended."""
         return [index for index, sibling in enumerate(self.siblings) if not sibling.is_finished]
-
-    def empty(self) -> list[int]:
-        """Returns the indices of siblings without tokens."""
-        return [index for index, sibling in enumerate(self.siblings) if sibling.num_tokens == 0]
-
-    def aside(self, num_samples: int) -> GroupProgress:
-        """Returns a progress of `num_samples` siblings without reports."""
-        nothing = Attempt(self._request_id)
-        return GroupProgress(
-            nothing, num_samples, self._chunk_tokens, lambda chunks, siblings: None, self._stop_strings
-        )
 
     def report(self) -> None:
         """Emits the new chunks of all siblings if a sibling has a full chunk."""
@@ -128,6 +165,27 @@ class GroupProgress:
             raise RolloutError(f"the engine ended request {self._request_id} without an end of siblings {unfinished}")
         return self.siblings
 
+    @property
+    def _has_opening(self) -> bool:
+        return self._settings.first_token_temperature > 0
+
+    def _empty(self) -> list[int]:
+        return [index for index, sibling in enumerate(self.siblings) if sibling.num_tokens == 0]
+
+    def _rest(self, sibling: int) -> Part:
+        """The request that samples a sibling from its last token on.
+
+        An engine cannot resume a random generator, so the rest is a new draw from the same distribution. The seed
+        depends on the position: the original seed would repeat the random numbers of the first tokens. Greedy decoding
+        continues exactly.
+        """
+        so_far, settings = self.siblings[sibling], self._settings
+        assert isinstance(so_far.actions, TokenActions)
+        ids = np.concatenate([self._prompt.expanded_ids, so_far.actions.token_ids])  # positions of media are unchanged
+        seed = derived_seed(settings.seed, f"{sibling}/{so_far.num_tokens}")
+        rest = replace(settings, num_samples=1, max_tokens=settings.max_tokens - so_far.num_tokens, seed=seed)
+        return Part(replace(self._prompt, expanded_ids=ids), rest, [sibling], f"{self._request_id}#{sibling}")
+
     def _pairs(self) -> Iterator[tuple[SampledSequence, SampledSequence]]:
         """Yields (current, last reported) of each sibling."""
         return zip(self.siblings, self._reported, strict=True)
@@ -136,34 +194,6 @@ class GroupProgress:
         for index, (sibling, reported) in enumerate(self._pairs()):
             if sibling is not reported:
                 yield TokenChunk(self._request_id, index, reported.num_tokens, sibling.since(reported.num_tokens))
-
-
-def first_token_settings(settings: SamplingSettings, num_samples: int) -> SamplingSettings:
-    """Returns the settings for first tokens of `num_samples` siblings, with their separate temperature (FIRE)."""
-    return replace(settings, num_samples=num_samples, temperature=settings.first_token_temperature, max_tokens=1)
-
-
-def opened(first: SampledSequence, settings: SamplingSettings) -> SampledSequence:
-    """Converts a separately sampled first token to the start of a response; an EOS ends the response."""
-    goes_on = first.finish_reason is FinishReason.LENGTH and settings.max_tokens > 1
-    return replace(first, finish_reason=None) if goes_on else first
-
-
-def continued(prompt: Prompt, so_far: SampledSequence) -> Prompt:
-    """Appends the first tokens of a response to a prompt; positions of media are unchanged."""
-    assert isinstance(so_far.actions, TokenActions)
-    return replace(prompt, expanded_ids=np.concatenate([prompt.expanded_ids, so_far.actions.token_ids]))
-
-
-def settings_to_continue(settings: SamplingSettings, sibling: int, so_far: SampledSequence) -> SamplingSettings:
-    """Returns the settings that sample one sibling from `so_far` on.
-
-    An engine cannot resume a random generator, so the rest is a new draw from the same distribution. The seed depends
-    on the position: the original seed would repeat the random numbers of the first tokens. Greedy decoding continues
-    exactly.
-    """
-    seed = derived_seed(settings.seed, f"{sibling}/{so_far.num_tokens}")
-    return replace(settings, num_samples=1, max_tokens=settings.max_tokens - so_far.num_tokens, seed=seed)
 
 
 class InProcessSampler(ABC):

@@ -15,7 +15,7 @@ ENTRIES = (
     "learner.learner",
     "learner.backends.sharded",
     "actors.samplers.huggingface",
-    "actors.samplers.settings",
+    "actors.samplers.base",
     "actors.processors.chat",
     "configs.load",
 )

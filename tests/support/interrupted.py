@@ -54,7 +54,9 @@ class KnownSampler:
         attempt: Attempt,
         emit: Emit,
     ) -> list[SampledSequence]:
-        progress = GroupProgress(attempt, settings.num_samples, self._chunk_tokens, emit, StopStrings("", ()))
+        progress = GroupProgress(
+            prompt, settings, attempt, emit, chunk_tokens=self._chunk_tokens, stop_strings=StopStrings("", ())
+        )
         step = 0
         while unfinished := progress.unfinished():
             await self._before_step(step)

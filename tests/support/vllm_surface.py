@@ -27,8 +27,9 @@ CLIENT = "vllm.v1.engine.core_client.AsyncMPClient"
 OBJECTS = {
     "actors/samplers/vllm/sampler.py": {"self._engine": ASYNC_LLM, "self._engine.engine_core": CLIENT},
     "actors/samplers/vllm/arguments.py": {"processor": PROCESSOR},
-    "actors/samplers/vllm/patches/engine.py": {"engine": ASYNC_LLM, "core.resources": RESOURCES},
-    "actors/samplers/vllm/patches/inproc.py": {
+    "actors/samplers/vllm/patches.py": {
+        "engine": ASYNC_LLM,
+        "core.resources": RESOURCES,
         "self._core": CORE,
         "self.scheduler": SCHEDULER,
         "scheduler": SCHEDULER,

@@ -68,17 +68,9 @@ class LoadLogger(StatLoggerBase):
 # `engine_args` names.
 
 WEIGHT_TRANSFER = "mobula"  # name of our transport in vLLM's registry
-
-
 LOGITS = {"cuda": {"head_dtype": "float32"}}  # like the learner; on CPU in the dtype of the model
-
-
 LOAD_FORMAT = "mobula"  # name of our loader in vLLM's registry
-
-
 MAX_TEMPERATURE = 2.0  # limit of the SamplingParams constructor; samplers have no limit
-
-
 SPARE_LOGPROBS = 16  # beyond top_k: tokens with the logit of the k-th are also kept
 
 

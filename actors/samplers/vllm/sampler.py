@@ -29,24 +29,17 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from mobula.actors.samplers.adapters import ServedAdapters
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.in_process import (
-    GroupProgress,
-    StopStrings,
-    continued,
-    first_token_settings,
-    opened,
-    settings_to_continue,
-)
-from mobula.actors.samplers.settings import RunningRequests, ServedVersion
+from mobula.actors.samplers.in_process import GroupProgress, Part
+from mobula.actors.samplers.served import RunningRequests, ServedAdapters, ServedVersion
 from mobula.actors.samplers.vllm.arguments import LoadLogger, OutputReader, engine_args, prompt_scores, sampling_params
-from mobula.actors.samplers.vllm.patches.engine import (
+from mobula.actors.samplers.vllm.patches import (
+    InProcessClient,
     core_failure,
     engine_in_its_own_process,
+    in_process_engine,
     keep_sampled_logprobs_alone,
 )
-from mobula.actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
 from mobula.actors.samplers.vllm.weights import load_adapter, lora_request
 from mobula.cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
 from mobula.cluster.failures import Failure
@@ -128,26 +121,14 @@ class VLLMSampler:
         return core.coming() if isinstance(core, InProcessClient) else nullcontext()
 
     async def sample(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        emit: Emit,
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, attempt: Attempt, emit: Emit
     ) -> list[SampledSequence]:
         if self._is_asleep:
             raise RolloutError(f"prompt {prompt.prompt_id} was asked of an engine that sleeps: its weights may be dead")
-        chunk_tokens = self._settings.chunk_tokens
-        stop_strings = StopStrings(self._settings.model, settings.stop_strings, self._settings.hidden_ids)
-        progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit, stop_strings)
-        has_first = settings.first_token_temperature > 0
-        if has_first:
-            await self._begin(prompt, media, settings, attempt, progress)
-        if attempt.siblings or has_first:
-            parts = (self._continue(n, prompt, media, settings, attempt, progress) for n in progress.unfinished())
-            await run_all(*parts)
-        else:
-            await self._sample(prompt, media, settings, attempt.request_id, 0, progress)
+        progress = GroupProgress.of(self._settings, prompt, settings, attempt, emit)
+        if (opening := progress.opening()) is not None:
+            await self._sample(opening, media, progress)
+        await run_all(*(self._sample(part, media, progress) for part in progress.parts()))
         return progress.finished()
 
     async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
@@ -168,8 +149,13 @@ class VLLMSampler:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._generate(prompt, media, params, f"probe-{uuid.uuid4().hex}", adapter)
-        return prompt_scores(output, num_top)
+        final, inputs, name = None, self._engine_input(prompt, media), f"probe-{uuid.uuid4().hex}"
+        with self._failing(f"prompt {prompt.prompt_id}"), self._adapters.used(adapter) as used:
+            async for output in self._engine.generate(inputs, params, name, lora_request=lora_request(used)):
+                final = output
+        if final is None:
+            raise RolloutError(f"the engine ended prompt {prompt.prompt_id} without an output")
+        return prompt_scores(final, num_top)
 
     async def serve(self, adapter: str, folder: Path) -> None:
         if self._adapters.has(adapter, folder):
@@ -281,8 +267,7 @@ class VLLMSampler:
         self._served.set(version)
         # The core runs calls in order; separate awaits would add a round trip per call.
         await asyncio.gather(
-            self._engine.start_weight_update(),
-            self._engine.update_weights(WeightTransferUpdateRequest(update)),
+            self._engine.start_weight_update(), self._engine.update_weights(WeightTransferUpdateRequest(update))
         )
         await asyncio.gather(
             self._engine.finish_weight_update(weight_version=str(version)),
@@ -304,76 +289,22 @@ class VLLMSampler:
             return None
         return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
 
-    async def _begin(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        progress: GroupProgress,
-    ) -> None:
-        """Samples the missing first tokens of siblings in one request, with the temperature of first tokens."""
-        empty = progress.empty()
-        if not empty:
-            return
-        first, begun = first_token_settings(settings, len(empty)), progress.aside(len(empty))
-        await self._sample(prompt, media, first, f"{attempt.request_id}#first", 0, begun)
-        for sibling, token in zip(empty, begun.finished(), strict=True):
-            progress.add(sibling, opened(token, settings))
-
-    async def _continue(
-        self,
-        sibling: int,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        progress: GroupProgress,
-    ) -> None:
-        """Continues one sibling in a separate request."""
-        so_far = progress.siblings[sibling]
-        rest = settings_to_continue(settings, sibling, so_far)
-        await self._sample(continued(prompt, so_far), media, rest, f"{attempt.request_id}#{sibling}", sibling, progress)
-
-    async def _sample(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        request_id: str,
-        first: int,
-        progress: GroupProgress,
-    ) -> None:
-        """Samples `settings.num_samples` siblings, starting with `first`, in one request."""
+    async def _sample(self, part: Part, media: Sequence[ProcessedMedia], progress: GroupProgress) -> None:
+        """Samples the siblings of one request."""
+        settings = part.settings
         params = sampling_params(self._settings, settings)
-        reader = OutputReader(self._engine, request_id, keeps_sets=settings.keeps_sets)
-        with self._failing(f"prompt {prompt.prompt_id}"):
+        reader = OutputReader(self._engine, part.name, keeps_sets=settings.keeps_sets)
+        with self._failing(f"prompt {part.prompt.prompt_id}"):
             await self._served.reach(settings.min_version)
-            inputs = self._engine_input(prompt, media)
+            inputs = self._engine_input(part.prompt, media)
             with self._in_flight.one_more(), self._adapters.used(settings.adapter) as adapter:
                 async for output in self._engine.generate(
-                    inputs, params, request_id, lora_request=lora_request(adapter), priority=settings.priority
+                    inputs, params, part.name, lora_request=lora_request(adapter), priority=settings.priority
                 ):
                     for index, piece in reader.read(output):
-                        progress.add(first + index, piece)
+                        progress.add(part.siblings[index], piece)
                         self._num_tokens += piece.num_tokens
                     progress.report()
-
-    async def _generate(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        params: SamplingParams,
-        request_id: str,
-        adapter: str | None,
-    ) -> Any:
-        final, inputs = None, self._engine_input(prompt, media)
-        with self._failing(f"prompt {prompt.prompt_id}"), self._adapters.used(adapter) as used:
-            async for output in self._engine.generate(inputs, params, request_id, lora_request=lora_request(used)):
-                final = output
-        if final is None:
-            raise RolloutError(f"the engine ended prompt {prompt.prompt_id} without an output")
-        return final
 
     def _engine_input(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> Any:
         ids = prompt.expanded_ids.tolist()

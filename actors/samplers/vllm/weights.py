@@ -26,9 +26,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from mobula.actors.samplers.adapters import ServedAdapter
+from mobula.actors.samplers.served import ServedAdapter
 from mobula.actors.samplers.vllm.arguments import LOAD_FORMAT, WEIGHT_TRANSFER
-from mobula.actors.samplers.vllm.patches.engine import adapt_rows_of_each_adapter, seed_by_position
+from mobula.actors.samplers.vllm.patches import adapt_rows_of_each_adapter, seed_by_position
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.changes import Base
 from mobula.cluster.weight_sync.manifest import Manifest
@@ -76,10 +76,9 @@ async def load_adapter(engine: AsyncLLM, adapter: ServedAdapter) -> None:
 #
 # vLLM has no transport for CPU, and `load_weights` alone has no effect on CPU because linear layers pack their weights
 # after loading. A push therefore uses vLLM's layer-wise reload, which rebuilds and processes every layer from tensors
-# in
-# checkpoint format. vLLM imports this module in every worker, because `worker_extension_cls` names `WorkerExtension`;
-# the
-# import registers engine and loader, and applies `patches.seeds` and `patches.adapters`.
+# in checkpoint format. vLLM imports this module in every worker, because `worker_extension_cls` names
+# `WorkerExtension`; the import registers engine and loader, and applies `seed_by_position` and
+# `adapt_rows_of_each_adapter`.
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -336,9 +335,5 @@ def _forget_incomplete_layers(model: torch.nn.Module) -> None:
 
 
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)
-
-
 seed_by_position()
-
-
 adapt_rows_of_each_adapter()

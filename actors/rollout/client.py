@@ -63,7 +63,7 @@ class RolloutClient:
         self._stop_s = stop_s
 
     async def start(self) -> None:
-        await answer(self._handle.start.remote(), timeout_s=self._start_s, what=f"{self.name} to load its engine")
+        await self._answer(self._handle.start.remote(), "load its engine", self._start_s)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         """Returns a reference to the group, owned by the caller so that it outlives the actor, and the report.
@@ -88,32 +88,30 @@ class RolloutClient:
 
     async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores:
         """Scores a prompt with served weights. Raises: ValueError: the adapter is not served."""
-        what = f"{self.name} to score prompt {prompt.prompt_id}"
         call = self._handle.score_prompt.remote(prompt, adapter, num_top)
-        return await answer(call, timeout_s=self._rollout_s, what=what)
+        return await self._answer(call, f"score prompt {prompt.prompt_id}", self._rollout_s)
 
     async def serve(self, adapter: str, folder: Path) -> None:
         """Loads an adapter. Raises: ValueError: the engine cannot serve it."""
-        await self._sync(self._handle.serve.remote(adapter, folder), f"load adapter {adapter}")
+        await self._answer(self._handle.serve.remote(adapter, folder), f"load adapter {adapter}")
 
     async def withdraw(self, adapter: str) -> None:
         """Unloads an adapter after its running requests. Raises: ValueError: it is not served."""
-        what = f"{self.name} to withdraw adapter {adapter}"
-        await answer(self._handle.withdraw.remote(adapter), timeout_s=self._rollout_s, what=what)
+        await self._answer(self._handle.withdraw.remote(adapter), f"withdraw adapter {adapter}", self._rollout_s)
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
-        return await self._sync(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
+        return await self._answer(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
 
     async def check_manifest(self, manifest: Manifest) -> None:
-        await self._sync(self._handle.check_manifest.remote(manifest), "check the manifest")
+        await self._answer(self._handle.check_manifest.remote(manifest), "check the manifest")
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        await self._sync(self._handle.join_transfer.remote(rendezvous, rank), "join the transfer group")
+        await self._answer(self._handle.join_transfer.remote(rendezvous, rank), "join the transfer group")
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         call = self._handle.receive_weights.remote(manifest, bucket_bytes, version)
         try:
-            self._version = await self._sync(call, f"receive version {version}")
+            self._version = await self._answer(call, f"receive version {version}")
         finally:  # after a failed push, too, prompts stop waiting for it
             for timeout in self._held:
                 timeout.renew()
@@ -122,24 +120,22 @@ class RolloutClient:
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
         call = self._handle.load_weights.remote(manifest, bucket_bytes, buckets, version)
-        await self._sync(call, f"load version {version}")
+        await self._answer(call, f"load version {version}")
         self._version = version
 
     async def is_alive(self) -> Vitals:
         """Returns the resource usage of the process, also while it computes."""
-        what = f"{self.name} to answer that it is alive"
-        return await answer(self._handle.is_alive.remote(), timeout_s=self._sign_s, what=what)
+        return await self._answer(self._handle.is_alive.remote(), "answer that it is alive", self._sign_s)
 
     async def probe(self) -> None:
         """Samples one token with the engine."""
-        what = f"{self.name} to sample one token"
-        await answer(self._handle.probe.remote(), timeout_s=self._probe_s, what=what)
+        await self._answer(self._handle.probe.remote(), "sample one token", self._probe_s)
 
     async def sleep(self) -> None:
-        await self._sync(self._handle.sleep.remote(), "go to sleep")
+        await self._answer(self._handle.sleep.remote(), "go to sleep")
 
     async def wake_up(self, tag: str) -> None:
-        await self._sync(self._handle.wake_up.remote(tag), f"wake up ({tag})")
+        await self._answer(self._handle.wake_up.remote(tag), f"wake up ({tag})")
 
     async def close(self) -> None:
         """Ends the process, in any state."""
@@ -147,7 +143,7 @@ class RolloutClient:
         await stop(self._handle, timeout_s=self._stop_s, what=self.name)
 
     async def weight_version(self) -> int:
-        self._version = await self._sync(self._handle.ping.remote(), "name its weight version")
+        self._version = await self._answer(self._handle.ping.remote(), "name its weight version")
         return self._version
 
     def _timeout(self, min_version: int) -> RenewableTimeout:
@@ -157,8 +153,10 @@ class RolloutClient:
             self._held.append(timeout)
         return timeout
 
-    async def _sync(self, reference: Any, what: str) -> Any:
-        return await answer(reference, timeout_s=self._sync_s, what=f"{self.name} to {what}")
+    async def _answer(self, reference: Any, what: str, timeout_s: float | None = None) -> Any:
+        """Waits for the reply to a call; without `timeout_s` as long as for a part of a weight sync."""
+        seconds = self._sync_s if timeout_s is None else timeout_s
+        return await answer(reference, timeout_s=seconds, what=f"{self.name} to {what}")
 
 
 @dataclass(frozen=True)

@@ -315,10 +315,7 @@ class EpisodeRunner:
     async def _run(
         self, episode: Episode, session: EnvironmentSession, request: _Request, turns: _TurnReport, name: str
     ) -> None:
-        """Replays the turns of an earlier attempt, then samples further turns.
-
-        Raises: EpisodeError: the environment failed.
-        """
+        """Replays the turns of an earlier attempt, then samples further turns; an `EpisodeError` ends the episode."""
         task = request.prompt.metadata[ENVIRONMENT]
         start = await session.reset(task["seed"], task["options"])
         if observation_hash(start.observation) != task["hash"]:

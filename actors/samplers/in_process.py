@@ -173,12 +173,10 @@ class GroupProgress:
         return [index for index, sibling in enumerate(self.siblings) if sibling.num_tokens == 0]
 
     def _rest(self, sibling: int) -> Part:
-        """The request that samples a sibling from its last token on.
-
-        An engine cannot resume a random generator, so the rest is a new draw from the same distribution. The seed
-        depends on the position: the original seed would repeat the random numbers of the first tokens. Greedy decoding
-        continues exactly.
-        """
+        """The request that samples a sibling from its last token on."""
+        # An engine cannot resume a random generator, so the rest is a new draw from the same distribution. The seed
+        # depends on the position: the original seed would repeat the random numbers of the first tokens. Greedy
+        # decoding continues exactly.
         so_far, settings = self.siblings[sibling], self._settings
         assert isinstance(so_far.actions, TokenActions)
         ids = np.concatenate([self._prompt.expanded_ids, so_far.actions.token_ids])  # positions of media are unchanged

@@ -117,10 +117,8 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
 
 
 def _memory_share(settings: EngineSettings) -> float:
-    """Returns the share of a GPU that must be free at engine start (`vllm.v1.worker.utils.request_memory`).
-
-    vLLM requires it for any size of the KV cache. Its default, 0.92, fails if a learner shares the GPU.
-    """
+    """Returns the share of a GPU that must be free at engine start (`vllm.v1.worker.utils.request_memory`)."""
+    # vLLM requires it for any size of the KV cache. Its default, 0.92, fails if a learner shares the GPU.
     if settings.device == "cpu" or not (settings.memory_fraction or settings.memory_bytes):
         return AsyncEngineArgs.gpu_memory_utilization
     share = settings.memory_fraction or settings.memory_bytes / current_platform.get_device_total_memory()
@@ -194,12 +192,10 @@ class OutputReader:
         return SampledSequence(TokenActions(token_ids, kept), logprobs, tuple(spans), reason)
 
     def _logprobs(self, steps: SampleLogprobs | None) -> tuple[np.ndarray, KeptSets | None]:
-        """Returns float32 [T] of the sampled tokens, and the kept sets if requested.
-
-        For each step vLLM gives the sampled token, then the requested tokens by decreasing log-prob; tokens that are
-        not kept have the log-prob -inf.
-        """
-        if not isinstance(steps, FlatLogprobs):  # floats, from `patches.logprobs`
+        """Returns float32 [T] of the sampled tokens, and the kept sets if requested."""
+        # For each step vLLM gives the sampled token, then the requested tokens by decreasing log-prob; tokens that are
+        # not kept have the log-prob -inf.
+        if not isinstance(steps, FlatLogprobs):  # floats, from `patches.SampledLogprobs`
             return np.asarray(steps or [], dtype=np.float32), None
         num_steps = len(steps)
         values = np.array(steps.logprobs, dtype=np.float32).reshape(num_steps, -1 if num_steps else 1)
@@ -215,11 +211,9 @@ class OutputReader:
         return values[:, 0], KeptSets(is_kept.sum(axis=1, dtype=np.int32), ids[is_kept])
 
     def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
-        """Returns the versions of at least the first `end` tokens of a sibling in this request.
-
-        vLLM returns versions at the end of a response. Until then they are read from the request state in vLLM,
-        which may be ahead of the tokens read here.
-        """
+        """Returns the versions of at least the first `end` tokens of a sibling in this request."""
+        # vLLM returns versions at the end of a response. Until then they are read from the request state in vLLM, which
+        # may be ahead of the tokens read here.
         if completion.weight_versions is not None:
             return [WeightSpan(int(span.version), span.start, span.end) for span in completion.weight_versions]
         starts = self._state(completion.index).weight_version_starts

@@ -398,11 +398,9 @@ class ThreadedCore(EngineCoreProc):
         EngineCore.__init__(self, config, executor, log_stats, self._executor_failed)
 
     def _process_input_queue(self) -> None:
-        """Takes requests until there is work; an idle engine waits for the end of a burst.
-
-        A step costs almost the same for few and for many sequences, and requests are not read during a step. Without
-        the wait the burst would be spread over many small steps. A full step starts at once.
-        """
+        """Takes requests until there is work; an idle engine waits for the end of a burst."""
+        # A step costs almost the same for few and for many sequences, and requests are not read during a step. Without
+        # the wait the burst would be spread over many small steps. A full step starts at once.
         was_idle = not self.has_work()
         super()._process_input_queue()  # type: ignore[no-untyped-call]  # vLLM's
         if was_idle and self.has_work():

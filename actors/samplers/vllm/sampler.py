@@ -250,13 +250,11 @@ class VLLMSampler:
         return wire | {"takes_all": takes_all} | extra
 
     async def _replace_weights(self, update: dict[str, Any], version: int) -> int:
-        """Pauses, reloads, sets the version, drops every cache of the old weights and resumes. Returns the version.
-
-        `clear_cache` preempts running requests, so that their KV is computed again; otherwise they keep it and do not
-        share it with later requests (`_cache_salt`). Images are always embedded again. Requests that arrive during the
-        pause wait in the engine for the new weights. After a failed reload the engine stays paused: the weights are
-        partly old and partly new.
-        """
+        """Pauses, reloads, sets the version, drops every cache of the old weights and resumes. Returns the version."""
+        # `clear_cache` preempts running requests, so that their KV is computed again; otherwise they keep it and do not
+        # share it with later requests (`_cache_salt`). Images are always embedded again. Requests that arrive during
+        # the pause wait in the engine for the new weights. After a failed reload the engine stays paused: the weights
+        # are partly old and partly new.
         self._is_replacing = True
         self._load.expect_push()
         await self._engine.engine_core.pause_scheduler_async(
@@ -280,11 +278,9 @@ class VLLMSampler:
         return named
 
     def _cache_salt(self) -> str | None:
-        """Returns a salt; requests with equal salts share the KV of equal prefixes.
-
-        If pushes keep KV, only requests between the same two pushes share it. The weights of a request during a push
-        are unknown, so it shares no KV.
-        """
+        """Returns a salt; requests with equal salts share the KV of equal prefixes."""
+        # If pushes keep KV, only requests between the same two pushes share it. The weights of a request during a push
+        # are unknown, so it shares no KV.
         if not self._settings.keeps_kv_cache:
             return None
         return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
@@ -358,11 +354,9 @@ class VLLMSampler:
         return PlaceholderRange(span.start, span.end - span.start, None if is_embed.all() else is_embed)
 
     def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray | list[np.ndarray]]) -> Any:
-        """Returns vLLM's split of the tensors of a prompt into images.
-
-        The result depends on shapes and integers, not on pixels. It is cached because it is the slowest part of
-        building an input.
-        """
+        """Returns vLLM's split of the tensors of a prompt into images."""
+        # The result depends on shapes and integers, not on pixels. It is cached because it is the slowest part of
+        # building an input.
         layout = tuple((name, _layout_of(array)) for name, array in arrays.items())
         if layout not in self._fields_by_layout:
             if len(self._fields_by_layout) >= MAX_LAYOUTS:
@@ -372,10 +366,8 @@ class VLLMSampler:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Converts errors of vLLM's core, which are bare Exceptions, to weight-sync errors with the name of the call.
-
-        A dead core raises `EngineDiedError` instead, because a retried push would fail.
-        """
+        """Converts errors of vLLM's core, bare Exceptions, to weight-sync errors with the name of the call."""
+        # A dead core raises `EngineDiedError` instead, because a retried push would fail.
         try:
             yield
         except EngineDeadError as error:

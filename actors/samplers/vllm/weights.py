@@ -228,10 +228,8 @@ class WorkerExtension:
 
 @contextmanager
 def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Packs experts in host memory again at each reload in the body.
-
-    vLLM packs experts only when it creates the kernel. After a reload the kernel would read plain weights as packed.
-    """
+    """Packs experts in host memory again at each reload in the body."""
+    # vLLM packs experts only when it creates the kernel. After a reload the kernel would read plain weights as packed.
     layers = model.modules() if device.type == "cpu" else ()
     methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
@@ -246,10 +244,8 @@ def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Itera
 
 @contextmanager
 def _unsent_layers_apart(model: torch.nn.Module) -> Iterator[None]:
-    """Replaces layers without tensors in any push by identities while the body runs, then packs tied LM heads again.
-
-    A reload would keep a tied head's packed copy of the old weight, and warn about every such layer.
-    """
+    """Replaces layers without tensors in any push by identities while the body runs, then packs tied LM heads again."""
+    # A reload would keep a tied head's packed copy of the old weight, and warn about every such layer.
     layers = _unsent_layers(model)
     for parent, name, _ in layers:
         setattr(parent, name, torch.nn.Identity())
@@ -263,10 +259,8 @@ def _unsent_layers_apart(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _unsent_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Returns (parent, attribute, layer) of the layers that no push has tensors of.
-
-    These are LM heads tied to an embedding, and layers with computed constants only, such as rotary embeddings.
-    """
+    """Returns (parent, attribute, layer) of the layers that no push has tensors of."""
+    # These are LM heads tied to an embedding, and layers with computed constants only, such as rotary embeddings.
     vocabularies = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     embeddings = {id(layer.weight) for layer in vocabularies if not isinstance(layer, ParallelLMHead)}
 
@@ -280,13 +274,8 @@ def _unsent_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, t
 
 
 def _refuse_stale_layers(model: torch.nn.Module, *, takes_all: bool) -> None:
-    """Refuses a push with incomplete layers, on each rank for its shards.
-
-    Complete layers are already processed, and vLLM no longer counts their tensors.
-
-    Args:
-        takes_all: the push must have every layer; otherwise whole layers may be missing.
-    """
+    """Refuses a push with incomplete layers, on each rank for its shards; without `takes_all` layers may be missing."""
+    # Complete layers are already processed, and vLLM no longer counts their tensors.
     stale = [
         name
         for name, layer in model.named_modules()
@@ -323,11 +312,9 @@ def _num_padding(layer: torch.nn.Module) -> int:
 
 
 def _forget_incomplete_layers(model: torch.nn.Module) -> None:
-    """Resets layers that a failed push left incomplete; they keep their old weights.
-
-    Otherwise vLLM would count the tensors of the failed push, complete a layer too early in a later push, and drop its
-    last tensors.
-    """
+    """Resets layers that a failed push left incomplete; they keep their old weights."""
+    # Otherwise vLLM would count the tensors of the failed push, complete a layer too early in a later push, and drop
+    # its last tensors.
     for layer in model.modules():
         info = get_layerwise_info(layer)
         info.loaded_weights.clear()

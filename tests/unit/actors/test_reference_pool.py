@@ -104,20 +104,17 @@ async def test_the_frozen_policy_is_loaded_once_by_every_scorer() -> None:
     assert [scorer.loaded for scorer in scorers] == [[FOLDER], [FOLDER]]
 
 
-async def test_a_scorer_that_does_not_answer_is_named() -> None:
-    class Silent(FakeScorer):
-        score_one = ping = staticmethod(never)
-
-    with pytest.raises(DeadlineError, match=r"waited 0\.05 s for reference/0 to score 1 groups"):
-        await pool([Silent()], timeout_s=0.05).score([make_scored("0/0/s0")])
-
-
-async def test_a_scorer_that_cannot_load_is_named() -> None:
-    class Silent(FakeScorer):
-        load = ping = staticmethod(never)
-
-    with pytest.raises(DeadlineError, match="reference/0 to load run/reference"):
-        await pool([Silent()], timeout_s=0.05).score([make_scored("0/0/s0")])
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("score_one", r"waited 0\.05 s for reference/0 to score 1 groups"),
+        ("load", "reference/0 to load run/reference"),
+    ],
+)
+async def test_a_scorer_that_does_not_answer_is_named(method: str, message: str) -> None:
+    silent = type("Silent", (FakeScorer,), {method: staticmethod(never), "ping": staticmethod(never)})
+    with pytest.raises(DeadlineError, match=message):
+        await pool([silent()], timeout_s=0.05).score([make_scored("0/0/s0")])
 
 
 class Dying(FakeScorer):

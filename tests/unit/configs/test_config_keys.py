@@ -24,25 +24,6 @@ from mobula.configs.schema.rollout import VLLMConfig
 from mobula.deploy.cli import app
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["sampler=huggingface", "sampler.vllm.kv_cache_bytes=1"],
-            r"sampler\.vllm\.kv_cache_bytes=1 is not read with sampler\.kind=huggingface: .*set sampler\.kind=vllm",
-        ),
-        (["sampler.flow.height=8"], r"is not read with sampler\.kind=vllm: leave it out, or set sampler\.kind=flow"),
-        (["offline.dpo.beta=0.2"], r"is not read with offline\.job=none: leave it out, or set offline\.job=dpo"),
-        (["offline={job: sft, dpo: {beta: 0.2}}"], r"is not read with offline\.job=sft"),
-        (["sampler.kv_cache_bytes=1"], r"did you mean sampler\.vllm\.kv_cache_bytes"),
-        (["sampler.block_size=16"], r"did you mean sampler\.vllm\.block_size"),
-    ],
-)
-def test_a_word_for_another_kind_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(["experiment=digits", *words])
-
-
 def test_a_preset_for_another_kind_is_dropped(tmp_path: Path) -> None:
     config = load_config(["experiment=digits", "resources=two_gpu", "sampler=huggingface"])
     assert config.sampler.vllm == VLLMConfig()
@@ -330,24 +311,3 @@ def test_a_limit_switches_its_sign_on_and_none_an_action_off() -> None:
     config = load_config([*DIGITS, "guard.limits.length=2", "guard.limits.language=0.1", "guard.actions.language=none"])
     assert guard_signs(config) == ["length"]
     assert config.guard.action_of("length") == "warn"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["guard.limits.length=0.5"], "guard.limits.length=0.5 is a ratio"),
-        (["rewards=exact_match", "guard.limits.format=0.2"], "no component has the function format"),
-        (
-            ["guard.limits.length=2", "guard.action=raise_kl", "algorithm.kl.coef=0"],
-            "guard raises the KL coefficient for length, but algorithm.kl.coef=0",
-        ),
-        (
-            ["guard.limits.length=2", "guard.actions.length=rollback", "checkpoints.interval_steps=0"],
-            "guard rolls back for length, but checkpoints.interval_steps=0",
-        ),
-    ],
-)
-def test_a_guard_that_cannot_act_is_refused_with_the_next_action(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config([*DIGITS, *words])
-    assert message in str(caught.value)

@@ -238,23 +238,22 @@ def test_a_json_file_is_an_array_or_lines(tmp_path: Path, text: str, ids: list[s
     assert [row.sample_id for row in read_split(tmp_path, "train", "json").rows] == ids
 
 
-def test_an_array_that_does_not_end_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "train.json").write_text(json.dumps(ROWS)[:-1])
-    with pytest.raises(DatasetError, match="an array that does not end"):
-        read_split(tmp_path, "train", "json")
-
-
-@pytest.mark.parametrize("behind", ["[]", '[{"question": "q", "answer": 1}]', "x", ","])
-def test_what_follows_an_array_is_an_error(tmp_path: Path, behind: str) -> None:
-    (tmp_path / "train.json").write_text(f"{json.dumps(ROWS)}\n{behind}\n")
-    with pytest.raises(DatasetError, match=r"train\.json goes on behind its array"):
-        read_split(tmp_path, "train", "json")
-
-
-def test_an_array_in_a_file_of_lines_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS))
-    with pytest.raises(DatasetError, match="the line is a JSON list: .* data.kind=json"):
-        read_split(tmp_path, "train", "jsonl")
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json", json.dumps(ROWS)[:-1], "an array that does not end"),
+        *[
+            ("json", f"{json.dumps(ROWS)}\n{behind}\n", r"train\.json goes on behind its array")
+            for behind in ("[]", '[{"question": "q", "answer": 1}]', "x", ",")
+        ],
+        ("jsonl", json.dumps(ROWS), "the line is a JSON list: .* data.kind=json"),
+        ("parquet", "PAR1 and no more", "Parquet files of .* cannot be read"),
+    ],
+)
+def test_a_file_that_is_not_of_its_kind_is_an_error(tmp_path: Path, kind: str, text: str, message: str) -> None:
+    (tmp_path / f"train.{kind}").write_text(text)
+    with pytest.raises(DatasetError, match=message):
+        read_split(tmp_path, "train", kind)
 
 
 @pytest.mark.parametrize("max_block_bytes", [1 << 20, 1])
@@ -279,12 +278,6 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["q"]), pa.array(["7"]), pa.array(["8"])], ["question", "answer", "answer"])
     pq.write_table(table, tmp_path / "train.parquet")
     with pytest.raises(DatasetError, match="train.parquet has two columns answer"):
-        read_split(tmp_path, "train", "parquet")
-
-
-def test_a_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(DatasetError, match="Parquet files of .* cannot be read"):
         read_split(tmp_path, "train", "parquet")
 
 

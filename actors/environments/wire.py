@@ -40,27 +40,18 @@ def observation_from_json(messages: Sequence[Mapping[str, Any]]) -> Observation:
 
 
 def spec_to_json(spec: EnvironmentSpec) -> Json:
-    tools = [{"name": t.name, "description": t.description, "parameters": dict(t.parameters)} for t in spec.tools]
-    flags = {"is_deterministic": spec.is_deterministic, "demonstrates": spec.demonstrates}
-    return {"max_turns": spec.max_turns, "tools": tools, **flags}
+    return {**vars(spec), "tools": [{**vars(tool), "parameters": dict(tool.parameters)} for tool in spec.tools]}
 
 
 def spec_from_json(given: Mapping[str, Any]) -> EnvironmentSpec:
     tools = tuple(Tool(t["name"], t["description"], t["parameters"]) for t in given["tools"])
     return EnvironmentSpec(
-        int(given["max_turns"]),
-        tools,
-        is_deterministic=bool(given["is_deterministic"]),
-        demonstrates=bool(given["demonstrates"]),
+        int(given["max_turns"]), tools, bool(given["is_deterministic"]), demonstrates=bool(given["demonstrates"])
     )
 
 
 def action_to_json(action: Action) -> Json:
-    calls = [
-        {"name": c.name, "arguments": dict(c.arguments), "status": c.status, "detail": c.detail}
-        for c in action.tool_calls
-    ]
-    return {"text": action.text, "tool_calls": calls, "is_truncated": action.is_truncated}
+    return {**vars(action), "tool_calls": [{**vars(c), "arguments": dict(c.arguments)} for c in action.tool_calls]}
 
 
 def reset_to_json(reset: Reset) -> Json:
@@ -83,13 +74,8 @@ def step_to_json(step: Step) -> Json:
 
 
 def step_from_json(given: Mapping[str, Any]) -> Step:
-    return Step(
-        observation_from_json(given["observation"]),
-        given["reward"],
-        given["terminated"],
-        given["truncated"],
-        given["info"],
-    )
+    rest = (given[name] for name in Step._fields[1:])
+    return Step(observation_from_json(given["observation"]), *rest)
 
 
 def _texts(info: Mapping[str, Any]) -> Json:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from mobula.actors.samplers.base import EngineSettings, Sampler
-from mobula.cluster.user_code import chosen
+from mobula.cluster.user_code import chosen, load
+
+SAMPLERS: Mapping[str, str] = {  # `sampler.kind` -> class, imported on use
+    "vllm": "mobula.actors.samplers.vllm.sampler:VLLMSampler",
+    "huggingface": "mobula.actors.samplers.huggingface:HuggingFaceSampler",
+    "flow": "mobula.actors.samplers.flow:FlowSampler",
+    "image_tokens": "mobula.actors.samplers.image_tokens:ImageTokenSampler",
+}
 
 
 def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
@@ -15,37 +23,9 @@ def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
 
 def sampler_maker(kind: str, options: Mapping[str, object]) -> Callable[[EngineSettings], Sampler]:
     """Returns the class of a sampler with its options."""
-    return chosen(SAMPLERS, kind, "sampler.kind", ("settings",), options)
+    built_in = {name: partial(_built, target) for name, target in SAMPLERS.items()}
+    return chosen(built_in, kind, "sampler.kind", ("settings",), options)
 
 
-def _vllm(settings: EngineSettings) -> Sampler:
-    from mobula.actors.samplers.vllm.sampler import VLLMSampler
-
-    return VLLMSampler(settings)
-
-
-def _huggingface(settings: EngineSettings) -> Sampler:
-    from mobula.actors.samplers.huggingface import HuggingFaceSampler
-
-    return HuggingFaceSampler(settings)
-
-
-def _flow(settings: EngineSettings) -> Sampler:
-    from mobula.actors.samplers.flow import FlowSampler
-
-    assert settings.denoising is not None, "the settings of a flow sampler say how it denoises"
-    return FlowSampler(settings, settings.denoising)
-
-
-def _image_tokens(settings: EngineSettings) -> Sampler:
-    from mobula.actors.samplers.image_tokens import ImageTokenSampler
-
-    return ImageTokenSampler(settings, settings.image_guidance)
-
-
-SAMPLERS: Mapping[str, Callable[[EngineSettings], Sampler]] = {
-    "vllm": _vllm,
-    "huggingface": _huggingface,
-    "flow": _flow,
-    "image_tokens": _image_tokens,
-}
+def _built(target: str, settings: EngineSettings) -> Sampler:
+    return load(target)(settings)

@@ -32,9 +32,10 @@ class FlowSampler(ImageSampler):
     kernel ddim, all steps follow the ODE, and the steps of the window are stored with a log-prob of 0.
     """
 
-    def __init__(self, settings: EngineSettings, denoising: Denoising) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self._denoising = denoising
+        assert settings.denoising is not None, "the settings of a flow sampler say how it denoises"
+        self._denoising = settings.denoising
 
     async def start(self) -> None:
         await asyncio.to_thread(self._load)

@@ -136,9 +136,9 @@ class ImageTokenSampler(ImageSampler):
 
     _model: JanusForConditionalGeneration
 
-    def __init__(self, settings: EngineSettings, guidance: float) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self._guidance = guidance
+        self._guidance = settings.image_guidance
 
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")

@@ -20,7 +20,7 @@ from mobula.actors.datasets.clips import Audio, Video
 from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.prompts import RowChecker, checked_rows
-from mobula.actors.datasets.rows import Row, Skipped, count_by_reason
+from mobula.actors.datasets.rows import Row, Skipped
 from mobula.actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.image import ImageLimits, check_image, decode_image, read_image
@@ -108,7 +108,24 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
     checked = checked_rows(opened, measured, config.data.max_checked_rows, note=partial(row_notes, config))
     notes = [str(finding) for finding in find_in_rows(config, {split: checked.notes})]
     samples = _samples(checked.rows, config, min(num_samples, checked.num_usable), checked.num_usable)
-    page = render(config, split, measured, checked.skipped, samples, len(opened.rows), unit, notes)
+    labels, skipped = measured.labels.most_common(), checked.skipped
+    template = environment(ASSETS).get_template("inspect.html.j2")  # escapes all data, and no script runs
+    page = template.render(
+        name=f"{config.data.path} · {split}",
+        facts=_facts(measured, skipped, len(opened.rows), unit),
+        source=_source(config.data),
+        unit=unit,
+        lengths=histogram(measured.lengths),
+        labels=labels[:MAX_LABELS],
+        num_labels=len(labels),
+        images=sorted(measured.images.items()),
+        reasons=sorted(checked.num_skipped.items(), key=lambda item: -item[1]),
+        skipped=skipped[:MAX_SKIPPED_ROWS],
+        num_skipped=len(skipped),
+        notes=notes,
+        samples=samples,
+        style=Markup(STYLE.read_text(encoding="utf-8")),
+    )
     try:
         output.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
@@ -122,40 +139,6 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)
     return 0
-
-
-def render(
-    config: RunConfig,
-    split: str,
-    measured: SplitMeasurements,
-    skipped: Sequence[Skipped],
-    samples: Sequence[ShownRow],
-    num_rows: int,
-    unit: str,
-    notes: Sequence[str] = (),
-) -> str:
-    """The page. Everything from the data is escaped, and no script runs."""
-    labels = measured.labels.most_common()
-    return (
-        environment(ASSETS)
-        .get_template("inspect.html.j2")
-        .render(
-            name=f"{config.data.path} · {split}",
-            facts=_facts(measured, skipped, num_rows, unit),
-            source=_source(config.data),
-            unit=unit,
-            lengths=histogram(measured.lengths),
-            labels=labels[:MAX_LABELS],
-            num_labels=len(labels),
-            images=sorted(measured.images.items()),
-            reasons=sorted(count_by_reason(skipped).items(), key=lambda item: -item[1]),
-            skipped=skipped[:MAX_SKIPPED_ROWS],
-            num_skipped=len(skipped),
-            notes=notes,
-            samples=samples,
-            style=Markup(STYLE.read_text(encoding="utf-8")),
-        )
-    )
 
 
 def histogram(lengths: Sequence[int]) -> LengthHistogram | None:

@@ -88,10 +88,11 @@ async def flow_sampler(folder: Path, denoising: Denoising = DENOISING, **own: An
             "expected": checkpoint_manifest(folder / TRANSFORMER, "float32"),
             "has_unpushed": False,
             "adapters": None,
+            "denoising": denoising,
         }
         | own
     )
-    sampler = FlowSampler(settings, denoising)
+    sampler = FlowSampler(settings)
     await sampler.start()
     return sampler
 

@@ -236,13 +236,8 @@ class Program(AgentEnvironment):
         num_test: int,
         is_deterministic: bool = False,
     ) -> None:
-        super().__init__(
-            CommandPrograms(command, tasks),
-            max_turns=max_turns,
-            num_validation=num_validation,
-            num_test=num_test,
-            is_deterministic=is_deterministic,
-        )
+        programs = CommandPrograms(command, tasks)
+        super().__init__(programs, max_turns, num_validation, num_test, is_deterministic=is_deterministic)
 
 
 class Verifiers(AgentEnvironment):
@@ -266,10 +261,5 @@ class Verifiers(AgentEnvironment):
         import_path: Sequence[str] = (),
         is_deterministic: bool = False,
     ) -> None:
-        super().__init__(
-            VerifiersProcess.shared(python, env, import_path=import_path, max_tasks=max_tasks),
-            max_turns=max_turns,
-            num_validation=num_validation,
-            num_test=num_test,
-            is_deterministic=is_deterministic,
-        )
+        programs = VerifiersProcess.shared(python, env, import_path=import_path, max_tasks=max_tasks)
+        super().__init__(programs, max_turns, num_validation, num_test, is_deterministic=is_deterministic)

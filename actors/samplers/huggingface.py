@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessorList
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.in_process import GroupProgress, InProcessSampler, Part
+from mobula.actors.samplers.in_process import GroupPart, GroupProgress, InProcessSampler
 from mobula.actors.samplers.served import ServedAdapter, ServedAdapters
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.media import ProcessedMedia
@@ -89,7 +89,7 @@ class HuggingFaceSampler(InProcessSampler):
             self._generate(part, media, progress)
 
     @torch.no_grad()
-    def _generate(self, part: Part, media: Sequence[ProcessedMedia], progress: GroupProgress) -> None:
+    def _generate(self, part: GroupPart, media: Sequence[ProcessedMedia], progress: GroupProgress) -> None:
         """Samples siblings as one batch, and updates `progress`."""
         settings = part.settings
         torch.manual_seed(settings.seed)
@@ -185,7 +185,7 @@ class _Reader(StoppingCriteria):
     Reports every `chunk_tokens` steps, or every step if stop strings may end a response.
     """
 
-    def __init__(self, settings: EngineSettings, part: Part, version: int, progress: GroupProgress) -> None:
+    def __init__(self, settings: EngineSettings, part: GroupPart, version: int, progress: GroupProgress) -> None:
         self._settings = settings
         self._num_prompt_tokens = part.prompt.num_tokens
         self._sampling = part.settings

@@ -74,7 +74,7 @@ def _tokenizer(model: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupPart:
     """One request of an attempt: `settings.num_samples` siblings that continue `prompt`; `name` is unique."""
 
     prompt: Prompt
@@ -120,19 +120,19 @@ class GroupProgress:
         stop_strings = StopStrings(engine.model, settings.stop_strings, engine.hidden_ids)
         return cls(prompt, settings, attempt, emit, chunk_tokens=engine.chunk_tokens, stop_strings=stop_strings)
 
-    def opening(self) -> Part | None:
+    def opening(self) -> GroupPart | None:
         """The request for the first tokens of empty siblings, if those have a temperature of their own (FIRE)."""
         empty = self._empty()
         if not (self._has_opening and empty):
             return None
         temperature = self._settings.first_token_temperature
         own = replace(self._settings, num_samples=len(empty), temperature=temperature, max_tokens=1)
-        return Part(self._prompt, own, empty, f"{self._request_id}#first")
+        return GroupPart(self._prompt, own, empty, f"{self._request_id}#first")
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GroupPart]:
         """The requests after the opening: one for a new group, else one for each unfinished sibling."""
         if self._is_new and not self._has_opening:
-            return [Part(self._prompt, self._settings, range(len(self.siblings)), self._request_id)]
+            return [GroupPart(self._prompt, self._settings, range(len(self.siblings)), self._request_id)]
         if self._has_opening and (empty := self._empty()):
             raise RolloutError(f"the engine ended request {self._request_id} without a first token of siblings {empty}")
         return [self._rest(sibling) for sibling in self.unfinished()]
@@ -172,7 +172,7 @@ class GroupProgress:
     def _empty(self) -> list[int]:
         return [index for index, sibling in enumerate(self.siblings) if sibling.num_tokens == 0]
 
-    def _rest(self, sibling: int) -> Part:
+    def _rest(self, sibling: int) -> GroupPart:
         """The request that samples a sibling from its last token on."""
         # An engine cannot resume a random generator, so the rest is a new draw from the same distribution. The seed
         # depends on the position: the original seed would repeat the random numbers of the first tokens. Greedy
@@ -182,7 +182,7 @@ class GroupProgress:
         ids = np.concatenate([self._prompt.expanded_ids, so_far.actions.token_ids])  # positions of media are unchanged
         seed = derived_seed(settings.seed, f"{sibling}/{so_far.num_tokens}")
         rest = replace(settings, num_samples=1, max_tokens=settings.max_tokens - so_far.num_tokens, seed=seed)
-        return Part(replace(self._prompt, expanded_ids=ids), rest, [sibling], f"{self._request_id}#{sibling}")
+        return GroupPart(replace(self._prompt, expanded_ids=ids), rest, [sibling], f"{self._request_id}#{sibling}")
 
     def _pairs(self) -> Iterator[tuple[SampledSequence, SampledSequence]]:
         """Yields (current, last reported) of each sibling."""

@@ -30,7 +30,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.in_process import GroupProgress, Part
+from mobula.actors.samplers.in_process import GroupPart, GroupProgress
 from mobula.actors.samplers.served import RunningRequests, ServedAdapters, ServedVersion
 from mobula.actors.samplers.vllm.arguments import LoadLogger, OutputReader, engine_args, prompt_scores, sampling_params
 from mobula.actors.samplers.vllm.patches import (
@@ -285,7 +285,7 @@ class VLLMSampler:
             return None
         return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
 
-    async def _sample(self, part: Part, media: Sequence[ProcessedMedia], progress: GroupProgress) -> None:
+    async def _sample(self, part: GroupPart, media: Sequence[ProcessedMedia], progress: GroupProgress) -> None:
         """Samples the siblings of one request."""
         settings = part.settings
         params = sampling_params(self._settings, settings)

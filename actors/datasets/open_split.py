@@ -246,7 +246,7 @@ def _open_source(
         direct = MediaDownloads((data.cache_path / "downloads").absolute(), data.allowed_hosts, limits)
         return LateDownloads(direct) if fetches_late else direct
 
-    limits = {
+    limits: dict[str, tuple[type[MediaInputs[Any]], int, str]] = {
         "image": (ImageInputs, data.max_image_bytes, "data.max_image_bytes"),
         "video": (VideoInputs, data.video.max_file_bytes, "data.video.max_file_bytes"),
         "audio": (AudioInputs, data.audio.max_file_bytes, "data.audio.max_file_bytes"),

@@ -21,7 +21,7 @@ from mobula.actors.rollout.actor import RolloutActor
 from mobula.actors.rollout.client import RolloutClient
 from mobula.actors.rollout.episodes import EpisodeActor, EpisodeSettings
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.settings import engine_settings as settings_of_engine
+from mobula.actors.samplers.base import engine_settings as settings_of_engine
 from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.replay.buffer import ReplayBuffer

@@ -13,7 +13,7 @@ import numpy as np
 
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.actor import RolloutActor
-from mobula.actors.samplers.settings import engine_settings
+from mobula.actors.samplers.base import engine_settings
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings

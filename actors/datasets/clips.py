@@ -262,6 +262,7 @@ class MediaDownloads:
             timeout=limits.timeout_s,
             event_hooks={"request": [lambda request: self._check_host(request.url, url)]},  # also called for redirects
         )
+        self._folder.mkdir(parents=True, exist_ok=True)
         with client, client.stream("GET", url) as response:
             response.raise_for_status()
             num_bytes = 0

@@ -90,8 +90,7 @@ def _has_metadata_behind_pixels(png: IO[bytes]) -> bool:
 # Content-addressed media: one object-store copy per image, shared by all siblings and roles.
 #
 # An image is decoded, checked and processed once. The processed tensors (arguments of the model's `forward()`) are
-# stored
-# under a key of the file's content and the processor's settings; prompts carry the key and a reference.
+# stored under a key of the file's content and the processor's settings; prompts carry the key and a reference.
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from mobula.configs.schema import RunConfig
 # Segments: the files of a journal. Each is an Arrow IPC stream of records with checksums.
 #
 # A record is one record batch with a kind, a small JSON body and a checksum in its metadata, so any Arrow reader can
-# read
-# a segment. `read_segment` returns only the records before the first damaged byte.
+# read a segment. `read_segment` returns only the records before the first damaged byte.
 
 _IDENTITY = b"identity"  # key in the schema's metadata: the run's identity, as JSON
 
@@ -161,13 +160,10 @@ def _checksum(kind: str, body: str, rows: pa.RecordBatch) -> int:
 
 
 # Journal: append-only record on disk of the groups and steps since the last checkpoint.
-#
 #     journal/000000.arrows, 000001.arrows, ...     segments, see `mobula.cluster.replay.journal`
-#
 # The journal records finished groups, the groups of each trained step, rejected groups, evaluations, and the version
 # from which the run resumed after a kill. Steps are replayed from the journal. It holds the groups without images,
-# which
-# are rebuilt from the data. Segments that a checkpoint covers are removed, oldest first.
+# which are rebuilt from the data. Segments that a checkpoint covers are removed, oldest first.
 #
 # One process writes. Other processes may read only before its first append.
 

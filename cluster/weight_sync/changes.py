@@ -64,11 +64,9 @@ def weights_checksum(digests: Iterable[tuple[TensorSpec, int]]) -> int:
 # Changes of tensors between two versions: the messages of a push with `weight_sync.payload=delta`.
 #
 # Tensors are compared as integers of their width, so a changed bit is a change, also of -0.0 and NaN. A message holds
-# the
-# changed elements of one tensor and the gaps between their positions, with 8 or 16 bits a gap, or the whole tensor
-# where
-# that has fewer bytes. A gap that does not fit is divided by elements that are sent although they did not change. An
-# unchanged tensor has no bytes. Every message names the digest of the whole new tensor.
+# the changed elements of one tensor and the gaps between their positions, with 8 or 16 bits a gap, or the whole
+# tensor where that has fewer bytes. A gap that does not fit is divided by elements that are sent although they did
+# not change. An unchanged tensor has no bytes. Every message names the digest of the whole new tensor.
 
 WORDS = {2: torch.int16, 4: torch.int32}  # bytes of an element -> the integers that it is compared as
 

@@ -103,12 +103,9 @@ def _call(function: str, *arguments: Any) -> None:
 # A ring of memory that one process writes and other processes of its host read; each chunk is written once for all.
 #
 # The memory has no name. A reader gets it from the writer over a Unix socket: as a file descriptor of host memory, or
-# as
-# a CUDA IPC handle where both use the same GPU. So the size of /dev/shm does not matter, and the system frees the
-# memory
-# when its last process ends, however it ends. The sockets carry one message a chunk, and tell each side at once that
-# the
-# other has died.
+# as a CUDA IPC handle where both use the same GPU. So the size of /dev/shm does not matter, and the system frees the
+# memory when its last process ends, however it ends. The sockets carry one message a chunk, and tell each side at
+# once that the other has died.
 
 _logger = logging.getLogger(__name__)
 

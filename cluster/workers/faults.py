@@ -29,15 +29,12 @@ from mobula.cluster.workers.status import Progress
 
 # Detects restart loops: engines that die again and again with the same cause.
 #
-# Every crash has a fingerprint of the cause. Consecutive deaths with equal fingerprints form a series. A
-# death without a fingerprint (the process was killed from outside) neither belongs to a series nor ends it. Two
-# patterns
+# Every crash has a fingerprint of the cause. Consecutive deaths with equal fingerprints form a series. A death
+# without a fingerprint (the process was killed from outside) neither belongs to a series nor ends it. Two patterns
 # end a series before the restart budget is used up:
-#
 #     one prompt      it was in flight at each of MIN_DEATHS deaths or more, at the last one with no other prompt
 #     pushes          MIN_DEATHS engines died one after the other within MAX_PUSHES pushes after their start, at least
 #                     MIN_AFTER_PUSH of them after a push, and they have no prompt in common
-#
 # Prompts in flight at every death of a series are suspects. Few suspects run at a time; once few are left, each runs
 # alone. A suspect is cleared when it finishes.
 

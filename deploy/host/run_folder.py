@@ -215,10 +215,9 @@ def _end_this_process() -> None:
 
 # Finds a running run from outside: the mark on its processes, and the record of its cluster's address.
 #
-# The record, `cluster.json`, lies in the run folder while the run goes on and is removed at its end. A private cluster
-# has a copy in its Ray session folder, so that it is found even if the run folder is gone. A record whose driver is
-# dead
-# is what a killed run left behind.
+# The record, `cluster.json`, lies in the run folder while the run goes on and is removed at its end. A private
+# cluster has a copy in its Ray session folder, so that it is found even if the run folder is gone. A record whose
+# driver is dead is what a killed run left behind.
 
 RUN_VARIABLE = "MOBULA_RUN"
 DRIVER_VARIABLE = "MOBULA_DRIVER"
@@ -306,8 +305,8 @@ def recorded(record: RunRecord) -> Iterator[None]:
 # The run folder: locked by one process, checked for writing before the start, filled once the start is accepted.
 #
 # A start that is refused leaves neither a folder nor a `latest` that points to it. A start that goes on from a
-# checkpoint
-# replaces `config.yaml` once the checkpoint is loaded: until then the file describes the checkpoints that are there.
+# checkpoint replaces `config.yaml` once the checkpoint is loaded: until then the file describes the checkpoints that
+# are there.
 
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 

@@ -41,8 +41,7 @@ def policy_shape(config: RunConfig) -> ModelShape | None:
 # Estimates the bytes of activations, logits and generation steps.
 #
 # The counts hold for transformers' blocks with fused attention (RMSNorm in float32, gated MLP); a test compares them
-# with
-# the tensors saved by autograd.
+# with the tensors saved by autograd.
 
 FLOAT32 = 4
 MLP_TENSORS = 4  # gate, its activation, up, their product

@@ -189,9 +189,8 @@ class _Panel:
 # Leftovers of dead runs: processes and Ray session folders on this machine, placement groups on a cluster.
 #
 # A process belongs to a run if it carries the run's mark in its environment, wherever it has gone since, or if it
-# writes
-# into the run's Ray session and hides its environment; the run is dead if the driver that the mark names is. Each
-# leftover has an id that names this one thing and nothing that comes after it.
+# writes into the run's Ray session and hides its environment; the run is dead if the driver that the mark names is.
+# Each leftover has an id that names this one thing and nothing that comes after it.
 
 FREE_WITHIN_S = 10.0  # a leftover that does not heed SIGTERM is killed then
 SESSION_FOLDER = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+")

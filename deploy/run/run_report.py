@@ -84,8 +84,7 @@ def leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_s
 # `mobula report`: the report of a run that is over, from the files of its folder, also if its driver was killed.
 #
 # A driver that is killed writes no `summary.json`, or leaves that of an earlier part of the run. The summary is then
-# made
-# of the finished steps in `metrics.jsonl`. It is shown in the report and not written to the folder.
+# made of the finished steps in `metrics.jsonl`. It is shown in the report and not written to the folder.
 
 
 def report_again(name: str) -> Path:

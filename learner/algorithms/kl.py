@@ -102,9 +102,8 @@ def kl_estimator(config: KLConfig) -> KLEstimator:
 # On-policy distillation: how much likelier the teacher finds a sampled token than the policy does.
 #
 # Both forms descend the reverse KL(policy || teacher) of each position, estimated by its sampled token: log p - log q
-# for
-# the policy p and the teacher q. Sources: GKD, arXiv:2306.13649, section 3; Thinking Machines, On-Policy Distillation,
-# 2025, thinkingmachines.ai/blog/on-policy-distillation.
+# for the policy p and the teacher q. Sources: GKD, arXiv:2306.13649, section 3; Thinking Machines, On-Policy
+# Distillation, 2025, thinkingmachines.ai/blog/on-policy-distillation.
 
 
 def teacher_advantage(behavior_logprobs: Tensor, teacher_logprobs: Tensor, cap: float) -> Tensor:

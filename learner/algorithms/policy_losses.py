@@ -26,9 +26,8 @@ def log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 # From token values to one number.
 #
 # The denominators are those of the whole minibatch, over all micro-batches and ranks: the parts add up, and no split
-# changes the gradient. A masked value is never read, so it may be anything. `norm` is `algorithm.loss_norm`; the means
-# do
-# not read it.
+# changes the gradient. A masked value is never read, so it may be anything. `norm` is `algorithm.loss_norm`; the
+# means do not read it.
 
 
 @dataclass(frozen=True)

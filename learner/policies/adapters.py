@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 # Low-rank adapters as tensors: adapted weights, names in a push, and merging.
 #
-# An adapter of a weight W [out, in] is A [rank, in] and B [out, rank]; the effective weight is W + scale * B @ A. Names
-# are based on the checkpoint: the adapter of `model.layers.0.self_attn.q_proj.weight` is sent as
+# An adapter of a weight W [out, in] is A [rank, in] and B [out, rank]; the effective weight is W + scale * B @ A.
+# Names are based on the checkpoint: the adapter of `model.layers.0.self_attn.q_proj.weight` is sent as
 # `...q_proj.lora_A.weight` and `...q_proj.lora_B.weight`. Learner and engines determine adapted weights by the same
-# rule,
-# each from its model. Source: arXiv:2106.09685.
+# rule, each from its model. Source: arXiv:2106.09685.
 
 A, B = "lora_A.weight", "lora_B.weight"
 WEIGHT = "weight"

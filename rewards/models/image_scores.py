@@ -190,8 +190,7 @@ class PickScore(ClipScore):
 # Aesthetic: a small network on CLIP's image embedding that predicts human ratings of an image, 1 to 10.
 #
 # Schuhmann (2022), "Improved Aesthetic Predictor": 768 -> 1024 -> 128 -> 64 -> 16 -> 1 without activations, with
-# dropout
-# in training, on the normalised embedding of CLIP ViT-L/14.
+# dropout in training, on the normalised embedding of CLIP ViT-L/14.
 
 WIDTHS = (768, 1024, 128, 64, 16, 1)
 _UNREADABLE = (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, TypeError, AttributeError)

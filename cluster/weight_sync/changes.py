@@ -120,7 +120,7 @@ class Base:
         self.version = version
 
     def check(self, base_version: int | None) -> None:
-        """"""
+        """Refuses changes that do not apply to the version held."""
         if base_version not in (None, self.version):
             held = "no whole version" if self.version is None else f"version {self.version}"
             raise WeightSyncError(

@@ -253,8 +253,9 @@ def _start_of(prompt: Prompt) -> str:
 
 def _copied(episode: Episode) -> Episode:
     """Copies an episode with its lists, so that several calls can continue it."""
-    values: dict[str, Any] = {part.name: getattr(episode, part.name) for part in fields(episode)}
-    return replace(episode, **{name: [*value] if isinstance(value, list) else value for name, value in values.items()})
+    values = {part.name: getattr(episode, part.name) for part in fields(episode)}
+    lists: dict[str, Any] = {name: [*value] for name, value in values.items() if isinstance(value, list)}
+    return replace(episode, **lists)
 
 
 def _trajectory(name: str, branch: _Branch, reward: Reward) -> Trajectory:

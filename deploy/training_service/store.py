@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,6 +163,7 @@ TABLES: Mapping[type[Any], str] = {  # the first field of a record is the key of
     PendingSample: "samples",
     CopyRecord: "copies",
 }
+READERS: Mapping[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in TABLES}
 JSON_COLUMNS = ("spec", "user_metadata")
 REQUESTS = """CREATE TABLE IF NOT EXISTS requests (model_id TEXT, seq_id INTEGER, kind TEXT, body BLOB, status TEXT,
     result BLOB, is_proto INTEGER, error TEXT, category TEXT, finished_s REAL, PRIMARY KEY (model_id, seq_id))"""
@@ -352,12 +352,8 @@ def _row(record: Record | RequestRecord) -> dict[str, Any]:
 
 def _record(kind: type[R], row: Mapping[str, Any]) -> R:
     texts = {name: json.loads(row[name]) for name in JSON_COLUMNS if row.get(name) is not None}
-    return _adapter(kind).validate_python({**row, **texts})
-
-
-@cache
-def _adapter(kind: type[R]) -> TypeAdapter[R]:
-    return TypeAdapter(kind)
+    record: R = READERS[kind].validate_python({**row, **texts})
+    return record
 
 
 def _request(row: dict[str, Any]) -> RequestRecord:

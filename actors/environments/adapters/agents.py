@@ -237,7 +237,13 @@ class Program(AgentEnvironment):
         is_deterministic: bool = False,
     ) -> None:
         programs = CommandPrograms(command, tasks)
-        super().__init__(programs, max_turns, num_validation, num_test, is_deterministic=is_deterministic)
+        super().__init__(
+            programs,
+            max_turns=max_turns,
+            num_validation=num_validation,
+            num_test=num_test,
+            is_deterministic=is_deterministic,
+        )
 
 
 class Verifiers(AgentEnvironment):
@@ -262,4 +268,10 @@ class Verifiers(AgentEnvironment):
         is_deterministic: bool = False,
     ) -> None:
         programs = VerifiersProcess.shared(python, env, import_path=import_path, max_tasks=max_tasks)
-        super().__init__(programs, max_turns, num_validation, num_test, is_deterministic=is_deterministic)
+        super().__init__(
+            programs,
+            max_turns=max_turns,
+            num_validation=num_validation,
+            num_test=num_test,
+            is_deterministic=is_deterministic,
+        )

@@ -52,36 +52,36 @@ from mobula.cluster.runtime.vitals import EngineLoad
 _prompt_logprobs = GPUModelRunner._get_prompt_logprobs_dict
 
 
-def shrink(inputs: Tensor, factors: Tensor, outputs: Tensor, indices: Tensor, scaling: float = 1.0) -> None:
-    """Sets `outputs` [T, >= r] to the products of `inputs` [T, I] with each row's A, of `factors` [L, 1, r, I]."""
-    outputs.zero_()
+def shrink(inputs: Tensor, factors: Tensor, results: Tensor, indices: Tensor, scaling: float = 1.0) -> None:
+    """Sets `results` [T, >= r] to the products of `inputs` [T, I] with each row's A, of `factors` [L, 1, r, I]."""
+    results.zero_()
     for index, rows in _rows_by_adapter(indices):
-        product = inputs[rows].to(outputs.dtype) @ _matrix(factors, index).to(outputs.dtype).T
-        outputs[rows, : product.shape[1]] = scaling * product
+        product = inputs[rows].to(results.dtype) @ _matrix(factors, index).to(results.dtype).T
+        results[rows, : product.shape[1]] = scaling * product
 
 
-def expand(inputs: Tensor, factors: Tensor, outputs: Tensor, indices: Tensor, add_inputs: bool = True) -> None:
-    """Adds the products of `inputs` [T, r] with each row's B, of `factors` [L, 1, O, r], to `outputs` [T, O]."""
+def expand(inputs: Tensor, factors: Tensor, results: Tensor, indices: Tensor, add_inputs: bool = True) -> None:
+    """Adds the products of `inputs` [T, r] with each row's B, of `factors` [L, 1, O, r], to `results` [T, O]."""
     # The LM head of vLLM has rows of padding, the adapter's has not, or the other way round.
-    expand_slice(inputs, factors, outputs, indices, 0, min(outputs.shape[1], factors.shape[-2]), add_inputs)
+    expand_slice(inputs, factors, results, indices, 0, min(results.shape[1], factors.shape[-2]), add_inputs)
 
 
 def expand_slice(
     inputs: Tensor,
     factors: Tensor,
-    outputs: Tensor,
+    results: Tensor,
     indices: Tensor,
     slice_offset: int,
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """Like `expand`, for the columns [slice_offset, slice_offset + slice_size) of `outputs`."""
-    columns = outputs[:, slice_offset : slice_offset + slice_size]
+    """Like `expand`, for the columns [slice_offset, slice_offset + slice_size) of `results`."""
+    columns = results[:, slice_offset : slice_offset + slice_size]
     if not add_inputs:
         columns.zero_()
     for index, rows in _rows_by_adapter(indices):
-        matrix = _matrix(factors, index)[:slice_size].to(outputs.dtype)
-        columns[rows] += inputs[rows, : matrix.shape[1]].to(outputs.dtype) @ matrix.T
+        matrix = _matrix(factors, index)[:slice_size].to(results.dtype)
+        columns[rows] += inputs[rows, : matrix.shape[1]].to(results.dtype) @ matrix.T
 
 
 def _rows_by_adapter(indices: Tensor) -> Iterator[tuple[int, Any]]:

@@ -169,7 +169,7 @@ def test_every_command_prints_through_this_console() -> None:
         "deploy/cli/job_commands.py": "escaped",
         "deploy/host/machine.py": "JSON to the parent process",
         "deploy/host/terminal.py": "the console itself",
-        "deploy/checks/gpu_check/__main__.py": "lines of the program",
+        "deploy/checks/gpu_check/check.py": "lines of the program",
     }
     names = ("Console", "print", "sys.stdout.write", "sys.stderr.write", "typer.echo", "click.echo")
 

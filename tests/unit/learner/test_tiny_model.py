@@ -186,22 +186,22 @@ installed = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return PRETRAINED["smollm2-135m"].write(tmp_path_factory.mktemp("models") / "smollm2")
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True).eval()
+def smollm(smollm_folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(smollm_folder, dtype="float32", local_files_only=True).eval()
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+def smollm_tokenizer(smollm_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(smollm_folder, local_files_only=True)
 
 
 @installed
-def test_weights_are_those_of_the_package(model: PreTrainedModel) -> None:
+def test_weights_are_those_of_the_package(smollm: PreTrainedModel) -> None:
     """Q4_1 by hand: 32 values a block, a scale and a minimum in float16, low halves of 16 bytes before high ones."""
     from gguf import GGUFReader
 
@@ -211,40 +211,48 @@ def test_weights_are_those_of_the_package(model: PreTrainedModel) -> None:
     scale, least = blocks[:, :4].copy().view(np.float16).astype(np.float32).T[..., None]
     halves = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     expected = torch.from_numpy((scale * halves + least).reshape(576, 1536))
-    torch.testing.assert_close(model.model.layers[7].mlp.down_proj.weight.detach(), expected, rtol=0, atol=0)
-    assert model.num_parameters() == 134_515_008
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    torch.testing.assert_close(smollm.model.layers[7].mlp.down_proj.weight.detach(), expected, rtol=0, atol=0)
+    assert smollm.num_parameters() == 134_515_008
+    assert smollm.lm_head.weight.data_ptr() == smollm.model.embed_tokens.weight.data_ptr()
 
 
 @installed
-def test_the_model_answers_and_ends_its_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_model_answers_and_ends_its_turn(
+    smollm: PreTrainedModel, smollm_tokenizer: PreTrainedTokenizerBase
+) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+    prompt = smollm_tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = smollm.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
+    assert smollm_tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
 @installed
-def test_the_tokenizer_splits_digits_before_spaces(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert tokenizer.tokenize("12 + 345\n  6") == ["1", "2", "Ġ+", "Ġ", "3", "4", "5", "ĊĠĠ", "6"]
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.model_max_length) == ("<|im_end|>", "<|im_end|>", 8192)
+def test_the_tokenizer_splits_digits_before_spaces(smollm_tokenizer: PreTrainedTokenizerBase) -> None:
+    assert smollm_tokenizer.tokenize("12 + 345\n  6") == ["1", "2", "Ġ+", "Ġ", "3", "4", "5", "ĊĠĠ", "6"]
+    assert (smollm_tokenizer.eos_token, smollm_tokenizer.pad_token, smollm_tokenizer.model_max_length) == (
+        "<|im_end|>",
+        "<|im_end|>",
+        8192,
+    )
     turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2"}]
-    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
+    assert smollm_tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1 + 2<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 @installed
-def test_the_checkpoint_is_not_marked_as_quantised_and_stays(folder: Path, model: PreTrainedModel) -> None:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+def test_the_checkpoint_is_not_marked_as_quantised_and_stays(smollm_folder: Path, smollm: PreTrainedModel) -> None:
+    config = AutoConfig.from_pretrained(smollm_folder, local_files_only=True)
     planned = PRETRAINED["smollm2-135m"].config()
     assert not hasattr(config, "quantization_config") and config.dtype == torch.float32
-    assert (config.eos_token_id, model.generation_config.eos_token_id, planned.eos_token_id) == (2, 2, 2)
-    assert tiny_shape("smollm2-135m", tie_word_embeddings=False).num_parameters == model.num_parameters()
-    before = (folder / "config.json").stat().st_mtime_ns
-    assert PRETRAINED["smollm2-135m"].write(folder) == folder
-    assert (folder / "config.json").stat().st_mtime_ns == before
-    assert [path.name for path in folder.parent.iterdir()] == ["smollm2"]
+    assert (config.eos_token_id, smollm.generation_config.eos_token_id, planned.eos_token_id) == (2, 2, 2)
+    assert tiny_shape("smollm2-135m", tie_word_embeddings=False).num_parameters == smollm.num_parameters()
+    before = (smollm_folder / "config.json").stat().st_mtime_ns
+    assert PRETRAINED["smollm2-135m"].write(smollm_folder) == smollm_folder
+    assert (smollm_folder / "config.json").stat().st_mtime_ns == before
+    assert [path.name for path in smollm_folder.parent.iterdir()] == ["smollm2"]
 
 
 def test_a_checkpoint_that_fails_half_way_is_absent(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ of all groups in the order in which they were trained; at staleness 0 it must be
 
 The run of the suite meets every victim at every moment, every victim with every kind of fault, and every moment with
 every kind. All cells of the product, one at a time: `python -m pytest tests/integration/test_faults.py -m matrix`;
-those of an engine's core are in `test_core_faults.py`.
+those of an engine's core are in `test_engine_faults.py`.
 Ray's memory monitor is a fault of its own: it chooses moment and victims itself.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -13,16 +14,17 @@ from waiting import wait_until
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
 TASK = REPOSITORY / "tests" / "support" / "hackable"
+
 WORDS = (
     "experiment=digits", "resources=laptop", "rewards=largest_digit", "num_steps=30", "guard.window_steps=3",
     "guard.action=rollback", "guard.max_actions=1", "learner.warmup_steps=0", "evaluation.num_prompts=16",
     "checkpoints.interval_steps=5", "checkpoints.keep=1", "metrics.progress=false", "timeouts.start_s=500",
     "resume=auto",
 )  # fmt: skip
+
 WITHIN = 9  # steps, within which the guard fires first
+
 STOPPED = 3  # exit code
 
 
@@ -68,6 +70,8 @@ def report(job: Job) -> RunFolder:
     return read_run_folder(job.run_folder)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_guard_fires_within_three_windows_and_the_restored_weights_are_sampled(job: Job, report: RunFolder) -> None:
     rollback = events(job)[0]
     assert rollback.version <= WITHIN
@@ -77,6 +81,8 @@ def test_the_guard_fires_within_three_windows_and_the_restored_weights_are_sampl
     assert max(step.values["logprob_gap_mean"] for step in report.steps) < 0.01, "engines have the learner's weights"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_resumed_run_repeats_the_rollback_and_counts_it(guarded: Guarded, report: RunFolder) -> None:
     job = guarded.job
     assert [event.action for event in events(job)] == ["rollback", "stop"]
@@ -84,6 +90,8 @@ def test_a_resumed_run_repeats_the_rollback_and_counts_it(guarded: Guarded, repo
     assert kl[guarded.last + 1] < 0.7 * kl[events(job)[0].version], "without the rollback it would have grown"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_step_takes_new_prompts_also_after_the_rollback(job: Job) -> None:
     states = [json.loads(path.read_text()) for path in (job.run_folder / "checkpoints").glob("step-*/state.json")]
     newest = max(states, key=lambda state: state["version"])
@@ -91,7 +99,40 @@ def test_every_step_takes_new_prompts_also_after_the_rollback(job: Job) -> None:
     assert newest["parts"]["stream"]["cursor"] >= 32 * newest["version"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_report_marks_the_actions_in_one_chart_of_reward_and_judge(job: Job) -> None:
     page = (job.run_folder / "report.html").read_text()
     assert page.count("Reward and judge: trained reward from") == 1
     assert f"rollback (judge) at step {events(job)[0].version}" in page
+
+
+GUARD = (
+    "guard.max_actions=1", "checkpoints.keep=1", "metrics.progress=false", "timeouts.start_s=900",
+    "learner.warmup_steps=0",
+)  # fmt: skip
+
+DEADLINE_S = 1800.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_zero_ranks_restore_the_checkpoint_before_the_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOBULA_TASKS", str(TASK))
+    words = (
+        "experiment=digits", "resources=laptop", "rewards=largest_digit", "learner=deepspeed", "learner.zero_stage=3",
+        "num_steps=18", "guard.action=rollback", "guard.window_steps=3", "evaluation.num_prompts=16",
+        "checkpoints.interval_steps=3",
+    )  # fmt: skip
+    with Job(tmp_path, (*words, *GUARD), small=()) as job:
+        code = job.start().wait(DEADLINE_S)
+        events = read_events(job.run_folder / GUARD_FILE)
+        assert code in (0, STOPPED) and events, job.output
+    rollback, found = events[0], read_run_folder(job.run_folder)
+    assert (rollback.action, found.summary.learner_backend) == ("rollback", "deepspeed")
+    assert rollback.restored is not None and rollback.restored <= rollback.agreeing < rollback.version <= 9
+    judge = {step.step: step.values["guard_judge"] for step in found.steps}
+    assert judge[rollback.version + 1] > judge[rollback.version] + 0.1
+    assert max(step.values["logprob_gap_mean"] for step in found.steps) < 0.01, "engines have the learner's weights"

@@ -1,4 +1,4 @@
-"""SIGKILL of an engine in the middle of calls: they run again on another, and the restarted one has all adapters."""
+"""Engines with adapters: one that is killed, and a plain vLLM engine with an exported adapter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from engines import Engine, open_model, start_actor
+from adapter_engine import prompt_logprobs
+from engines import LORA, Engine, new_learner, open_model, perturb_adapters, start_actor
+from PIL import Image
 from served_adapters import write_adapters
 from waiting import until
 
+from mobula.actors.datasets.rows import Row
 from mobula.actors.rollout.actor import RolloutActor
 from mobula.actors.rollout.client import RolloutClient
 from mobula.cluster.roles import SamplingSettings
@@ -23,10 +27,10 @@ from mobula.cluster.training_service.interfaces import SampleCall, SampleResult
 from mobula.cluster.workers.status import RestartPolicy, WorkerState
 from mobula.deploy.wiring.roles import adapter_engines
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+from mobula.learner.policy_weights import export_state
 
 SERVING = ("sampler.adapters.max_served=2", "sampler.adapters.max_rank=8", "resources.rollout.num_workers=2")
+
 LONG = SamplingSettings(num_samples=4, temperature=1.0, max_tokens=150, seed=3)
 
 
@@ -43,6 +47,8 @@ def values(result: SampleResult) -> list[tuple[list[int], str]]:
     return [(sample.token_ids.tolist(), sample.stop_reason) for sample in result.samples]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 async def test_calls_of_a_killed_engine_give_the_tokens_of_their_seed_and_its_successor_serves_all_adapters(
     local_ray: str, tmp_path: Path
 ) -> None:
@@ -91,3 +97,44 @@ async def test_calls_of_a_killed_engine_give_the_tokens_of_their_seed_and_its_su
         reborn = await answer(started[2].handle.engine_load.remote(), timeout_s=30, what="the load of an engine")
         assert reborn.num_tokens > 0, "the restarted engine took calls"
     await pool.close()
+
+
+LANGUAGE = (*LORA, "policy.freeze=[visual.]")  # vLLM puts adapters into the language model alone
+
+
+@pytest.mark.slow
+@pytest.mark.families
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_log_probs_under_an_exported_adapter_are_those_of_the_merged_policy(tmp_path: Path) -> None:
+    folder = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
+    model = open_model(folder, *LANGUAGE)
+    image = tmp_path / "image.png"
+    Image.fromarray(np.random.default_rng(3).integers(0, 255, size=(56, 56, 3), dtype=np.uint8)).save(image)
+    rows = [
+        Row("text", "Which digit follows 3?", "4", "4"),
+        Row("image", "<image>Which digit is this?", "7", "7", (image,)),
+    ]
+    prompts = [model.processor.prepare(row, f"0/{n}/{row.sample_id}") for n, row in enumerate(rows)]
+    learner = new_learner(model, *LANGUAGE)
+    before = [learner.sequence_logprobs(prompt) for prompt in prompts]
+    perturb_adapters(learner, seed=1, scale=0.3)
+    expected = [learner.sequence_logprobs(prompt) for prompt in prompts]
+    learner.save(tmp_path / "state")
+    learner.finish_save()
+    export_state(learner._config, tmp_path / "state", tmp_path / "adapter", merge=False, average=False)
+
+    asked = [
+        {"ids": prompt.compact_ids.tolist(), "images": [str(p) for p in row.images]}
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    found = prompt_logprobs(folder, asked, {"trained": tmp_path / "adapter"}, tmp_path)
+    for n, prompt in enumerate(prompts):
+        for name, logprobs in (("base", before[n]), ("trained", expected[n])):
+            ids, theirs = found[name][n]
+            np.testing.assert_array_equal(ids, prompt.expanded_ids)
+            own = np.ones(len(ids), dtype=bool)  # what stands behind an image's placeholder is no token
+            for span in prompt.media_spans:
+                own[span.start : span.end] = False
+            np.testing.assert_allclose(theirs[own[1:]], logprobs[own[1:]], atol=2e-5, rtol=0, err_msg=f"{name} {n}")
+        assert np.abs(expected[n] - before[n]).max() > 0.05, "the adapter changes what the policy says"

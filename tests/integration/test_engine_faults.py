@@ -1,0 +1,185 @@
+"""Real engines that are killed or raise at any moment, and runs that go on without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from audited import audited
+from jobs import PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, marked, none_left
+from poisoned import MESSAGE
+from sabotage import Saboteur
+from test_faults import KINDS, MOMENTS
+from waiting import wait_until
+
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+
+DEADLINE_S = 1500.0  # six engines start again, one after the other
+
+SCRIPT = Path(__file__).with_name("struck_job.py")
+
+# A healthy engine reports a broken transfer group after weight_sync.timeout_s and is lost after 1.25 times that: the
+# difference must be more than a loaded machine delays a reply.
+WORDS = (
+    "experiment=digits", "resources=laptop", "algorithm.max_staleness=0",
+    "rewards.components.0.function=struck_roles:score", "replay.trajectory_log=true", "checkpoints.interval_steps=1",
+    "timeouts.rollout_s=24", "weight_sync.timeout_s=16", "supervision.probe_timeout_s=24",
+    "supervision.max_restarts=100",
+)  # fmt: skip
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS, ids=["kill", "hang", "slow"])
+def test_whatever_happens_to_an_engines_core_costs_nothing_but_time(kind: signal.Signals, tmp_path: Path) -> None:
+    job = Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}"))
+    faults = ",".join(f"{moment}-core-{kind.name}" for moment in MOMENTS)
+    with job:
+        job.finish(job.start(str(SCRIPT), str(tmp_path), faults), DEADLINE_S)
+        none_left(job.marks[0])
+    assert Saboteur(tmp_path).struck == [f"{moment} core {int(kind)}" for moment in MOMENTS]
+    found = read_run_folder(job.run_folder).summary
+    assert found.status == "done"
+    assert found.restarts == (0 if kind is signal.SIGCONT else len(MOMENTS))
+    audit = audited(job.run_folder)
+    assert audit.findings == []
+    assert len(audit.history.parts[0].losses) == found.restarts
+    log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
+    assert log.steps() == list(range(1, found.num_steps + 1))
+    trained = [sorted(_place(group.group.group_id) for group in log.read(step)) for step in log.steps()]
+    places = list(range(found.num_steps * PROMPTS_PER_STEP))
+    assert trained == [places[i : i + PROMPTS_PER_STEP] for i in range(0, len(places), PROMPTS_PER_STEP)]
+
+
+def _place(group_id: str) -> int:
+    """Of its prompt in the first epoch."""
+    epoch, place, _ = group_id.split("/", maxsplit=2)
+    assert epoch == "0"
+    return int(place)
+
+
+SCRIPT_of_poisoned_prompt = Path(__file__).with_name("poisoned_job.py")
+
+POISON = "0/5/"
+
+NUM_STEPS = 4
+
+WORDS_of_poisoned_prompt = (
+    "experiment=digits",
+    "resources=laptop",
+    "algorithm.max_staleness=1",
+    "replay.trajectory_log=true",
+    f"num_steps={NUM_STEPS}",
+)
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1200)
+def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_ends_well(tmp_path: Path) -> None:
+    with Job(tmp_path, (*WORDS_of_poisoned_prompt, f"data.path={tmp_path / 'digits'}")) as job:
+        job.finish(job.start(str(SCRIPT_of_poisoned_prompt), POISON))
+        none_left(job.marks[0])
+
+    found = read_run_folder(job.run_folder)
+    assert found.summary.status == "done" and found.summary.num_steps == NUM_STEPS
+    assert 3 <= len(found.faults) <= 5 and found.summary.restarts == len(found.faults)
+    assert all(fault.cause.startswith(f"RuntimeError: {MESSAGE} at ") for fault in found.faults)
+
+    [skipped] = [row for row in found.skipped if row.reason == "killed_engines"]
+    assert f"prompt {POISON}{skipped.sample_id} " in skipped.message and MESSAGE in skipped.message
+    log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
+    trained = [group.group.group_id for step in log.steps() for group in log.read(step)]
+    assert not any(group_id.startswith(POISON) for group_id in trained)
+    assert len(set(trained)) == len(trained) == NUM_STEPS * 4
+
+    lines = [line for line in job.output.splitlines() if "is lost" in line or "is excluded" in line]
+    assert len(lines) == len(found.faults) + 1, "one line an event"
+    assert all(MESSAGE in line for line in lines)
+    assert "See stack trace" not in job.output and "Traceback" not in job.output
+    run_log = (job.run_folder / "run.log").read_text()
+    assert run_log.count("Traceback (most recent call last)") == len(found.faults)
+    logs = "".join(path.read_text() for path in (job.run_folder / "logs").glob("rollout-*.log"))
+    assert logs.count(f"RuntimeError: {MESSAGE}") >= len(found.faults), "an engine's cause is in its log"
+    assert "killed_engines" in (job.run_folder / "report.html").read_text()
+    saved = sorted((job.run_folder / "checkpoints").glob("step-*"))[-1]
+    states = [json.loads(path.read_text()) for path in saved.rglob("*.json")]
+    assert not any(POISON in json.dumps(state) for state in states), "no checkpoint brings it back"
+
+
+NUM_STEPS_of_flow_faults = 14
+
+WORDS_of_flow_faults = (
+    "resources=laptop", "algorithm.max_staleness=1", "algorithm.num_minibatches=1", "sampler.flow.num_steps=6",
+    "warm_start.num_steps=20", "warm_start.check_interval=20", "evaluation.num_prompts=4", "evaluation.num_samples=2",
+    "checkpoints.interval_steps=2", "learner.ema_decay=0.9", "learner.adam_eps=1e-10", "replay.trajectory_log=true",
+    "supervision.max_restarts=20", f"num_steps={NUM_STEPS}",
+)  # fmt: skip
+
+ALGORITHMS = {
+    "glyphs_nft": ("sampler.flow.window_start=5", "sampler.flow.window_end=6"),
+    "glyphs_grpo": ("sampler.flow.window_end=5", "sampler.flow.window_size=2"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("experiment", ALGORITHMS)
+def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path) -> None:
+    own = (f"data.path={tmp_path / 'data'}", f"policy.model={tmp_path / 'model'}", "resume=auto")
+    small = (
+        f"algorithm.prompts_per_step={PROMPTS_PER_STEP}",
+        "algorithm.samples_per_prompt=4",
+        "metrics.progress=false",
+    )
+    with Job(
+        tmp_path, (f"experiment={experiment}", *WORDS_of_flow_faults, *ALGORITHMS[experiment], *own), small=small
+    ) as job:
+        process = job.start()
+        for step, role in ((3, "RolloutActor"), (6, "Learner")):
+            reach(job, process, step)
+            os.kill(process_of(job, role), signal.SIGKILL)
+        reach(job, process, 9)
+        process.kill()
+        process.wait()
+        assert len(job.steps) < NUM_STEPS_of_flow_faults, "the run was over before its driver could be killed"
+        job.finish(job.start())
+    found = read_run_folder(job.run_folder)
+    assert found.summary is not None and (found.summary.status, found.summary.version) == (
+        "done",
+        NUM_STEPS_of_flow_faults,
+    )
+    assert {fault.worker.partition("/")[0] for fault in found.faults} >= {"rollout", "the learner"}
+    log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=5.0)
+    trained = [group.group.group_id for step in log.steps() for group in log.read(step)]
+    assert log.steps() == list(range(1, NUM_STEPS_of_flow_faults + 1))
+    assert len(trained) == len(set(trained)) == NUM_STEPS_of_flow_faults * PROMPTS_PER_STEP
+    places = sorted((int(epoch), int(place)) for epoch, place, _ in (name.split("/", maxsplit=2) for name in trained))
+    assert [place for epoch, place in places if epoch == 0] == list(range(sum(epoch == 0 for epoch, _ in places)))
+    drawn = [t.actions for group in log.read(NUM_STEPS_of_flow_faults) for t in group.group.trajectories]
+    assert all(isinstance(actions, LatentActions) and np.isfinite(actions.latents).all() for actions in drawn)
+    assert all(np.ptp(actions.latents) > 0 for actions in drawn)
+
+
+def reach(job: Job, process: subprocess.Popen[str], step: int) -> None:
+    wait_until(lambda: len(job.steps) >= step or process.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
+    assert process.poll() is None, job.output
+
+
+def process_of(job: Job, role: str) -> int:
+    """The process id of one of the run's workers."""
+    found = [pid for pid, command in marked(job.marks[-1]).items() if command.startswith(f"ray::{role}")]
+    assert found, marked(job.marks[-1])
+    return min(found)

@@ -1,0 +1,290 @@
+"""Rewards in other processes: a server, a judge behind vLLM, and the pool over real actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from engine_judge import OF_ANY_JUDGE
+from reward_data import answers, component, pool_over, rewards_of
+from tiny_reward_models import encoded_image
+from waiting import until
+
+from mobula.cluster.records.trajectory import Response
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.workers.status import RestartPolicy
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.pool.worker import RewardWorker
+from mobula.rewards.tools import Tools
+
+REWARDS = """
+components:
+  - name: accuracy
+    function: math_answer
+    weight: 1.0
+    options: {require_boxed: true}
+  - name: format
+    function: format
+    weight: 0.5
+    options: {preset: boxed}
+  - name: shape
+    function: format
+    weight: 0.0
+    options: {pattern: "(a+)+|[^a].*"}
+accuracy_component: accuracy
+"""
+
+CONNECTION = {
+    "dialect": "mobula",
+    "batch_size": 2,
+    "max_concurrency": 2,
+    "timeout_s": 60.0,
+    "total_timeout_s": 120.0,
+    "max_attempts": 3,
+    "backoff_s": 0.1,
+    "max_backoff_s": 1.0,
+    "max_request_bytes": 1 << 20,
+    "max_reply_bytes": 1 << 20,
+    "max_failures": 3,
+    "aside_s": 5.0,
+    "token_env": "REWARD_TOKEN",
+}
+
+
+@contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command and the URL that it announced."""
+    file = folder / "rewards.yaml"
+    file.write_text(REWARDS)
+    command = [sys.executable, "-m", "mobula.deploy.cli", "serve-rewards", str(file), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process, _announced(process)
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def _announced(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        assert selector.select(timeout=120), "the server does not print its address"
+    line = process.stdout.readline()
+    found = re.search(r"http://127\.0\.0\.1:\d+", line)
+    assert found, line + process.stdout.read()
+    return found[0]
+
+
+def test_a_served_file_scores_and_stops_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    with served(tmp_path, "--token-env", "REWARD_TOKEN", "--timeout", "40") as (process, url):
+        tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+        http = build_function("http", {**CONNECTION, "urls": [f"{url}/score"]}, tools)
+        texts = (r"\boxed{4}", r"\boxed{\frac{8}{2}}", r"\boxed{5}", "4")
+        requests = [RewardRequest(Response(text, 3, False), ("4",), {}, "2 + 2?") for text in texts]
+        outcomes = evaluate_batch(http, requests)
+        assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == [1.5, 1.5, 0.5, 0.0]
+        assert outcomes[0].breakdown == {"accuracy": 1.0, "format": 1.0, "shape": 1.0}
+        hanging = RewardRequest(Response("a" * 50 + "b", 3, False), ("4",), {}, "")  # "shape" backtracks without end
+        late, early = evaluate_batch(http, [hanging, requests[1]])
+        assert isinstance(late, ScoringFailure) and late.kind in (
+            FailureKind.TIMED_OUT,
+            FailureKind.FAILED,
+        )  # time or memory
+        assert isinstance(early, Score) and early.value == 1.5, "one that hangs costs no other its score"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_file_that_is_unfit_is_one_message(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.yaml"
+    file.write_text(REWARDS.replace("math_answer", "maths_answer"))
+    command = [sys.executable, "-m", "mobula.deploy.cli", "serve-rewards", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "did you mean 'math_answer'?" in done.stderr and "Traceback" not in done.stderr
+
+
+START_S = 280.0
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # its processes then import nothing a second time
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@pytest.fixture
+def chat_url(tmp_path: Path) -> Iterator[str]:
+    """A server with a tiny model of random weights."""
+    model, log = write_tiny_qwen2_5_vl(tmp_path / "model"), tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    command += ["--dtype", "float32", "--max-model-len", "1024", "--max-num-batched-tokens", "1024"]
+    command += ["--max-num-seqs", "4"]
+    with log.open("wb") as file:
+        environment = {**os.environ, **ENVIRONMENT}
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+    try:
+        _wait_until_well(process, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}/v1/chat/completions"
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            _kill_group(process.pid)
+
+
+def _wait_until_well(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except (urllib.error.URLError, OSError):
+            is_waiting = process.poll() is None and time.monotonic() < until
+            assert is_waiting, f"vLLM does not start: {log.read_text()[-3000:]}"
+            time.sleep(0.5)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all gone already
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_judge_on_vllm_sees_and_scores(chat_url: str) -> None:
+    options: dict[str, Any] = {
+        "urls": [chat_url],
+        **OF_ANY_JUDGE,
+        "model": "judge",
+        "max_concurrency": 4,
+        "timeout_s": 100.0,
+        "total_timeout_s": 200.0,
+        "max_attempts": 2,
+        "backoff_s": 0.1,
+        "max_backoff_s": 1.0,
+        "max_request_bytes": 1 << 20,
+        "max_reply_bytes": 1 << 20,
+        "max_failures": 2,
+        "aside_s": 5.0,
+        "token_env": None,
+    }
+    tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+    requests = [
+        RewardRequest(Response("four", 1, False), (), {}, "2 + 2?"),
+        RewardRequest(Response("noise", 1, False), (), {}, "What is it?", (encoded_image(1),)),
+        RewardRequest(Response("noise", 1, False), (), {}, "What are they?", (encoded_image(1), encoded_image(2))),
+    ]
+    made_to = evaluate_batch(build_function("judge", options, tools), requests)
+    assert all(isinstance(outcome, Score) and 1 <= outcome.value <= 5 for outcome in made_to), made_to
+    free_to = evaluate_batch(build_function("judge", {**options, "extra": {}}, tools), requests)
+    assert all(isinstance(outcome, ScoringFailure) and "gave no score" in outcome.reason for outcome in free_to), (
+        free_to
+    )
+
+
+PLUGIN = """
+import time
+
+def score(request):
+    if request.response.text == "hang":
+        time.sleep(1000)
+    if request.response.text == "raise":
+        raise KeyError("a bug")
+    time.sleep(0.05)
+    return float(request.response.text)
+"""
+
+REWARDS_of_reward_pool_on_ray = rewards_of(component("mine", "slow_plugin:score", 2.0))
+
+
+@pytest.fixture
+def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "slow_plugin.py").write_text(PLUGIN)
+    return tmp_path
+
+
+def spawn_worker(plugin_folder: Path) -> Any:
+    environment = {"PYTHONPATH": str(plugin_folder), "OMP_NUM_THREADS": "1"}
+    actor = ray.remote(RewardWorker).options(num_cpus=0.5, runtime_env={"env_vars": environment})
+    return actor.remote(
+        REWARDS_of_reward_pool_on_ray,
+        "reward",
+        object_timeout_s=10,
+        start_timeout_s=60,
+        function_timeout_s=2,
+        group_timeout_s=60,
+        device="cpu",
+        dtype="float32",
+    )
+
+
+async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(
+    local_ray: str, plugin_folder: Path
+) -> None:
+    class Hosts:
+        async def start(self, index: int) -> Any:
+            return spawn_worker(plugin_folder)
+
+        async def stop(self, index: int, handle: Any) -> None:
+            ray.kill(handle)
+
+        async def release(self, index: int) -> None: ...
+
+    workers = [spawn_worker(plugin_folder) for _ in range(2)]
+    await asyncio.gather(*(answer(w.ping.remote(), timeout_s=60, what="a worker to start") for w in workers))
+    pool = pool_over(
+        REWARDS_of_reward_pool_on_ray,
+        workers,
+        hosts=Hosts(),
+        restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),
+        start_s=60,
+        alive_s=60,
+        timeout_s=120,
+        max_in_flight=2,
+    )
+    service = pool.services["reward"]
+    bad = {3: "raise", 5: "hang", 8: "nan"}
+    texts = [(str(i), bad.get(i, str(i + 0.5))) for i in range(12)]
+    references = [ray.put(answers(f"0/{i}", *pair)) for i, pair in enumerate(texts)]
+    tasks = [asyncio.create_task(pool.score(reference, f"0/{i}")) for i, reference in enumerate(references)]
+    await tasks[0]
+    ray.kill(workers[1])
+    rewards = await asyncio.gather(*tasks)
+
+    expected = [[None if t in bad.values() else 2 * float(t) for t in pair] for pair in texts]
+    assert [[r and r.value for r in pair] for pair in rewards] == expected
+    assert +pool.failures == {"worker_died": 1, "timed_out": 1, "failed": 1, "not_finite": 1}
+    await until(lambda: len(service.workers) == 2)  # the one that replaces it may still start
+    assert service.workers[0] is workers[0] and service.workers[1] is not workers[1]
+    await pool.close()

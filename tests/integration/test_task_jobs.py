@@ -1,0 +1,319 @@
+"""`mobula train` on tasks and algorithms: long answers, curriculum, programs, critic, teacher."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from agent_program import write_program
+from jobs import SMALL, Job, none_left
+from safetensors.numpy import load_file
+from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets
+
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.deploy.pages.report import write_report
+from mobula.examples.digits.digits import write_digits
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+
+NUM_STEPS = 3
+
+MAX_IMAGES = 2
+
+SMALL_of_digit_list = (
+    # Enough to write the sentences; the digits in them are still right by chance.
+    "warm_start.num_steps=50",
+    "warm_start.batch_size=16",
+    "warm_start.check_interval=50",
+    "warm_start.max_checks_rows=8",
+    "evaluation.num_prompts=32",
+    "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=8",
+    "algorithm.max_concurrent_groups=8",
+    "resources.object_store_bytes=268435456",
+    "metrics.progress=false",
+    "timeouts.start_s=500",
+)
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    folder = tmp_path_factory.mktemp("lists")
+    words = ("experiment=digit_list", "resources=laptop", f"data.path={short_lists(folder / 'data')}")
+    with Job(folder, (*words, "data.kind=jsonl", f"num_steps={NUM_STEPS}"), small=SMALL_of_digit_list) as job:
+        job.finish(job.start())
+        yield job
+
+
+def short_lists(folder: Path) -> Path:
+    """Only the questions on one or two images."""
+    write_digits(folder, task="digit_list")
+    for split in ("train", "validation", "test"):
+        lines = (folder / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        short = [line for line in lines if len(json.loads(line)["image"]) <= MAX_IMAGES]
+        (folder / f"{split}.jsonl").write_text("".join(short))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(lists: Job) -> RunFolder:
+    return read_run_folder(lists.run_folder)
+
+
+@pytest.mark.load
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_warm_start_teaches_the_sentences_and_their_reward_is_partial(found: RunFolder) -> None:
+    """An answer without the right sentences scores 0; with digits at random in them it scores about a tenth."""
+    assert found.summary is not None
+    assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_STEPS, [])
+    assert found.summary.accuracy_before is not None
+    assert 0.03 < found.summary.accuracy_before < 1
+    assert any(0 < sample.reward < 1 for sample in found.samples.samples)
+
+
+@pytest.mark.load
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_answers_end_and_differ_in_length(found: RunFolder) -> None:
+    """24 or 25 tokens on one image, 40 or 41 on two."""
+    ended = {sample.num_tokens for sample in found.samples.samples if sample.finish_reason == "stop"}
+    assert ended & {24, 25}
+    assert ended & {40, 41}
+
+
+@pytest.mark.load
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_engine_and_learner_agree_on_every_token_of_long_answers(found: RunFolder) -> None:
+    assert found.summary is not None
+    assert found.summary.logprob_gap_mean <= 1e-5
+    assert 0 < found.summary.logprob_gap_max <= 1e-3
+
+
+@pytest.mark.load
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_no_process_is_left(lists: Job) -> None:
+    none_left(lists.marks[0])
+
+
+STAGES = "[{size: 2, hole_share: 0.0}, {size: 3, hole_share: 0.15}, {size: 4, hole_share: 0.2}]"
+
+WORDS = (
+    "experiment=pixel_maze", "resources=laptop", "sampler=huggingface", "resources.rollout.num_workers=1",
+    "learner=single", "resources.learner.num_workers=1", "algorithm.advantage=return_to_go",
+    "algorithm.drop_uniform_groups=false", "environment.host=inline", "environment.num_train=96",
+    "environment.num_validation=4", "environment.num_test=8", "environment.curriculum.kind=success",
+    f"environment.curriculum.stages={STAGES}", "environment.curriculum.episodes=24",
+    "environment.curriculum.success=0.05", "warm_start.num_steps=40", "warm_start.num_rows=48",
+    "checkpoints.interval_steps=1", "checkpoints.keep=6",
+)  # fmt: skip
+
+
+def state_at(job: Job, version: int) -> dict[str, object]:
+    """What a checkpoint keeps of the curriculum."""
+    file = job.run_folder / "checkpoints" / f"step-{version:06d}" / "state.json"
+    return json.loads(file.read_text())["parts"]["curriculum"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    folder = tmp_path_factory.mktemp("curriculum")
+    job = Job(folder, WORDS, small=SMALL[1:])  # the rewards are those of the environment
+    with job:
+        job.overrides = (*WORDS, "num_steps=3")
+        job.finish(job.start())
+        job.overrides = (*WORDS, "num_steps=5", "resume=auto")
+        job.finish(job.start())
+        yield job
+
+
+@pytest.fixture(scope="module")
+def report(job: Job) -> RunFolder:
+    return read_run_folder(job.run_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(1500)
+def test_stages_open_in_order_by_success_and_go_on_after_a_resume(job: Job, report: RunFolder) -> None:
+    assert (report.summary.status, report.summary.version) == ("done", 5)
+    assert [step.step for step in report.steps] == [1, 2, 3, 4, 5]
+    stages = [int(step.values["curriculum_stage"]) for step in report.steps]
+    assert stages == sorted(stages) and stages[-1] >= 1, "a stage has opened"
+    assert stages[3] >= stages[2], "the resumed part does not begin with the first stage"
+    assert state_at(job, 3)["newest"] == stages[2]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(1500)
+def test_the_report_says_how_far_the_curriculum_has_come(job: Job, report: RunFolder) -> None:
+    stage = int(report.steps[-1].values["curriculum_stage"])
+    page = write_report(job.run_folder).read_text()
+    assert "curriculum stage" in page and f">{stage}<" in page
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(1500)
+def test_each_turn_is_trained_with_what_followed_it(report: RunFolder) -> None:
+    for step in report.steps:
+        assert step.values["turns_mean"] > 1
+        assert step.values["grad_norm"] > 0 and math.isfinite(step.values["loss"])
+        assert "turn_reward_1" in step.values
+    assert report.summary.logprob_gap_max <= 1e-3
+
+
+NUM_STEPS_of_agent_programs = 20
+
+COMMON = (
+    "policy=tiny_qwen2_5_vl", "data=environment", "rewards=environment", "resources=laptop",
+    "resources.rollout.num_workers=1", f"num_steps={NUM_STEPS}", "evaluation.split=test", "evaluation.num_prompts=8",
+    "environment.num_train=2", "environment.options.num_validation=1", "environment.options.num_test=1",
+    "environment.max_tokens=200", "data.max_pixels=50176", "data.max_prompt_tokens=400", "sampler.max_tokens=6",
+    "algorithm.samples_per_prompt=8", "algorithm.prompts_per_step=8", "algorithm.drop_uniform_groups=false",
+    "learner.learning_rate=1e-3",
+)  # fmt: skip
+
+SMALL_of_agent_programs = ("metrics.progress=false", "timeouts.start_s=500", "resources.object_store_bytes=268435456")
+
+
+def trained(folder: Path, *words: str) -> RunFolder:
+    with Job(folder, (*COMMON, *words), SMALL_of_agent_programs) as job:
+        job.finish(job.start())
+        return read_run_folder(job.run_folder)
+
+
+def check(report: RunFolder) -> None:
+    assert report.summary is not None
+    assert (report.summary.status, report.summary.version) == ("done", NUM_STEPS_of_agent_programs)
+    assert report.summary.logprob_gap_max <= 1e-3
+    assert all(record.values["turns_mean"] == 2 for record in report.steps)
+    rewards = [record.values["reward_mean"] for record in report.steps]
+    assert mean(rewards[-5:]) > mean(rewards[:2]) + 0.2, rewards
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_program_of_ones_own_is_trained(tmp_path: Path) -> None:
+    options = write_program(tmp_path)
+    command = f"environment.options.command=[{sys.executable},{tmp_path / 'agent.py'}]"
+    check(trained(tmp_path, "environment=program", command, f"environment.options.tasks={options['tasks']}"))
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@NEEDS_VERIFIERS
+def test_an_agent_of_verifiers_is_trained(tmp_path: Path) -> None:
+    folder = write_tasksets(tmp_path)
+    words = ("environment.options.env.taskset.id=mobula-letters", f"environment.options.import_path=[{folder}]")
+    check(trained(tmp_path, "environment=verifiers", f"environment.options.python={PYTHON}", *words))
+
+
+PLACES = {
+    "learner_ranks": (),
+    "own_ranks": (
+        "algorithm.critic.place=own_ranks",
+        "resources.learner.num_workers=1",
+        "resources.critic.num_workers=2",
+    ),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["learner_ranks", pytest.param("own_ranks", marks=[pytest.mark.matrix, pytest.mark.exhaustive])],
+)
+def job_of_critic_job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """One vLLM engine and two FSDP2 ranks, or one of the policy and two of the critic; the first of three steps trains
+    the critic alone."""
+    folder = tmp_path_factory.mktemp("ppo_gae")
+    words = ("experiment=digits", "algorithm=ppo_gae", "resources=laptop", "num_steps=3")
+    words += (f"data.path={folder / 'digits'}", *PLACES[request.param])
+    short = ("algorithm.critic.warmup_steps=1", "learner.warmup_steps=0")
+    with Job(
+        folder, (*words, *short, "resources.rollout.num_workers=1", "weight_sync.canary_interval=1")
+    ) as job_of_critic_job:
+        job_of_critic_job.finish(job_of_critic_job.start())
+        yield job_of_critic_job
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_critic_is_trained_in_every_step_and_the_policy_after_its_warm_up(report: RunFolder) -> None:
+    assert (report.summary.status, report.summary.version) == ("done", 3)
+    steps = [step.values for step in report.steps]
+    assert [step["learning_rate"] > 0 for step in steps] == [False, True, True]
+    for step in steps:
+        assert step["value_loss"] > 0 and step["critic_grad_norm"] > 0 and step["critic_learning_rate"] > 0
+        assert math.isfinite(step["explained_variance"]) and 0 <= step["value_clip_fraction"] <= 1
+        assert step["skipped"] == step["critic_skipped"] == 0
+    assert steps[1]["kl"] == pytest.approx(0, abs=1e-4), "the policy is still its reference"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_engine_follows_the_policy(report: RunFolder) -> None:
+    assert report.summary.logprob_gap_max <= 1e-3 and 0 < report.summary.canary_max <= 1e-5
+    assert report.summary.weight_syncs == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_critic_is_part_of_each_checkpoint_and_the_policy_leaves_without_it(job_of_critic_job: Job) -> None:
+    for version in ("000000", "000003"):
+        assert (
+            job_of_critic_job.run_folder / "checkpoints" / f"step-{version}" / "learner" / "critic" / "state.json"
+        ).is_file()
+    start, trained = (
+        load_file(job_of_critic_job.run_folder / name / "model.safetensors") for name in ("reference", "policy")
+    )
+    assert start.keys() == trained.keys() == load_file(job_of_critic_job.folder / "model" / "model.safetensors").keys()
+    assert any((start[name] != trained[name]).any() for name in start)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_report_has_the_curves_of_the_critic(job_of_critic_job: Job) -> None:
+    page = (job_of_critic_job.run_folder / "report.html").read_text()
+    assert "Value loss" in page and "Explained variance" in page
+
+
+NUM_STEPS_of_distillation_job = 12
+
+WORDS_of_distillation_job = (
+    "experiment=digits", "algorithm=distill", "resources=laptop_overlapped", "learner=single",
+    "warm_start.num_steps=0", f"num_steps={NUM_STEPS}", "learner.learning_rate=3e-3", "learner.warmup_steps=0",
+    "algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=8",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_policy_approaches_a_teacher_whose_rewards_it_never_sees(tmp_path: Path) -> None:
+    """`kl` is the divergence of the policy from the teacher on its own samples: of random weights it falls at once."""
+    teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
+    with Job(
+        tmp_path,
+        (*WORDS_of_distillation_job, f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}"),
+    ) as job:
+        job.finish(job.start())
+        none_left(job.marks[0])
+    found = read_run_folder(job.run_folder)
+    assert found.summary is not None
+    assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_STEPS_of_distillation_job, [])
+    assert found.summary.logprob_gap_mean is not None and found.summary.logprob_gap_mean <= 1e-5
+    kl = [step.values["kl"] for step in found.steps]
+    assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from adapter_rows import peft_logprobs, sample, write_peft
 from engines import TEMPERATURE, open_model, start_actor
-from served_adapters import peft_logprobs, sample, write_peft
 
 from mobula.learner.policies.tiny import write_tiny
 

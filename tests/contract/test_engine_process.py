@@ -23,7 +23,7 @@ from engines import (
     start_actor,
     weight_sync,
 )
-from members import FixedMembers
+from fakes import FixedMembers
 from waiting import wait_until
 
 from mobula.cluster.errors import DeadlineError, EngineDiedError, RolloutError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from adapter_rows import Adapters, sample, tokens, write_adapters
 from engines import Engine, Model, gaps, open_model, start_actor
-from served_adapters import Adapters, sample, tokens, write_adapters
 
 from mobula.cluster.errors import ManifestError
 from mobula.cluster.records.trajectory import FinishReason

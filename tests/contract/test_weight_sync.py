@@ -28,7 +28,7 @@ from engines import (
     until_grown,
     weight_sync,
 )
-from members import FixedMembers
+from fakes import FixedMembers
 
 from mobula.cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDiedError
 from mobula.cluster.records.trajectory import TrajectoryGroup

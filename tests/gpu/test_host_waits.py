@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learner_data import group, image, prompt
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader

@@ -7,16 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transfer_faults import (
+from transfer_members import (
     NUM_BYTES,
     Transfers,
+    members,
     names_who_is_missing,
     survives_a_death_before_the_first_byte,
     survives_a_hang,
     survives_a_kill,
     survives_a_kill_of_the_sender,
 )
-from transfer_members import members
 
 from mobula.cluster.weight_sync.shared_ring import RingWriter
 from mobula.cluster.weight_sync.transport import TransferGroup

@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from adapter_ranks import config_of, follow, joined, two_ranks
 from adapter_rows import largest_difference
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from audited import audited
 from jobs import RUN_DEADLINE_S, Job
+from runs import audited
 from waiting import wait_until
 
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE

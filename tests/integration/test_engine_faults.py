@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from audited import audited
 from jobs import PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, marked, none_left
 from poisoned import MESSAGE
+from runs import audited
 from sabotage import Saboteur
 from test_faults import KINDS, MOMENTS
 from waiting import wait_until

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fakes import FakeMetrics, FakeStep
 from jobs import GONE_DEADLINE_S, RUN_DEADLINE_S, Job, none_left
-from offline_data import conversation, write_rows
+from offline_rows import conversation, write_rows
 from safetensors.torch import load_file
 from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
 from waiting import wait_until

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from audited import audited
 from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left
+from runs import audited
 from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jobs import RUN_DEADLINE_S, SMALL, Job, marked, none_left
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 from clips import noise_frames, write_clip
-from media_server import PROXIES, media_server
+from http_servers import PROXIES, media_server
 
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.processors.pool import DIED, ProcessorPool

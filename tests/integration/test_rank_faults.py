@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from audited import audited
 from jobs import PROMPTS_PER_STEP, Job, none_left
+from runs import audited
 from sabotage import Saboteur
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

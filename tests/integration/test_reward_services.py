@@ -22,7 +22,7 @@ import pytest
 import ray
 from engine_judge import OF_ANY_JUDGE
 from reward_data import answers, component, pool_over, rewards_of
-from tiny_reward_models import encoded_image
+from tiny_checkpoints import encoded_image
 from waiting import until
 
 from mobula.cluster.records.trajectory import Response

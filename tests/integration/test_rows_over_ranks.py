@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from backend_run import config_of, equal, met_at, weights
-from family_prompts import family_prompts
 from family_ranks import update_all
-from kept_bytes import kept_bytes
 from learner_data import image, prompt, random_groups, tiny_config
 from mixed_media_ranks import BACKENDS, update
-from scored_rows import HOT, tree
-from tiny_text_models import write_text_policy
+from scored_rows import HOT, family_prompts, kept_bytes, tree
+from tiny_checkpoints import write_text_policy
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from agent_program import write_program
+from episode_data import write_program
 from jobs import SMALL, Job, none_left
 from safetensors.numpy import load_file
 from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets

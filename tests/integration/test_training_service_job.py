@@ -27,7 +27,7 @@ import torch
 from fastapi.testclient import TestClient
 from peft import PeftModel
 from PIL import Image
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from transformers import AutoModelForCausalLM
 
 from mobula.configs.load import load_config

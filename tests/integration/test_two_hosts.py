@@ -16,8 +16,7 @@ import pytest
 from diffusers import DiffusionPipeline
 from flow_run import REDNESS, WORDS, write_texts
 from jobs import REPOSITORY, REWARD, SMALL
-from namespaces import Host, reason_against, two_hosts
-from ray_apart import ENVIRONMENT, end_all, start_command
+from ray_apart import ENVIRONMENT, Host, end_all, reason_against, start_command, two_hosts
 from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder

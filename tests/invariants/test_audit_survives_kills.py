@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audited import audited, audited_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import audited, audited_run
 
 STEPS = 4
 

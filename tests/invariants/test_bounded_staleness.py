@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from fakes import NUM_TOKENS, FakeLearner, FakeRollouts, turns
-from pooled_fakes import PooledRollouts
-from runs import Run
+from runs import PooledRollouts, Run
 
 from mobula.cluster.errors import WorkerDiedError
 from mobula.cluster.records.trajectory import ScoredGroup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from hosts import FakeHosts, settle
+from fakes import FakeHosts, settle
 from hypothesis import given
 from hypothesis import strategies as st
 

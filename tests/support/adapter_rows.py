@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from engines import LORA, TEMPERATURE, Engine, Model, new_learner, perturb_adapters
 from learner_data import tiny_config
+from transformers import AutoModelForCausalLM
 
-from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.records.trajectory import Prompt, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.training_service.interfaces import (
     AdamParameters,
     AdapterSpec,
@@ -18,10 +24,14 @@ from mobula.cluster.training_service.interfaces import (
 )
 from mobula.learner.adapters.calls import PartialResult
 from mobula.learner.adapters.rank import AdapterRank
+from mobula.learner.learner import Learner
+from mobula.learner.policy_weights import export_state
 
 # A large eps: at 1e-12 Adam turns the rounding of a gradient near 0 into a step as large as the learning rate.
 ADAM = AdamParameters(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.01, grad_clip_norm=1.0)
+
 SPEC = AdapterSpec(rank=4, alpha=8.0, seed=3)
+
 OTHER = AdapterSpec(rank=2, alpha=16.0, seed=5, trains_mlp=False)
 
 
@@ -67,3 +77,73 @@ def factors_of(rank: AdapterRank, adapter: str) -> dict[str, torch.Tensor]:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+LANGUAGE = (*LORA, "policy.freeze=[visual.]")  # vLLM adapts the language model alone
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Learners by the name of their adapter, None for the base model, and folders of the exported adapters."""
+
+    learners: Mapping[str | None, Learner]
+    folders: Mapping[str, Path]
+
+
+def write_adapters(model: Model, names: Sequence[str], folder: Path, first_seed: int = 1) -> Adapters:
+    """Adapters for these names, each of other random factors."""
+    learners: dict[str | None, Learner] = {None: new_learner(model)}
+    folders = {}
+    for seed, name in enumerate(names, start=first_seed):
+        learner = new_learner(model, *LANGUAGE)
+        perturb_adapters(learner, seed=seed, scale=0.3)
+        learner.save(folder / f"{name}-state")
+        learner.finish_save()
+        folders[name] = folder / name
+        export_state(learner._config, folder / f"{name}-state", folders[name], merge=False, average=False)
+        learners[name] = learner
+    return Adapters(learners, folders)
+
+
+async def sample(engine: Engine, prompt: Prompt, adapter: str | None, **own: object) -> TrajectoryGroup:
+    """One group with the weights of an adapter, or of the base model for None."""
+    given = {"num_samples": 4, "temperature": TEMPERATURE, "max_tokens": 8, "seed": 7, "adapter": adapter, **own}
+    return await engine.generate(prompt, SamplingSettings(**given))  # type: ignore[arg-type]
+
+
+def tokens(group: TrajectoryGroup) -> list[list[int]]:
+    """The sampled ids of each sibling."""
+    return [trajectory.actions.token_ids.tolist() for trajectory in group.trajectories]
+
+
+def write_peft(model: Path, folder: Path, target_modules: Sequence[str], seed: int) -> Path:
+    """An adapter of random factors on these modules, written by PEFT; any linear layer may be among them."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(_open(model), LoraConfig(r=4, lora_alpha=6, target_modules=list(target_modules)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+@torch.no_grad()
+def peft_logprobs(
+    model: Path, adapter: Path | None, ids: np.ndarray, temperature: float = 1.0, banned: Sequence[int] = ()
+) -> np.ndarray:
+    """Float32 [P, V], the log-probs after each token that transformers and PEFT compute."""
+    from peft import PeftModel
+
+    policy = _open(model)
+    if adapter is not None:
+        policy = PeftModel.from_pretrained(policy, str(adapter))
+    logits = policy(input_ids=torch.from_numpy(ids).long()[None]).logits[0].float()  # [P, V]
+    logits[:, list(banned)] = -torch.inf
+    return (logits / temperature).log_softmax(-1).numpy()
+
+
+def _open(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import ray
 import torch
+from fakes import FixedMembers
 from learner_data import tiny_config
-from members import FixedMembers
 from PIL import Image
 from sklearn.datasets import load_digits
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +28,12 @@ from mobula.cluster.records.trajectory import (
 )
 from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
-from mobula.cluster.workers.status import Progress
+from mobula.cluster.workers.status import Progress, RestartPolicy
 
 NUM_SAMPLES = 2
+
 NUM_TOKENS = 3
+
 SETTINGS = SamplingSettings(num_samples=NUM_SAMPLES, temperature=1.0, max_tokens=NUM_TOKENS, seed=7)
 
 
@@ -292,3 +296,183 @@ async def turns(num: int) -> None:
     """Let the event loop turn `num` times."""
     for _ in range(num):
         await asyncio.sleep(0)
+
+
+@dataclass(frozen=True)
+class LocalReference:
+    """What a call returns: its result, sooner or later."""
+
+    task: asyncio.Future[Any]
+
+    def future(self) -> asyncio.Future[Any]:
+        return self.task
+
+
+@dataclass(frozen=True)
+class LocalMethod:
+    """`handle.method`. As in Ray, several results are taken apart and a single one is left as it is."""
+
+    function: Callable[..., Any]
+    streams: list[LocalStream]  # of the handle
+    num_returns: int | str = 1
+
+    def options(self, *, num_returns: int | str = 1, concurrency_group: str = "") -> LocalMethod:
+        """Here every call has a lane of its own."""
+        return replace(self, num_returns=num_returns)
+
+    def remote(self, *args: Any, **named: Any) -> Any:
+        if self.num_returns == "streaming":
+            self.streams.append(LocalStream(self.function(*args, **named)))
+            return self.streams[-1]
+        whole = asyncio.ensure_future(self._call(args, named))
+        if self.num_returns == 1:
+            return LocalReference(whole)
+        return [LocalReference(asyncio.ensure_future(self._part(whole, i))) for i in range(self.num_returns)]
+
+    async def _call(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given = {name: await _resolved(value) for name, value in named.items()}
+        result = self.function(*[await _resolved(value) for value in args], **given)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _part(self, whole: asyncio.Future[Any], index: int) -> Any:
+        results = await whole
+        assert len(results) == self.num_returns, f"{len(results)} results, {self.num_returns} were asked for"
+        return results[index]
+
+
+async def _resolved(value: Any) -> Any:
+    """As in Ray, a reference that is an argument arrives as its value."""
+    return await value.task if isinstance(value, LocalReference) else value
+
+
+class LocalStream:
+    """What a call that streams returns. As in Ray, values come as fast as they are made."""
+
+    def __init__(self, values: AsyncIterator[Any]) -> None:
+        self._ready: deque[LocalReference] = deque()
+        self._has_messages = asyncio.Event()
+        self._making = asyncio.ensure_future(self._make(values))
+        self._death: Exception | None = None
+
+    def die(self, error: Exception) -> None:
+        """The process that makes the values dies of `error`; the values made before have been sent."""
+        self._death = error
+        self._making.cancel()
+
+    def __aiter__(self) -> LocalStream:
+        return self
+
+    async def __anext__(self) -> LocalReference:
+        while not self._ready and not self._making.done():
+            self._has_messages.clear()
+            await self._has_messages.wait()
+        if self._ready:
+            return self._ready.popleft()
+        if self._death is not None:
+            raise self._death
+        await self._making
+        raise StopAsyncIteration
+
+    def __next__(self) -> LocalReference:
+        return self._ready.popleft()
+
+    def next_ready(self) -> bool:
+        return bool(self._ready)
+
+    def completed(self) -> LocalReference:
+        return LocalReference(self._making)
+
+    async def _make(self, values: AsyncIterator[Any]) -> None:
+        try:
+            async for value in values:
+                found = asyncio.get_running_loop().create_future()
+                found.set_result(value)
+                self._ready.append(LocalReference(found))
+                self._has_messages.set()
+        finally:
+            self._has_messages.set()
+
+
+class LocalHandle:
+    """The handle of `role`."""
+
+    def __init__(self, role: Any) -> None:
+        self._role = role
+        self._streams: list[LocalStream] = []
+
+    def __getattr__(self, name: str) -> LocalMethod:
+        return LocalMethod(getattr(self._role, name), self._streams)
+
+    def die(self, error: Exception) -> None:
+        """Every stream of the role ends with `error`, after what was sent."""
+        for stream in self._streams:
+            stream.die(error)
+
+
+async def never(*args: Any) -> None:
+    """A call that is not answered."""
+    await asyncio.Event().wait()
+
+
+AT_ONCE = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0, max_backoff_s=0)
+
+
+class FakeHosts:
+    """Implements `mobula.cluster.workers.work_queue.Hosts`. `start(index)` is what makes a worker; it may raise."""
+
+    def __init__(self, start: Callable[[int], Any], *, booked: int = 0) -> None:
+        """Places 0 to `booked` - 1 are taken by the first workers."""
+        self._start = start
+        self.booked = set(range(booked))
+        self.started: Counter[int] = Counter()
+        self.stopped: list[tuple[int, Any]] = []
+
+    async def start(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        self.booked.add(index)
+        self.started[index] += 1
+        return self._start(index)
+
+    async def stop(self, index: int, handle: Any) -> None:
+        await asyncio.sleep(0)
+        self.stopped.append((index, handle))
+
+    async def release(self, index: int) -> None:
+        await asyncio.sleep(0)
+        self.booked.discard(index)
+
+
+async def settle() -> None:
+    """Let everything that can go on without waiting for another task go on."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+class FixedMembers:
+    """Loses the members that it is asked to lose, and replaces none."""
+
+    def __init__(self, *receivers: Any) -> None:
+        self.lost: dict[str, Exception] = {}
+        self.versions: dict[str, int] = {}
+        self.versions_announced: list[int] = []
+        self.version = -1
+        self._receivers = list(receivers)
+
+    def receivers(self) -> list[Any]:
+        return list(self._receivers)
+
+    def add(self, receiver: Any) -> None:
+        self._receivers.append(receiver)
+
+    def announced(self, version: int) -> None:
+        self.versions_announced.append(version)
+
+    def synced(self, receiver: Any, version: int) -> None:
+        self.versions[receiver.name] = version
+
+    def published(self, version: int) -> None:
+        self.version = version
+
+    def lose(self, receiver: Any, error: Exception) -> None:
+        self.lost[receiver.name] = error
+        self._receivers.remove(receiver)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 from backend_run import config_of, met_at, weights
-from family_prompts import family_prompts
 from learner_data import group
+from scored_rows import family_prompts
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.deploy.preflight.decisions import with_row_layout

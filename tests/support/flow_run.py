@@ -5,24 +5,50 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from diffusers import SD3Transformer2DModel
 from PIL import Image
 
 from mobula.actors.rollout.actor import RolloutActor
-from mobula.cluster.records.partial_response import Attempt
-from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.flow import FlowSampler
+from mobula.cluster.records.actions import LatentActions, to_bfloat16
+from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from mobula.cluster.records.partial_response import Attempt, SampledSequence
+from mobula.cluster.records.trajectory import (
+    FinishReason,
+    MediaSpan,
+    Prompt,
+    Response,
+    Reward,
+    ScoredGroup,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
 from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.learner import Learner
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at
+from mobula.learner.policies.flow.policy import CONDITION
+from mobula.learner.policies.flow.tiny import write_tiny_flow
 
 TEXTS = ("71", "a red cube", "8", "15", "42", "a street")
+
 BUCKET_BYTES = 1 << 24
+
 WORDS = (
     "policy=tiny_sd3", "sampler=flow", "learner=single", "resources.learner.num_workers=1",
     "resources.reference.num_workers=0", "algorithm.kl.coef=0", "algorithm.prompts_per_step=2",
@@ -31,13 +57,11 @@ WORDS = (
     "learner.learning_rate=0.001", "learner.warmup_steps=0",
 )  # fmt: skip
 
-
 JANUS_WORDS = (
     "policy=tiny_janus", "sampler=image_tokens", "learner=single", "resources.learner.num_workers=1",
     "resources.reference.num_workers=0", "algorithm.kl.coef=0", "algorithm.prompts_per_step=4",
     "algorithm.samples_per_prompt=8", "learner.learning_rate=0.003", "learner.warmup_steps=0",
 )  # fmt: skip
-
 
 REDNESS = '''
 """How much redder than green an image is."""
@@ -131,3 +155,145 @@ class FlowRun:
         await self.push()
         mean = float(np.mean([reward.value for group in scored for reward in group.rewards]))
         return {**report.metrics, "reward": mean}
+
+
+CPU = torch.device("cpu")
+
+NO_IDS = np.empty(0, dtype=np.int32)
+
+DENOISING = Denoising(32, 32, 6, 4.5, "flow_grpo", 0.7, 0, 5, "float32")
+
+SETTINGS = SamplingSettings(num_samples=5, temperature=1.0, max_tokens=1, seed=3)
+
+
+def write_loud_sd3(folder: Path, seed: int = 0) -> Path:
+    """The tiny model with matrices of a larger deviation."""
+    return made_loud(write_tiny_flow("sd3", folder, seed=seed), seed)
+
+
+def made_loud(folder: Path, seed: int = 0) -> Path:
+    """The Stable Diffusion 3 in `folder` with matrices of a larger deviation, so that every layer matters."""
+    model = SD3Transformer2DModel.from_pretrained(folder, subfolder=TRANSFORMER)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.08, generator=generator)
+    model.save_pretrained(folder / TRANSFORMER)
+    return folder
+
+
+def encoded_prompts(folder: Path, texts: Sequence[str], *, with_negative: bool = True) -> list[Prompt]:
+    """Prompts with encoded texts as media, and the empty text as the negative prompt."""
+    family, pipeline = flow_family_at(folder), FlowCheckpoint(str(folder)).encoder()
+
+    def medium(text: str) -> MediaHandle:
+        encoded = family.encode(pipeline, text, 32)
+        processed = ProcessedMedia(CONDITION, {k: t.detach().numpy() for k, t in encoded.items()})
+        return MediaHandle(f"text {text}", CONDITION, processed.num_bytes, processed, text)
+
+    negatives = (medium(""),) if with_negative else ()
+    spans = (MediaSpan(0, 0),) * (1 + len(negatives))
+    return [Prompt(f"0/0/{t}", t, t, NO_IDS, NO_IDS, (medium(t), *negatives), spans) for t in texts]
+
+
+async def flow_sampler(folder: Path, denoising: Denoising = DENOISING, **own: Any) -> FlowSampler:
+    """A started sampler."""
+    settings = EngineSettings(
+        **{
+            "model": str(folder),
+            "dtype": "float32",
+            "device": "cpu",
+            "seed": 0,
+            "max_model_len": 1,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 1,
+            "chunk_tokens": 1,
+            "max_images_per_prompt": 2,
+            "max_videos_per_prompt": 0,
+            "max_audios_per_prompt": 0,
+            "tensor_parallel": 1,
+            "kv_cache_bytes": 1,
+            "keeps_kv_cache": False,
+            "sleep_level": 0,
+            "reports_load": True,
+            "block_size": 1,
+            "enforce_eager": True,
+            "banned_ids": (),
+            "stop_ids": (),
+            "pad_id": 0,
+            "expected": checkpoint_manifest(folder / TRANSFORMER, "float32"),
+            "has_unpushed": False,
+            "adapters": None,
+            "denoising": denoising,
+        }
+        | own
+    )
+    sampler = FlowSampler(settings)
+    await sampler.start()
+    return sampler
+
+
+async def sample(sampler: FlowSampler, prompt: Prompt, settings: SamplingSettings = SETTINGS) -> list[SampledSequence]:
+    """A group of one prompt."""
+    media = MediaReader(timeout_s=1, max_items=8).read(prompt.media)
+    return await sampler.sample(prompt, media, replace(settings), Attempt("r0"), lambda *_: None)
+
+
+SIGMAS = np.array([1.0, 0.9, 0.6, 0.2, 0.0], dtype=np.float32)
+
+
+def latent_actions(seed: int, *, first: int = 0, num_steps: int = 3, dtype: type = np.float32) -> LatentActions:
+    """Random latents [T + 1, 4, 2, 2] of a window of the schedule `SIGMAS`; of uint16, the bits of bfloat16."""
+    numbers = np.random.default_rng(seed).normal(size=(num_steps + 1, 4, 2, 2))
+    latents = to_bfloat16(numbers) if dtype is np.uint16 else numbers.astype(dtype)
+    index = np.arange(first, first + num_steps, dtype=np.int32)
+    return LatentActions(latents, index, 1000 * SIGMAS[index], SIGMAS)
+
+
+def sampled(actions: LatentActions) -> SampledSequence:
+    """A finished response of these steps with an image."""
+    spans = (WeightSpan(2, 0, actions.num_steps),)
+    logprobs = -np.arange(actions.num_steps, dtype=np.float32)
+    return SampledSequence(actions, logprobs, spans, FinishReason.STOP, (b"png",))
+
+
+def condition(name: str) -> MediaHandle:
+    """An encoded prompt: one row of each argument."""
+    rng = np.random.default_rng(len(name))
+    inputs = {"encoder_hidden_states": rng.normal(size=(1, 3, 8)).astype(np.float32)}
+    medium = ProcessedMedia("condition", inputs)
+    return MediaHandle(f"condition-{name}", "condition", medium.num_bytes, medium, name)
+
+
+def latent_prompt(text: str, negative: str | None = None) -> Prompt:
+    """A prompt without tokens whose text is encoded, and with `negative` that of another text."""
+    media = tuple(condition(t) for t in (text, negative) if t is not None)
+    spans = (MediaSpan(0, 0),) * len(media)
+    return Prompt(f"0/0/{text}", text, text, NO_IDS, NO_IDS, media, spans, metadata={"target": text})
+
+
+def latent_group(prompt: Prompt, siblings: Sequence[LatentActions]) -> TrajectoryGroup:
+    """Siblings with an image each."""
+    return TrajectoryGroup(
+        prompt,
+        tuple(
+            Trajectory(
+                trajectory_id=f"{prompt.prompt_id}#{n}",
+                actions=actions,
+                behavior_logprobs=-np.arange(actions.num_steps, dtype=np.float32),
+                action_mask=np.ones(actions.num_steps, dtype=bool),
+                weight_spans=(WeightSpan(0, 0, actions.num_steps),),
+                finish_reason=FinishReason.STOP,
+                response=Response("", actions.num_steps, is_truncated=False, images=(b"png",)),
+            )
+            for n, actions in enumerate(siblings)
+        ),
+    )
+
+
+def assert_same_actions(read: LatentActions, written: LatentActions) -> None:
+    """Every array's type, shape and values."""
+    for name in ("latents", "step_index", "timesteps", "sigmas"):
+        array, expected = getattr(read, name), getattr(written, name)
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape), name
+        np.testing.assert_array_equal(array, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -34,8 +35,11 @@ from mobula.cluster.records.trajectory import (
 )
 from mobula.cluster.roles import ReplayStats, UpdateReport
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
+from mobula.deploy.host.processes import ProcessId
+from mobula.deploy.host.run_folder import RECORD_FILE, RunMark, RunRecord
 
 FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2, train_prompts=64)
+
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5)
 
 
@@ -204,3 +208,12 @@ def _write_side_files(folder: Path) -> None:
     config = "name: digits-seed7\nseed: 7\nalgorithm:\n  advantage: grpo\n  max_staleness: 1\n"
     config += f"sampler:\n  kind: {FACTS.sampler}\nlearner:\n  backend: {FACTS.learner_backend}\n"
     (folder / "config.yaml").write_text(config)
+
+
+def go_on(folder: Path, *, start_ticks_off: int = 0, host: str | None = None) -> None:
+    """Leave the record of a run whose driver is this process, or was one before it."""
+    here = ProcessId.of(os.getpid())
+    assert here is not None
+    driver = ProcessId(host or here.host, here.pid, here.start_ticks + start_ticks_off)
+    mark = RunMark(f"{folder.name}/1", driver)
+    RunRecord(folder.name, folder, mark, "10.0.0.1:6379", f"of {folder.name}", None).write(folder / RECORD_FILE)

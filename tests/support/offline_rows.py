@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from learner_data import group, image, prompt
@@ -12,6 +16,7 @@ from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
+from mobula.examples.digits.digits import write_digits
 
 JOBS = {
     "sft": (),
@@ -21,7 +26,6 @@ JOBS = {
     "reward_model": (),
     "regression": ("offline.reward_model.loss=regression",),
 }
-
 
 SMALL = (
     "policy=tiny_qwen2_5_vl", "learner.activation_checkpointing=none", "learner=single",
@@ -61,3 +65,59 @@ def rows(tokenizer, job: str, num: int = 6, seed: int = 0) -> list[ScoredGroup]:
         references = [rng.normal(-5, 1, size=t.num_steps).astype(np.float32) for t in trajectories]
         made.append(replace(scored, group=whole, reference_logprobs=references if job in ("dpo", "ipo") else None))
     return made
+
+
+Rows = Callable[[str, int, np.random.Generator], dict[str, Any]]
+
+QUESTION = "<image>Which digit is this? Answer in \\boxed{}."
+
+
+def conversation(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
+    """A row of `sft`: the digit is named."""
+    return {"messages": [_asked(image), {"role": "assistant", "content": boxed(digit)}]}
+
+
+def pair(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
+    """A row of `dpo` and `reward_model`: the digit against another one."""
+    return {"messages": [_asked(image)], "chosen": boxed(digit), "rejected": boxed(_other(digit, rng))}
+
+
+def form_pair(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
+    """A pair that a small model separates soon: an answer in its box against the bare digit."""
+    return {"messages": [_asked(image)], "chosen": boxed(digit), "rejected": str(digit)}
+
+
+def scored(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
+    """A row of `reward_model` with loss regression: half of the answers are boxed and have the score 1."""
+    is_boxed = bool(rng.integers(2))
+    answer = boxed(digit) if is_boxed else str(digit)
+    return {"messages": [_asked(image), {"role": "assistant", "content": answer}], "score": float(is_boxed)}
+
+
+def write_rows(folder: Path, digits: Path, rows: Rows, **num_rows: int) -> Path:
+    """`<split>.jsonl` with `num_rows[split]` rows each, beside copies of the digits' images."""
+    write_digits(digits, task="digits")
+    shutil.copytree(digits / "images", folder / "images", dirs_exist_ok=True)
+    rng = np.random.default_rng(0)
+    for split, num in num_rows.items():
+        lines = (digits / f"{split}.jsonl").read_text().splitlines()[:num]
+        found = [json.loads(line) for line in lines]
+        made = [{"id": row["id"], **rows(row["image"], int(row["answer"]), rng)} for row in found]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    return folder
+
+
+def boxed(digit: int) -> str:
+    return rf"\boxed{{{digit}}}"
+
+
+def _asked(image: str) -> dict[str, Any]:
+    parts = [
+        {"type": "image_url", "image_url": {"url": image}},
+        {"type": "text", "text": QUESTION.removeprefix("<image>")},
+    ]
+    return {"role": "user", "content": parts}
+
+
+def _other(digit: int, rng: np.random.Generator) -> int:
+    return int((digit + rng.integers(1, 10)) % 10)

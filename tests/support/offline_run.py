@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fakes import stop_request
-from handles import LocalHandle
+from fakes import LocalHandle, stop_request
 from rich.console import Console
 
 from mobula.actors.datasets.prompts import PromptSource

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fakes import (
     SETTINGS,
@@ -21,25 +24,124 @@ from fakes import (
     NoSupervisor,
     stop_request,
 )
-from pooled_fakes import PooledRollouts
 
-from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
+from mobula.cluster.audit.chain import SigningKey
+from mobula.cluster.audit.observer import AuditedRecovery, AuditSink, RunAudit
+from mobula.cluster.audit.verification import Audit, verify
+from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.controller import Controller
-from mobula.cluster.records.trajectory import GroupOutcome
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE
+from mobula.cluster.metrics.sinks.jsonl import JsonlSink
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.records.trajectory import Generated, GroupOutcome, Prompt, ScoredGroup
 from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule, Resumable
 from mobula.cluster.recovery.resume import JournalRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
-from mobula.cluster.roles import Rewards, Rollouts
+from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings, UpdateReport
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.rollout.staleness import AgeLimit, StalenessGate, StepOrder
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
+from mobula.cluster.weight_sync.weight_sync import Push
+from mobula.cluster.workers.status import RestartPolicy
 from mobula.configs.schema.run import Resume
 
+T = TypeVar("T")
+
+LONG_S = 1e9
+
+NO_RESTART = RestartPolicy(max_restarts=0, window_s=LONG_S, backoff_s=0.0, max_backoff_s=0.0)
+
+
+class FakeEngine:
+    """Implements `mobula.cluster.rollout.rollout_pool.Engine`: samples as `source` does, which all engines share."""
+
+    def __init__(self, name: str, source: FakeRollouts) -> None:
+        self.name = name
+        self._source = source
+
+    async def start(self) -> None: ...
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        return await self._source.generate(prompt, settings)
+
+    async def is_alive(self) -> None: ...
+
+    async def probe(self) -> None: ...
+
+    async def weight_version(self) -> int:
+        return self._source.version
+
+    async def close(self) -> None: ...
+
+
+class PooledRollouts:
+    """`RolloutPool` over such engines; to set `version` is a push that reaches all of them."""
+
+    def __init__(self, source: FakeRollouts, num_engines: int = 2) -> None:
+        self._source = source
+
+        async def spawn(index: int) -> FakeEngine:
+            return FakeEngine(f"rollout/{index}", source)
+
+        self.pool = RolloutPool(
+            spawn,
+            num_engines,
+            release=_release,
+            policy=NO_RESTART,
+            health=HealthChecks(
+                interval_s=LONG_S, probe_interval_s=LONG_S, max_failures_in_a_row=1, no_worker_s=LONG_S
+            ),
+            on_lost=_refuse_loss,
+        )
+
+    @property
+    def attempts(self) -> Counter[str]:
+        """How often each prompt was sampled."""
+        return self._source.attempts
+
+    @property
+    def num_in_flight(self) -> int:
+        """Prompts that are being sampled."""
+        return self._source.num_in_flight
+
+    @property
+    def version(self) -> int:
+        return self._source.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.pool.announced(version)
+        self._source.version = version
+        for engine in self.pool.receivers():
+            self.pool.synced(engine, version)
+        self.pool.published(version)
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        return await self.pool.generate(prompt, settings)
+
+    async def during(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `work()`, which runs while the pool serves."""
+        await self.pool.start()
+        async with self.pool.tended():
+            result = await work()
+        await self.pool.close()
+        return result
+
+
+async def _release(index: int) -> None: ...
+
+
+def _refuse_loss(kind: str) -> None:
+    raise AssertionError(f"an engine that does not fail was lost: {kind}")
+
+
 NO_PARTS: Mapping[str, Resumable] = {}
+
 SEGMENT_BYTES = 20_000  # a few groups, so that short runs have several segments
 
 
@@ -190,3 +292,67 @@ class Run:
 
     async def _finish(self) -> None:
         self.num_finished += 1
+
+
+CONFIG = "seed: 0\n"  # of the run
+
+PROVENANCE: dict[str, Any] = {
+    "run": "audited",
+    "config_sha256": hashlib.sha256(CONFIG.encode()).hexdigest(),
+    "seed": 0,
+    "code": {"version": "0", "commit": "", "sha256": ""},
+    "packages": {},
+    "machine": {},
+    "data": {},
+    "model": "",
+}
+
+
+class AuditedLearner(FakeLearner):
+    """Reports each step and its metrics as the learner and the hub of a run do."""
+
+    def __init__(self, audit: RunAudit, sinks: Sequence[Any]) -> None:
+        super().__init__()
+        self._audit = audit
+        self._sinks = sinks
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        report = await super().update(groups)
+        self._audit.trained(report.version, groups)
+        await self._audit.pushed(push_of(report.version))
+        for sink in self._sinks:
+            sink.emit(StepRecord(report.version, {"total": 1.0}, {"loss": 0.5}, {0: 4}, {}, {}))
+        return report
+
+
+def push_of(version: int) -> Push:
+    how = {"rollout/0": "checksum+canary", "rollout/1": "checksum"}
+    return Push(version, 8, 0.1, None, manifest_sha256="1" * 64, receivers=how)
+
+
+def audited_run(
+    folder: Path, *, max_staleness: int = 0, key: SigningKey | None = None, **settings: Any
+) -> tuple[Run, RunAudit]:
+    """One process's part of a run that writes an audit; it has recorded its start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(CONFIG)
+    audit = RunAudit(ChainWriter(folder, key=key), folder, folder / "checkpoints")
+    metrics = JsonlSink(folder / METRICS_FILE, version=10**9)
+    bounds = {"max_staleness": max_staleness, "stragglers": "wait", "num_steps": 9, "keep": 2}
+    audit.started({**PROVENANCE, "bounds": bounds})
+    asyncio.run(audit.pushed(push_of(0)))
+    learner = AuditedLearner(audit, [AuditSink(audit), metrics])
+    return Run(folder, learner=learner, max_staleness=max_staleness, has_journal=True, audit=audit, **settings), audit
+
+
+def whole_run(folder: Path, num_steps: int = 4, key: SigningKey | None = None) -> Path:
+    """A run from start to end, stopped and resumed after half of its steps."""
+    for total in (num_steps // 2, num_steps):
+        run, audit = audited_run(folder, total_steps=total, checkpoint_interval=2, key=key)
+        asyncio.run(run.go())
+        audit.ended("done", total)
+    return folder
+
+
+def audited(folder: Path, head: str = "", key: SigningKey | None = None) -> Audit:
+    return verify(folder, head, key)

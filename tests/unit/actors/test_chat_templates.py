@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN2_5, QWEN3, TEXT_ALONE, THINKING, TOOLS
 from PIL import Image
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
+from tokenizer_kinds import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN2_5, QWEN3, TEXT_ALONE, THINKING, TOOLS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 

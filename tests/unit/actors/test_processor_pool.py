@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from handles import LocalHandle
-from hosts import AT_ONCE, FakeHosts
+from fakes import AT_ONCE, FakeHosts, LocalHandle
 
 from mobula.actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
 from mobula.actors.datasets.rows import Row, RowError, Split

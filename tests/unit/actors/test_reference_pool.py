@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import make_scored
-from handles import LocalHandle, never
-from hosts import AT_ONCE, FakeHosts, settle
+from fakes import AT_ONCE, FakeHosts, LocalHandle, make_scored, never, settle
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 

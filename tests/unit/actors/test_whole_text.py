@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, write_tokenizer
 from transformers import ByT5Tokenizer
 

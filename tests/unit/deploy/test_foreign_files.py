@@ -23,7 +23,7 @@ import torch
 from data_rows import read_split
 from learner_data import tiny_config
 from reward_data import TOOLS
-from tiny_reward_models import write_text_model
+from tiny_checkpoints import write_text_model
 from typer.testing import CliRunner
 
 from mobula.cluster.errors import DatasetError

@@ -10,10 +10,10 @@ import re
 from pathlib import Path
 
 import pytest
-from audited import whole_run
 from metrics_data import write_run
 from rich.table import Table
 from rich.text import Text
+from runs import whole_run
 from typer.testing import CliRunner
 
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, Head, encode

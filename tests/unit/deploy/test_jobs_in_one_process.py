@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from flow_model import made_loud
-from flow_run import FlowRun, flow_config, janus_config, redness
-from offline_data import conversation, form_pair, pair, scored, write_rows
-from offline_rows import offline_config
+from flow_run import FlowRun, flow_config, janus_config, made_loud, redness
+from offline_rows import conversation, form_pair, offline_config, pair, scored, write_rows
 from offline_run import OfflineRun
 from PIL import Image, ImageOps
 from safetensors.torch import load_file

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from handles import LocalHandle
+from fakes import LocalHandle
 from learner_data import tiny_config
-from offline_data import conversation, write_rows
-from tiny_text_models import write_text_policy
+from offline_rows import conversation, write_rows
+from tiny_checkpoints import write_text_policy
 from typer.testing import CliRunner
 
 from mobula.actors.datasets.open_split import open_split

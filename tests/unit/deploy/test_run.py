@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from audited import PROVENANCE
 from click.testing import Result
 from learner_data import tiny_config
-from metrics_data import write_run
+from metrics_data import go_on, write_run
 from rich.console import Console
-from run_records import go_on
+from runs import PROVENANCE
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from run_records import go_on
+from metrics_data import go_on
 
 from mobula.cluster.errors import DeadlineError, PlacementError, PreflightError, RunOverError, WorkerDiedError
 from mobula.deploy.host.processes import ProcessId, in_side_process

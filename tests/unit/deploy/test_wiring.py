@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fakes import FakeLearner, make_scored, stop_request
-from family_prompts import family_prompts
 from metrics_data import FakeClock, digit_image, make_metrics
+from scored_rows import family_prompts
 
 from mobula.cluster.errors import CanaryError, DatasetError
 from mobula.cluster.failures import cause_in_one_line

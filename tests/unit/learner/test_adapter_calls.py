@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from adapter_rows import ADAM, OTHER, SPEC, call_of, connected, factors_of, rows_of, text_row, weighted, whole
-from handles import LocalHandle
+from fakes import LocalHandle
 from learner_data import image, prompt, tiny_config
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mobula.cluster.errors import CheckpointError, WorkerDiedError

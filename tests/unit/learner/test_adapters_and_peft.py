@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapter_rows import ADAM, OTHER, SPEC, call_of, connected, factors_of, rows_of, whole
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_rows import ADAM, OTHER, SPEC, call_of, connected, factors_of, largest_difference, weighted, whole
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 
 from mobula.cluster.training_service.interfaces import LossCall
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_prompts import family_prompts
 from learner_data import group, prompt
-from tiny_text_models import write_text_policy
+from scored_rows import family_prompts
+from tiny_checkpoints import write_text_policy
 from transformers import AutoTokenizer, masking_utils
 
 from mobula.cluster.records.actions import KeptSets, LatentActions
@@ -128,7 +128,7 @@ def test_images_and_sounds_are_computed_without_the_host_but_for_transformers(tm
     "name", [pytest.param(name, marks=[] if name == "sd3" else [pytest.mark.exhaustive]) for name in TINY_FLOW]
 )
 def test_denoising_steps_are_computed_without_the_host(tmp_path: Path, name: str) -> None:
-    from flow_model import DENOISING, encoded_prompts
+    from flow_run import DENOISING, encoded_prompts
 
     folder = write_tiny_flow(name, tmp_path / name)
     checkpoint = FlowCheckpoint(str(folder))

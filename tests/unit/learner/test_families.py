@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family_prompts import family_prompts, learner_of
-from kept_bytes import kept_bytes
 from learner_data import tiny_config
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_text_models import write_text_policy
+from scored_rows import family_prompts, kept_bytes, learner_of
+from tiny_checkpoints import write_text_policy
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family_prompts import FamilyPrompts, family_prompts, learner_of
+from scored_rows import FamilyPrompts, family_prompts, learner_of
 
 from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from mobula.cluster.records.trajectory import MediaSpan, Prompt

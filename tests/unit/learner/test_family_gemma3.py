@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family_prompts import FamilyPrompts, family_prompts
+from scored_rows import FamilyPrompts, family_prompts
 
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor

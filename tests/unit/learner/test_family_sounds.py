@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from family_prompts import family_prompts
 from learner_data import group
+from scored_rows import family_prompts
 
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.prompts import preflight

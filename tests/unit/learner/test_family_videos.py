@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from clips import noise_frames, write_clip
-from family_prompts import learner_of
+from scored_rows import learner_of
 from transformers import AutoConfig, AutoProcessor
 from transformers.video_utils import VideoMetadata
 

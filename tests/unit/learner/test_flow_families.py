@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from flow_model import DENOISING, encoded_prompts, flow_sampler, sample
+from flow_run import DENOISING, encoded_prompts, flow_sampler, sample
 from huggingface_hub.errors import GatedRepoError
 from PIL import Image
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from flow_run import SIGMAS, latent_actions, latent_group, latent_prompt
 from group_data import image_prompt
-from latent_data import SIGMAS, latent_actions, latent_group, latent_prompt
 
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia

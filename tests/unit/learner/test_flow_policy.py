@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flow_model import CPU, DENOISING, encoded_prompts, write_loud_sd3
+from flow_run import CPU, DENOISING, encoded_prompts, write_loud_sd3
 from torch.distributions import Normal, kl_divergence
 
 from mobula.cluster.records.actions import LatentActions

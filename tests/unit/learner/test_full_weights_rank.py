@@ -10,7 +10,7 @@ import torch
 from adapter_rows import ADAM, SPEC, call_of, whole
 from adapter_rows import connected as adapter_rank
 from learner_data import tiny_config
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 import varlen_reference
-from family_prompts import family_prompts
 from learner_data import image, prompt, random_groups, tiny_config, with_logprobs
-from scored_rows import HOT, assert_equal, learner_config, scores_of
-from tiny_text_models import write_text_policy
+from scored_rows import HOT, assert_equal, family_prompts, learner_config, scores_of
+from tiny_checkpoints import write_text_policy
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention

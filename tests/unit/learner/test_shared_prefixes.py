@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family_prompts import family_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_data import image, prompt
-from scored_rows import assert_equal, scores_of, text_prompts, tree
-from tiny_text_models import write_text_policy
+from scored_rows import assert_equal, family_prompts, scores_of, text_prompts, tree
+from tiny_checkpoints import write_text_policy
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader

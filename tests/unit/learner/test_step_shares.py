@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from latent_data import latent_actions, latent_group, latent_prompt
+from flow_run import latent_actions, latent_group, latent_prompt
 from learner_data import group, image, prompt, random_groups, tiny_config
 from ranks_in_threads import RanksInThreads, Store
 

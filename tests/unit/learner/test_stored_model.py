@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from learner_data import random_groups, tiny_config
 from loaded_ranks import LORA, load_all
 from safetensors.torch import load_file, save_file
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from handles import LocalHandle
+from fakes import LocalHandle
 from learner_data import random_groups, tiny_config
 from offline_rows import rows
 from test_offline_learner import plain_logprobs

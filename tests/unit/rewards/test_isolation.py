@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from handles import LocalHandle
-from hosts import AT_ONCE, FakeHosts
+from fakes import AT_ONCE, FakeHosts, LocalHandle
 from reward_data import answers, component, pool_over, request, rewards_of
 from waiting import wait_until
 

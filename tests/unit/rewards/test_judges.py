@@ -14,7 +14,7 @@ import engine_judge
 import pytest
 from http_servers import CONNECTION, Reply, Scripted, serving
 from reward_data import TOOLS
-from tiny_reward_models import encoded_image
+from tiny_checkpoints import encoded_image
 
 from mobula.cluster.records.trajectory import Response
 from mobula.configs.load import load_config

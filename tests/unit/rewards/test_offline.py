@@ -14,7 +14,7 @@ from fakes import make_group, make_scored
 from group_data import image_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from score_data import AERORL, PUBLISHED, SIX_ROWS, answer, options, record, score_file, write_jsonl
+from reward_data import AERORL, PUBLISHED, SIX_ROWS, answer, options, record, score_file, write_jsonl
 
 from benchmarks.harness.corruption import corrupt
 from benchmarks.raw.score_reference import score_records

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from chat_templates import PARTS_ALONE, TEXT_ALONE
 from learner_data import add_dropout
 from PIL import Image
 from reward_data import TOOLS
 from safetensors.torch import load_file, save_file
-from tiny_reward_models import encoded_image, write_clip, write_pair_model, write_text_model, write_vision_model
+from tiny_checkpoints import encoded_image, write_clip, write_pair_model, write_text_model, write_vision_model
+from tokenizer_kinds import PARTS_ALONE, TEXT_ALONE
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, CLIPModel
 

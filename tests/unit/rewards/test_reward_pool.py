@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from handles import LocalHandle
-from hosts import AT_ONCE, FakeHosts, settle
+from fakes import AT_ONCE, FakeHosts, LocalHandle, settle
 from interrupted import KnownSampler, token_at
 from ray import TaskID
 from ray.exceptions import ActorDiedError

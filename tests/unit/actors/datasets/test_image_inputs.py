@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from data_rows import LABEL_KEY, data_config, read_split
-from media_server import PROXIES, media_server
+from http_servers import PROXIES, media_server
 from PIL import Image
 
 from mobula.actors.datasets.clips import DownloadLimits, LateDownloads, MediaDownloads, fetch_together

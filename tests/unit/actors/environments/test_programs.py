@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_program import write_program
+from episode_data import write_program
 
 from mobula.actors.environments.adapters.agents import AgentEndpoint, Program
 from mobula.actors.environments.base import SEEDS_A_SPLIT, Action, EpisodeError, Message

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import SETTINGS, make_group, make_prompt
-from handles import LocalHandle, never
+from fakes import SETTINGS, LocalHandle, make_group, make_prompt, never
 from waiting import until
 
 from mobula.actors.rollout import client

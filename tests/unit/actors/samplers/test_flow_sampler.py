@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
-from flow_model import CPU, DENOISING, SETTINGS, encoded_prompts, flow_sampler, sample, write_loud_sd3
+from flow_run import CPU, DENOISING, SETTINGS, encoded_prompts, flow_sampler, sample, write_loud_sd3
 from PIL import Image
 from safetensors.torch import load_file
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audited import CONFIG, audited, audited_run, whole_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import CONFIG, audited, audited_run, whole_run
 
 from mobula.cluster.audit.chain import (
     AUDIT_FILE,

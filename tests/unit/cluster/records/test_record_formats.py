@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from fakes import make_group, make_prompt
+from flow_run import SIGMAS, assert_same_actions, latent_actions, latent_group, latent_prompt, sampled
 from group_data import assert_equal, image_prompt
-from latent_data import SIGMAS, assert_same_actions, latent_actions, latent_group, latent_prompt, sampled
 
 from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.cluster.records import media as media_module

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeLearner, FakeMetrics, make_group, make_prompt, make_scored
-from known_groups import KnownPrompts, OneRank, numbered
+from group_data import KnownPrompts, OneRank, numbered
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from fakes import FakeLearner, make_group, make_prompt, make_scored
-from group_data import assert_equal, image_prompt
-from known_groups import KnownPrompts, OneRank, numbered
+from group_data import KnownPrompts, OneRank, assert_equal, image_prompt, numbered
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import make_prompt
-from handles import LocalHandle
+from fakes import LocalHandle, make_prompt
 from interrupted import KnownSampler, content, for_ever, token_at
 
 from mobula.actors.rollout.client import RolloutClient

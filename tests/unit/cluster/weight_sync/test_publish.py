@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import make_prompt
-from members import FixedMembers
+from fakes import FixedMembers, make_prompt
 
 from mobula.cluster.errors import (
     CanaryError,

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transfer_faults import (
+from transfer_members import (
+    Member,
     Transfers,
+    members,
     names_who_is_missing,
     survives_a_death_before_the_first_byte,
     survives_a_hang,
     survives_a_kill,
     survives_a_kill_of_the_sender,
 )
-from transfer_members import Member, members
 
 TIMEOUT_S = 5.0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import typer
-from handles import LocalHandle, never
+from fakes import LocalHandle, never
 from rich.console import Console
 from waiting import until
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from handles import LocalHandle, never
-from hosts import AT_ONCE, FakeHosts, settle
+from fakes import AT_ONCE, FakeHosts, LocalHandle, never, settle
 
 from mobula.cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
 from mobula.cluster.runtime.vitals import Vitals

@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes import SETTINGS, make_group, make_prompt
-from handles import never
-from hosts import AT_ONCE, FakeHosts, settle
+from fakes import AT_ONCE, SETTINGS, FakeHosts, make_group, make_prompt, never, settle
 
 from mobula.cluster.errors import PlacementError, PreflightError, WorkerDiedError
 from mobula.cluster.failures import Failure

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from docs.generate.scaling_guide import GPU_GB, LONG, MODELS, ROWS, shapes
-from kept_bytes import kept_bytes
+from scored_rows import kept_bytes
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
 from vllm import AsyncEngineArgs
 from vllm.utils.mem_utils import MemorySnapshot

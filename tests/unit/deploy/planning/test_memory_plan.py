@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from described import checkpoint, qwen, shape_7b
+from tiny_checkpoints import checkpoint, qwen, shape_7b
 from typer.testing import CliRunner
 
 from benchmarks import learner_memory

@@ -7,9 +7,9 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from described import shape_7b
 from docs.generate import scaling_guide
 from docs.generate.scaling_guide import GPU_GB, LONG, NO_FIT, ROWS, shapes, smallest
+from tiny_checkpoints import shape_7b
 
 from mobula.cluster.errors import PlacementError
 from mobula.cluster.runtime.placement import needed_roles, plan_placement

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_templates import CHAT_TEMPLATES, QWEN3, TEXT_ALONE
 from safetensors.torch import load_file, save_file
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
+from tokenizer_kinds import CHAT_TEMPLATES, QWEN3, TEXT_ALONE
 from transformers import AutoTokenizer
 
 from mobula.actors.processors.worker import make_processor

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from audited import whole_run
 from rich.console import Console
+from runs import whole_run
 from typer.testing import CliRunner
 
 from mobula.deploy.cli.commands import app

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fakes import make_prompt
+from reward_data import AERORL, PUBLISHED, SIX_ROWS, record, write_jsonl
 from rich.console import Console
-from score_data import AERORL, PUBLISHED, SIX_ROWS, record, write_jsonl
 from typer.testing import CliRunner, Result
 
 from benchmarks.harness.corruption import PATTERNS, corrupt, pattern_of

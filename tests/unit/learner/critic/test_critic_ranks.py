@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from handles import LocalHandle
+from fakes import LocalHandle
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from learner_data import group, image, prompt, random_groups, tiny_config
 from scored_rows import tree
-from tiny_text_models import write_text_policy
+from tiny_checkpoints import write_text_policy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapter_engine import prompt_logprobs
+from adapter_rows import write_adapters
 from engines import LORA, Engine, new_learner, open_model, perturb_adapters, start_actor
 from PIL import Image
-from served_adapters import write_adapters
 from waiting import until
 
 from mobula.actors.datasets.rows import Row

@@ -1,7 +1,8 @@
-"""Reward checkpoints of random weights, written as released ones are laid out, and images to score."""
+"""Checkpoints of random weights, written as released ones are laid out, and checkpoints of a config.json alone."""
 
 from __future__ import annotations
 
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,78 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
     CLIPProcessor,
+    GenerationConfig,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2ForSequenceClassification,
 )
 
+from mobula.learner.policies.shapes import ModelShape, shape_of_config
 from mobula.learner.policies.tiny import TINY
-from mobula.learner.policies.tiny.writing import VISION_TEMPLATE, build_tokenizer
+from mobula.learner.policies.tiny.writing import MAX_POSITIONS, VISION_TEMPLATE, build_tokenizer
 from mobula.rewards.models.reward_model import classifier_class
+
+
+def qwen_config(*, hidden: int, layers: int, intermediate: int | None = None) -> Qwen2_5_VLConfig:
+    """A Qwen2.5-VL with the vision tower of the released ones."""
+    found = Qwen2_5_VLConfig()
+    text, vision = found.text_config, found.vision_config
+    heads = hidden // 128
+    text.hidden_size, text.num_hidden_layers, text.intermediate_size = hidden, layers, intermediate or 4 * hidden
+    text.num_attention_heads, text.num_key_value_heads = heads, max(1, heads // 7)
+    text.layer_types, text.max_window_layers = text.layer_types[:layers], layers
+    vision.hidden_size, vision.out_hidden_size = 1280, hidden
+    return found
+
+
+@cache
+def qwen(*, hidden: int, layers: int) -> ModelShape:
+    return shape_of_config(qwen_config(hidden=hidden, layers=layers))
+
+
+@cache
+def shape_7b() -> ModelShape:
+    return shape_of_config(qwen_config(hidden=3584, layers=28, intermediate=18944))
+
+
+def checkpoint(folder: Path, *, hidden: int = 3584, layers: int = 28, intermediate: int = 18944) -> Path:
+    """A folder with config.json alone."""
+    qwen_config(hidden=hidden, layers=layers, intermediate=intermediate).save_pretrained(folder)
+    return folder
+
+
+OWN = {"qwen3": {"head_dim": 32}, "gemma": {"head_dim": 32}, "gemma3_text": {"head_dim": 32, "sliding_window": 16}}
+
+
+def write_text_policy(folder: Path, family: str, *, with_template: bool = True) -> Path:
+    """A model of two layers, of the `model_type` that is named."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = VISION_TEMPLATE if with_template else None
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(
+        family, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS, initializer_range=0.08,
+        dtype="float32", **ends, **(OWN[family] if family in OWN else {}),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # so that norms and biases matter
+        if parameter.dim() == 1:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    model.generation_config = GenerationConfig(**{key: value for key, value in ends.items() if value is not None})
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 

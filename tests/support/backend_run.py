@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from critic_run import at_hand
 from learner_data import group, image, prompt, random_groups, tiny_config
+from taught import at_hand
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup, WeightSpan

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from backend_run import met_at, steps, weights
 from learner_data import image, prompt
+from taught import at_hand
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
 from mobula.configs.schema import RunConfig
 from mobula.learner.batch import fetch_items
-from mobula.learner.examples import Outlined, StoredExample, stored_examples
 from mobula.learner.learner import Learner
 from mobula.learner.supervised import SupervisedExample
-
-
-def at_hand(examples: Sequence[Outlined]) -> list[StoredExample]:
-    """The examples by value."""
-    return stored_examples(examples, lambda example: example)
-
 
 WORDS = (
     "algorithm=ppo_gae",

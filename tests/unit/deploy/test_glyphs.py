@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from critic_run import at_hand
 from diffusers import DiffusionPipeline
 from flow_run import FlowRun, made_loud
 from PIL import Image
+from taught import at_hand
 
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.flow import FlowProcessor

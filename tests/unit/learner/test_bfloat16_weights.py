@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from critic_run import at_hand
 from learner_data import prompt, random_groups, tiny_config
 from safetensors.torch import load_file
+from taught import at_hand
 from transformers import AutoTokenizer
 
 from mobula.configs.errors import ConfigError

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from critic_run import at_hand
 from fakes import LocalHandle
 from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
+from taught import at_hand
 
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import CheckpointError, WrongGroupError

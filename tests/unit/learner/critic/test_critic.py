@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from critic_run import at_hand
 from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
+from taught import at_hand
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup

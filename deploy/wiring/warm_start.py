@@ -96,7 +96,7 @@ class Examples(Protocol):
         return await self.taught(prompt, seed)
 
     def close(self) -> None:
-        """Nothing is held."""
+        return  # nothing is held
 
 
 def _examples(prepared: Prepared) -> Examples:

@@ -79,8 +79,7 @@ class CriticRank:
         self, groups: Sequence[ScoredGroup], version: int, kl: float | None, portion: Portion | None = None
     ) -> tuple[int, Values]:
         """The values of the groups that make `version`; from rank 0 those of all, from the others none. `kl` is what
-        the policy's ranks measured in the step before; `portion` is as in `Learner.update`.
-        """
+        the policy's ranks measured in the step before; `portion` is as in `Learner.update`."""
         fetched = self._shares.fetch(StepGroups(groups, version, self._config, role="critic", portion=portion))
         if kl is not None:
             self._credit.kl.observe(kl, self._num_items)

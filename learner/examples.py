@@ -256,8 +256,7 @@ X = TypeVar("X", bound=Outlined)
 
 class _Examples(Generic[X]):
     """Implements `Entries` for examples. `sizes` are the sizes of the parts: each part is one pass and is assigned to
-    ranks separately. `portion` has the references of this rank, if the examples have none.
-    """
+    ranks separately. `portion` has the references of this rank, if the examples have none."""
 
     kind = GROUPS
 
@@ -387,8 +386,7 @@ def portions_of_examples(
 
 def _expected(row: ScoredGroup, index: int, row_of: Row) -> ExampleOutline:
     """Predicts an example's size from its summary, to assign the row to a rank. It is exact, but for the key of the
-    prompt and for images.
-    """
+    prompt and for images."""
     summary = row.summary
     num_targets = max(summary.num_steps)
     media = tuple(MediaHandle(key, UNKNOWN, 0, None) for key in summary.media_keys)

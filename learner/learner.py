@@ -209,8 +209,7 @@ class Learner:
 
     def supervised_step(self, examples: Sequence[StoredExample], portion: Portion | None = None) -> dict[str, float]:
         """Runs one step of the warm start, with a separate optimizer: RL starts with a fresh one. A rank fetches the
-        examples of its share; `portion` has its references, if `examples` has none.
-        """
+        examples of its share; `portion` has its references, if `examples` has none."""
         rate = taught_rate(self._config.warm_start, self._num_taught)
         self._num_taught += 1
         return self._supervised.step(self._taught(examples, portion), rate)
@@ -251,8 +250,7 @@ class Learner:
 
     def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         """Returns the version and the packed buckets, for engines without a transfer group. Buckets of other ranks are
-        empty.
-        """
+        empty."""
         with self._offloader.policy_on_device(), self._slow.in_place():
             return self.version, self.weights.export(bucket_bytes)
 

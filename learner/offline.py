@@ -265,8 +265,7 @@ class OfflineLearner(Learner):
 
     def _compared(self, examples: list[SharedExample]) -> list[SharedExample]:
         """Adds outputs of the initial weights to this rank's examples: predicted velocities for a flow model, log-probs
-        for adapters with `reference.place=learner_ranks`. Other examples have log-probs from scorers, or need none.
-        """
+        for adapters with `reference.place=learner_ranks`. Other examples have log-probs from scorers, or need none."""
         if self._config.sampler.is_flow:
             with self._initial.in_place(), self._backend.inference():
                 return self._measured(examples, self._predicted)

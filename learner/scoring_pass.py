@@ -73,8 +73,7 @@ class ScoringPass:
 
 class ReferencePass:
     """Scores a step with the policy without adapters, the reference of a run that starts from the checkpoint. Each rank
-    computes a share and receives the log-probs of all ranks. Collective.
-    """
+    computes a share and receives the log-probs of all ranks. Collective."""
 
     def __init__(
         self,

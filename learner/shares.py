@@ -52,8 +52,7 @@ class Portion:
 
 class UnplannedShareError(Exception):
     """Raised by every rank before any state changes: exact sizes assign groups or rows to ranks that have no references
-    to them. The call is repeated with these references.
-    """
+    to them. The call is repeated with these references."""
 
     def __init__(self, kind: str, missing: Sequence[Sequence[int]]) -> None:
         """`missing` has for each rank the indices of the entries of `kind` that it has no references to."""
@@ -295,8 +294,7 @@ UNKNOWN = ""  # for fields that summaries lack
 @dataclass(frozen=True)
 class ItemOutline:
     """A LearnerItem without token ids, latents and media, to send to other ranks: a bit and a few numbers a token, and
-    8 bytes more if credit reads log-probs.
-    """
+    8 bytes more if credit reads log-probs."""
 
     item: LearnerItem  # without mask and ages
     mask: bytes  # packed bits of `loss_mask`
@@ -332,8 +330,7 @@ class ItemOutline:
 
 def planned_items(groups: Sequence[ScoredGroup]) -> list[list[LearnerItem]]:
     """Predicts items from summaries, to assign them to ranks: all steps sampled, none too long, without media of later
-    turns.
-    """
+    turns."""
     planned: list[list[LearnerItem]] = []
     index = 0
     for group, scored in enumerate(groups):
@@ -382,8 +379,7 @@ def wanted_by_rank(
     groups: list[list[LearnerItem]], config: RunConfig, version: int, num_ranks: int, role: Role = "learner"
 ) -> list[set[int]]:
     """For each rank of a role, the indices of the items that it trains or scores in the step that makes `version`,
-    including padding rows, which keep the number of forward passes equal on all ranks.
-    """
+    including padding rows, which keep the number of forward passes equal on all ranks."""
     algorithm = config.algorithm
     everything = list(chain.from_iterable(groups))
     parts = minibatches_of(without_overlong(groups, algorithm), algorithm, (config.seed, version))

@@ -86,8 +86,7 @@ def load_state(
     folder: Path, backend: Backend, optimizer: Optimizer, parts: Sequence[CheckpointPart], rank: int
 ) -> tuple[int, dict[str, Any]]:
     """Loads this rank's state in `folder` into policy, optimizer and `parts`; returns the version and the algorithm's
-    state. Collective.
-    """
+    state. Collective."""
     version = backend.load(folder, optimizer)
     for part in parts:
         part.load(folder)

@@ -55,8 +55,7 @@ Chunk = tuple[list[int], list[int], Any]
 
 def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Writes a state of tensors, sharded or whole, and JSON values. Collective in `group`; without one, this process
-    alone writes.
-    """
+    alone writes."""
     for name, value in flatten_state_dict(dict(state))[0].items():
         _refuse_unwritable(name, value)
     with _failing_as(OSError, folder):

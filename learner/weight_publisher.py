@@ -106,8 +106,7 @@ class WeightPublisher:
 
     def send(self, bucket_bytes: int, epoch: int) -> PushedChanges:
         """Broadcasts this rank's buckets to transfer group `epoch`, then their digests, int64 [number of buckets].
-        Called on every rank; returns what this rank sent.
-        """
+        Called on every rank; returns what this rank sent."""
         buckets = list(self.manifest.buckets(bucket_bytes))
         digests: list[torch.Tensor] = []
         sent: list[tuple[TensorSpec, torch.Tensor]] = []
@@ -205,8 +204,7 @@ class WeightPublisher:
 
     def export(self, bucket_bytes: int) -> list[np.ndarray]:
         """Returns the packed buckets as uint8 arrays, each followed by its digest. Every rank gathers; rank
-        `i % num_ranks` has bucket `i`, the others get an empty array.
-        """
+        `i % num_ranks` has bucket `i`, the others get an empty array."""
         packed = self._packed_buckets(bucket_bytes, self._num_ranks)
         return [NO_BYTES if buffer is None else with_digest(buffer) for buffer in packed]
 

@@ -62,8 +62,7 @@ class BuiltRecipe:
 
     def reward(self, outcomes: Mapping[str, Outcome]) -> Reward:
         """Combines the outcomes of all components to one reward. `Reward.components` has the unweighted values, without
-        judges that did not run or failed.
-        """
+        judges that did not run or failed."""
         values: dict[str, float] = {}
         reasons: dict[str, str] = {}
         for name, outcome in outcomes.items():
@@ -245,8 +244,7 @@ class RewardScoring:
         judged: Sequence[bool] | None = None,
     ) -> list[dict[str, Outcome]]:
         """Returns component -> outcome for each request, for the components that ran, without `earlier` outcomes.
-        `judged` names the requests on which judges run; the default is all.
-        """
+        `judged` names the requests on which judges run; the default is all."""
         judged = [True] * len(requests) if judged is None else judged
         recipes = [self.book.find(self.book.label(request.metadata)) for request in requests]
         outcomes: list[dict[str, Outcome]] = [{} for _ in requests]

@@ -38,8 +38,7 @@ class RewardRequest:
 
     def text_with(self, tags: Collection[str]) -> str:
         """Returns the response, with the tag that its prompt has opened prepended if it is in `tags`: `<think>` of a
-        reasoning model, or the empty thought with which a prompt turns reasoning off.
-        """
+        reasoning model, or the empty thought with which a prompt turns reasoning off."""
         opened = _OPENED_BY_PROMPT.search(self.prompt_text)
         return f"{opened[1]}{self.response.text}" if opened and opened[2] in tags else self.response.text
 

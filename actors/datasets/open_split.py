@@ -29,8 +29,7 @@ def read_split(
     folder: Path, split: str, key: str, read: Callable[[Record, str], R], *, numbers_ids: bool = False
 ) -> Split[R]:
     """The rows of `<folder>/<split>.jsonl`: `read` gets the object of a line and its id; `key` names the folder. With
-    `numbers_ids` an id has the number of its line behind it.
-    """
+    `numbers_ids` an id has the number of its line behind it."""
     file = folder / f"{split}.jsonl"
     if not file.is_file():
         refuse_unread(folder, split)

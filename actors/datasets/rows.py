@@ -34,8 +34,7 @@ R_co = TypeVar("R_co", bound=AnyRow, covariant=True)
 @dataclass(frozen=True)
 class Turn:
     """One turn of a conversation. `text` has a placeholder for each medium (`<image>`, `<video>`, `<audio>`) and the
-    markup of `mobula.cluster.records.markup`.
-    """
+    markup of `mobula.cluster.records.markup`."""
 
     role: str  # system, user, assistant or tool
     text: str

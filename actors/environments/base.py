@@ -160,8 +160,7 @@ def placeholder_of(message: Message) -> str:
 
 def row_text(message: Message) -> str:
     """The text of a message with the markup of rows (`cluster.records.markup`): placeholders of images are media,
-    everything else is plain text.
-    """
+    everything else is plain text."""
     pieces = message.text.split(placeholder_of(message)) if message.images else [message.text.replace(IMAGE_MARK, "")]
     return verbatim(IMAGE_PLACEHOLDER.join(map(literal, pieces)))
 

@@ -130,8 +130,7 @@ class EnvironmentServer:
 
     async def _end(self, name: str, error: Exception | None, *, keep_reply: bool) -> None:
         """Returns the environment to the pool, or closes it after an error. With `keep_reply`, the last reply can be
-        requested again.
-        """
+        requested again."""
         held = self._held.get(name) if keep_reply else self._held.pop(name, None)
         if held is None:
             return

@@ -339,8 +339,7 @@ class ChatProcessor:
         self, compact_ids: np.ndarray, row: HasMedia, measures: Measures
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
         """Returns, in the order of the text: the positions of placeholders in `compact_ids`, the replacement ids of
-        each, and the index of each medium among images, videos, then sounds of the row.
-        """
+        each, and the index of each medium among images, videos, then sounds of the row."""
         positions, expansions = [], list[np.ndarray]()
         for (modality, sources), measured in zip(self._media_of(row), measures, strict=True):
             if sources or modality is self.images:  # an image's placeholder without an image is an error
@@ -372,8 +371,7 @@ class ChatProcessor:
 
     def _render_and_tokenize(self, history: Sequence[Turn], question: str, template: str) -> tuple[str, np.ndarray]:
         """The chat prompt as text and as ids, one placeholder an image. A system turn of the row replaces
-        `data.system_prompt`.
-        """
+        `data.system_prompt`."""
         raw_turns = self.inlined([*history, Turn("user", question + self._suffix)], template, len(history) + 1)
         turns = [(turn.role, self.checked_text(turn.text)) for turn in raw_turns]
         if self._data.system_prompt and turns[0][0] != "system":

@@ -189,8 +189,7 @@ class FlowProcessor:
 
 def _is_not_about_a_cut_text(record: logging.LogRecord) -> bool:
     """Filters a warning of pipelines about each text and encoder, even if another encoder reads the whole text.
-    `_report` logs texts that no encoder reads whole.
-    """
+    `_report` logs texts that no encoder reads whole."""
     return not record.getMessage().startswith("The following part of your input was truncated")
 
 

@@ -55,8 +55,7 @@ class MediaModel:
 
 class Modality(ABC, Generic[S, M]):
     """One kind of media in prompts. A constructor raises ValueError if the configuration allows such media and the
-    model or this machine does not read them.
-    """
+    model or this machine does not read them."""
 
     name: ClassVar[str]
     limit_key: ClassVar[str]

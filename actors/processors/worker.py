@@ -107,8 +107,7 @@ class ProcessorWorker:
 
     def prepare(self, row: Any, prompt_id: str, known: frozenset[str]) -> list[Made | ProcessedMedia | None]:
         """Returns the prompt of a row, then one medium for each handle: None if it is in `known`, repeated, or the row
-        cannot be used.
-        """
+        cannot be used."""
         return [*self._made(row, prompt_id, known)]
 
     def prepare_text(self, row: Any, prompt_id: str) -> Made:

@@ -32,8 +32,7 @@ GROUP = {"int8": 1, "int4": 128}  # values of a row per scale; 1: the whole row
 
 def quantise(model: PreTrainedModel, kind: Quantisation) -> None:
     """Quantises all linear layers except the output layer, in place; embeddings, norms and convolutions are unchanged.
-    `int4` skips layers whose row length is no multiple of 128, and needs bfloat16 on an NVIDIA GPU.
-    """
+    `int4` skips layers whose row length is no multiple of 128, and needs bfloat16 on an NVIDIA GPU."""
     if kind == "none":
         return
     try:

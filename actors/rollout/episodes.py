@@ -274,8 +274,7 @@ class EpisodeRunner:
         note_failure: Callable[[str], None] = lambda kind: None,
     ) -> TrajectoryGroup:
         """Plays one episode per sibling. Calls `report` with each answered turn and `note_failure` with the kind of
-        each failure, including retried ones.
-        """
+        each failure, including retried ones."""
         known = attempt.siblings or (NOTHING,) * settings.num_samples
         requests = [
             _Request(prompt, settings, attempt.request_id, n, played, report, note_failure)

@@ -57,8 +57,7 @@ class MessageBatch:
 
 class MessageQueue:
     """One stream of messages for all requests of an actor. Messages that are put while a batch is sent form the next
-    batch, and are kept until a listener exists.
-    """
+    batch, and are kept until a listener exists."""
 
     def __init__(self) -> None:
         self._chunks: list[TokenChunk] = []

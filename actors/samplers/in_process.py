@@ -42,8 +42,7 @@ class StopStrings:
 
     def __init__(self, model: str, strings: Sequence[str], hidden: Collection[int] = ()) -> None:
         """`model` is the checkpoint of the tokenizer, which is loaded only with `strings`. Ids in `hidden` are removed
-        from the text.
-        """
+        from the text."""
         self._model = model
         self._strings = tuple(strings)
         self._hidden = frozenset(hidden)

@@ -132,8 +132,7 @@ class Checkpoints:
         of the trained policy). `identity` is `run_identity(config)`. Without `recovery` a run resumes from its
         checkpoint alone. `before_resume` is awaited before the learner loads a checkpoint or makes version 0.
         `on_accepted` is called once the checkpoint is loaded, or before version 0 of a new run is made. `kept` chooses
-        checkpoints that are kept in addition to the newest, from the versions of all complete ones.
-        """
+        checkpoints that are kept in addition to the newest, from the versions of all complete ones."""
         self._folder = folder
         self._learner = learner
         self._parts = parts

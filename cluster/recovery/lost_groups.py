@@ -40,8 +40,7 @@ class GroupRegenerator:
     ) -> None:
         """`sample_again(prompt_id)` returns a scored group. `timeout_s` bounds the check of one group. `on_lost` is
         called for each group that is sampled again, `on_replaced` with each new group and its source: `journal` or
-        `sampled`.
-        """
+        `sampled`."""
         self._replay = replay
         self._groups = groups
         self._sample_again = sample_again
@@ -51,8 +50,7 @@ class GroupRegenerator:
 
     async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns the groups of a step that is not trained yet, in order. Regenerated groups, and groups that lost only
-        their reference log-probs, have no reference log-probs.
-        """
+        their reference log-probs, have no reference log-probs."""
         lost = [group for group in groups if await self._is_lost(group.group)]
         recorded = await self._replay.recall(_ids(lost)) if lost else {}
         new = {group.summary.group_id: group for group in await run_all(*(self._replace(g, recorded) for g in lost))}

@@ -97,8 +97,7 @@ class RestartableLearner:
         on_lost: Callable[[str], None],
     ) -> None:
         """`newest()` returns version and learner folder of the newest complete checkpoint. `on_lost` gets the kind of
-        each loss: `learner_died` or `learner_hung`.
-        """
+        each loss: `learner_died` or `learner_hung`."""
         self._ranks = ranks
         self._newest = newest
         self._budget = budget

@@ -55,8 +55,7 @@ class JournalRecovery:
         """`recovered` returns the part of the journal after the checkpoint of a version; all by default. `metrics`
         may lack some of the repeated steps. `on_recovered` gets the number of recovered steps and groups, and the
         number of lost groups by reason; `on_evaluated` gets each evaluation of the journal before the steps that
-        followed it. `after_repeat` is awaited after each repeated step.
-        """
+        followed it. `after_repeat` is awaited after each repeated step."""
         self._journal = journal
         self._recovered = recovered or journal.recover
         self._on_evaluated = on_evaluated
@@ -75,8 +74,7 @@ class JournalRecovery:
 
     async def recover(self, version: int) -> int:
         """Repeats the journal's steps after the checkpoint of `version`, from which learner and dispatcher were
-        restored. Returns the version reached.
-        """
+        restored. Returns the version reached."""
         recovered = await asyncio.to_thread(self._recovered, version)
         # In this order: the dispatcher needs the version that the learner reached, the buffer needs both.
         for step in recovered.steps:

@@ -24,8 +24,7 @@ class StopRequest:
 
     def __init__(self, *, deadline_s: float, progress: Callable[[], Progress]) -> None:
         """`deadline_s` bounds the time from the request to the complete checkpoint. `progress()` returns the phase of
-        the loop, for the log.
-        """
+        the loop, for the log."""
         self._deadline_s = deadline_s
         self._progress = progress
         self._is_requested = False

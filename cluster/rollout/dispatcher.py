@@ -291,8 +291,7 @@ class RolloutDispatcher:
         tracer: RunTracer = UNTRACED,
     ) -> None:
         """Defaults: `order` is a `StepOrder`, `age_limit` is the gate's `max_staleness`. `on_lost` gets the kind of
-        each loss of an unscored group. Without `prefetches` a prompt is chosen when it is handed out.
-        """
+        each loss of an unscored group. Without `prefetches` a prompt is chosen when it is handed out."""
         self._prompts = prompts
         self._gate = gate
         self._order = order or StepOrder[ScoredGroup](gate)
@@ -329,8 +328,7 @@ class RolloutDispatcher:
 
     def advance(self, version: int) -> None:
         """Called with each push: forgets the trained steps before `version` and frees their slots. Prompts that are
-        handed out during the push wait at the engines for its end.
-        """
+        handed out during the push wait at the engines for its end."""
         for step in [s for s in self._steps if s < version]:
             for prompt_id in self._steps.pop(step):
                 del self._pending[prompt_id]
@@ -354,8 +352,7 @@ class RolloutDispatcher:
 
     def reject_before(self, version: int) -> None:
         """Rejects groups with tokens of versions before `version`, whose weights were rolled back. Groups of steps that
-        are complete in the buffer are still trained.
-        """
+        are complete in the buffer are still trained."""
         self._oldest_version = version
 
     def pending(self) -> tuple[str, ...]:

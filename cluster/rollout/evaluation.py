@@ -146,8 +146,7 @@ class Evaluator:
         journal: EvaluationJournal | None = None,
     ) -> None:
         """The first of `suites` is the run's own, `HELD_OUT`. A response is correct for pass@k if its accuracy
-        component is at least `correct_from`.
-        """
+        component is at least `correct_from`."""
         self.results: dict[int, list[EvaluationResult]] = {}  # version -> one for each suite
         self._suites = suites
         self._rollouts = rollouts
@@ -171,8 +170,7 @@ class Evaluator:
 
     async def maybe_run(self, version: int) -> None:
         """Begins to evaluate `version`, the version of the newest push, if that is due and not done. Waits for the
-        evaluation of the last version, after which no step follows.
-        """
+        evaluation of the last version, after which no step follows."""
         known = {result.suite: result.identity for result in self.results.get(version, ())}
         if not self._schedule.is_due(version) or known == {suite.name: suite.identity for suite in self._suites}:
             return

@@ -105,8 +105,7 @@ class InFlightRequest:
 
     def _num_lost(self) -> int:
         """Returns the maximum number of tokens that were sampled and not received: less than a chunk for each
-        unfinished sibling, one turn for each unfinished episode.
-        """
+        unfinished sibling, one turn for each unfinished episode."""
         max_tokens, chunk_tokens = self._settings.max_tokens, self._table.chunk_tokens
         not_received = chunk_tokens - 1 if max_tokens > chunk_tokens else max_tokens
         unfinished = [sibling for sibling in self._siblings if not sibling.is_finished]
@@ -115,8 +114,7 @@ class InFlightRequest:
 
 class InFlightRequests:
     """Every in-flight request of a run. `resumed` counts the prompts that continued on another actor, and their kept
-    and lost tokens.
-    """
+    and lost tokens."""
 
     def __init__(
         self,
@@ -126,8 +124,7 @@ class InFlightRequests:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Actors report a response every `chunk_tokens` tokens. `on_ended` gets the responses that end before their
-        siblings.
-        """
+        siblings."""
         self.chunk_tokens = chunk_tokens
         self.on_ended = on_ended
         self.on_attempt: Callable[[str], None] = lambda prompt_id: None  # called when a prompt is given to an actor

@@ -82,8 +82,7 @@ class _Member:
 @dataclass(frozen=True)
 class HealthChecks:
     """Settings of the health checks. An engine that finished a group since the last check is healthy. Other engines
-    have to sample a token.
-    """
+    have to sample a token."""
 
     interval_s: float
     probe_interval_s: float
@@ -114,8 +113,7 @@ class RolloutPool:
         on_excluded: Callable[[Prompt, ExcludedPromptError], None] = lambda prompt, error: None,
     ) -> None:
         """`spawn(index)` starts the process of one engine, `release(index)` releases its resources. `on_lost` gets the
-        kind of each loss, `on_excluded` each prompt that crashed several engines.
-        """
+        kind of each loss, `on_excluded` each prompt that crashed several engines."""
 
         async def start(index: int) -> _Member:
             member = _Member(await spawn(index))

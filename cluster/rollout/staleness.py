@@ -23,8 +23,7 @@ Group = TypeVar("Group")
 @dataclass(frozen=True, order=True)
 class Admission:
     """One slot of the gate. No token of its group is older than `version`. Admissions sort by version, then by number
-    (the order in which prompts were handed out).
-    """
+    (the order in which prompts were handed out)."""
 
     version: int  # of the gate when the group started
     number: int

@@ -162,8 +162,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Returns the weight files that transformers or diffusers loads. Other files in the directory (of another format
-    or an earlier save, adapters) are not part of the model.
-    """
+    or an earlier save, adapters) are not part of the model."""
     first = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if first is None:
         raise PreflightError(

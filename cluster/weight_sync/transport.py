@@ -237,8 +237,7 @@ class TransferGroup:
 
     def receive_changes(self, manifest: Manifest, bucket_bytes: int, base: Base, version: int) -> None:
         """Applies a push of payload `delta` to the tensors of `base`, which then is `version`. A receiver that fails
-        leaves the group.
-        """
+        leaves the group."""
         try:
             base.check(manifest.base_version)
             with base.changing_to(version):

@@ -69,8 +69,7 @@ class FullWeightsRank(CallRank):
 
     def step(self, adapter: str, parameters: AdamParameters) -> Mapping[str, float]:
         """Applies and clears the gradient; returns `grad_norm`, `skipped` and `optimizer_steps`. A gradient norm that
-        is not finite skips the step.
-        """
+        is not finite skips the step."""
         self._refuse_other(adapter)
         if not self._gradient():
             raise ValueError(f"the model {adapter!r} has no gradient to apply: run a backward pass first")

@@ -52,8 +52,7 @@ def sequence_mean(values: Tensor, mask: Tensor, totals: Totals, norm: float = 1.
 
 def sequence_sum_token_norm(values: Tensor, mask: Tensor, totals: Totals, norm: float) -> Tensor:
     """sum_bt m v / (norm num_sequences): no response's length divides its own loss (Dr. GRPO, arXiv:2503.20783,
-    section 3.2, whose constant is the longest response).
-    """
+    section 3.2, whose constant is the longest response)."""
     return torch.where(mask, values, 0.0).sum() / (norm * max(totals.num_sequences, 1))
 
 

@@ -32,8 +32,7 @@ def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtyp
 
 def saved_weights(config: LearnerConfig, folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Name in the policy -> reader of each whole tensor that the ranks of `learner.backend` saved: what is trained, and
-    buffers.
-    """
+    buffers."""
     if config.backend == "deepspeed":
         from mobula.learner.backends.deepspeed import saved_zero_weights
 

@@ -87,8 +87,7 @@ class Backend(Protocol):
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         """(state-dict name of the model, whole tensor) of what is wanted by name, in the state dict's order, one at a
-        time. Collective: all ranks run it to the end.
-        """
+        time. Collective: all ranks run it to the end."""
         ...
 
     def save(self, folder: Path, optimizer: Any, version: int) -> Callable[[], None]:

@@ -47,8 +47,7 @@ def _gather_bucket(bucket: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 def _gather(tensors: list[DTensor]) -> list[Tensor]:
     """One all-gather of all local shards (of one rank: none), within the replica. Its first rank holds the largest of
-    each tensor, so its sum is the widest.
-    """
+    each tensor, so its sum is the widest."""
     assert all(t.placements[-1] == Shard(0) for t in tensors), "FSDP2 shards the first dimension"
     group = tensors[0].device_mesh.get_group(-1)
     num_ranks = dist.get_world_size(group)

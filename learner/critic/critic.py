@@ -222,8 +222,7 @@ class Critic:
 
     def offload(self, part: str) -> None:
         """Moves to host memory: the critic's weights for `policy`, the state of the critic's optimizer for
-        `optimizer`.
-        """
+        `optimizer`."""
         self._offloader.offload(part)
 
     def onload(self) -> None:

@@ -37,8 +37,7 @@ class AdamWOfBytes(AdamW8bit):  # type: ignore[misc]  # torchao has no types
 
     def state_dict(self) -> dict[str, Any]:
         """The state with plain moments and learning rates as numbers: torch's distributed checkpoints can copy it and
-        share it out again.
-        """
+        share it out again."""
         state = super().state_dict()
         states = {key: {name: _plain(value) for name, value in own.items()} for key, own in state["state"].items()}
         groups = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]

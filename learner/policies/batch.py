@@ -215,8 +215,7 @@ def pad_rows(rows: Sequence[np.ndarray], padding: float, dtype: type) -> np.ndar
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates arrays along axis 0; other axes are zero-padded to the longest. A single array is not copied and may
-    be read-only (object store).
-    """
+    be read-only (object store)."""
     if len(arrays) == 1:
         return arrays[0]
     widest = np.max([array.shape[1:] for array in arrays], axis=0).astype(int).tolist()
@@ -283,8 +282,7 @@ def _sizes(medium: ProcessedMedia) -> list[bytes]:
 
 def _distinct_ids(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
     """int64 [S] of each row: token ids, which of media are those of one medium and say where it begins, and which
-    differ between variants.
-    """
+    differ between variants."""
     numbers: dict[str, int] = {}  # of each medium
     rows = []
     for sequence in sequences:

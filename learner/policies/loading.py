@@ -48,8 +48,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 def ignore_sampling_defaults(model: PreTrainedModel) -> None:
     """Makes `generate()` ignore penalties, cuts and bans of the checkpoint's generation_config.json: with them, sampled
-    tokens would not follow the policy's distribution.
-    """
+    tokens would not follow the policy's distribution."""
     model.generation_config = GenerationConfig()
 
 
@@ -85,8 +84,7 @@ def described_model(
     attention: str | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Builds the model of `load_model` (or `model_class`) from tensors without values; also returns the report of
-    transformers about missing, unexpected and mismatched keys.
-    """
+    transformers about missing, unexpected and mismatched keys."""
     own = _policy_config(source)
     automatic: Any = auto_class(own)
     chosen: Any = model_class or automatic._model_mapping[type(own)]  # the automatic class asks for a folder

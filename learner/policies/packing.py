@@ -125,8 +125,7 @@ class _Plan:
 
     def _partitions(self, num_parts: int) -> Iterator[list[list[int]]]:
         """Parts of nearly equal cost: of whole groups if they share prompts, then of rows; each contiguous, then with
-        long ones assigned first, to the part with the least cost (longest processing time first, Graham 1969).
-        """
+        long ones assigned first, to the part with the least cost (longest processing time first, Graham 1969)."""
         alone: list[Unit] = [(row,) for row in self._order]
         together: list[Unit] = [tuple(run) for _, run in groupby(self._order, key=self._groups.__getitem__)]
         for units in (together, alone) if self._config.shares_prompts else (alone,):

@@ -37,8 +37,7 @@ class TokenModel(Policy):
         self, model: PreTrainedModel, config: LearnerConfig, sequence_ranks: SequenceRanks | None = None
     ) -> None:
         """Unless `learner.packing` is false, and with sequence parallelism, the decoder computes rows without padding;
-        with `learner.share_prompts`, if the family allows it, each prefix that rows share once.
-        """
+        with `learner.share_prompts`, if the family allows it, each prefix that rows share once."""
         super().__init__()
         self.model = model
         self.family = family_of(model.config, model.config.name_or_path)
@@ -59,8 +58,7 @@ class TokenModel(Policy):
 
     def states(self, batch: TokenBatch) -> Tensor:
         """Returns [N, H]: the decoder's last state before each target, in the order of `batch.target_mask`; with
-        sequence parallelism, of `own_targets`.
-        """
+        sequence parallelism, of `own_targets`."""
         if self._packing is None:
             return self.family.hidden_states(self.model, batch)[batch.hidden_rows, batch.hidden_columns]
         places = self._places(batch)

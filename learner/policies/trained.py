@@ -61,8 +61,7 @@ class Scoring:
 
 def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
     """Builds the model on the meta device in `learner.master_dtype`, with frozen parameters marked; also returns the
-    weights.
-    """
+    weights."""
     dtype = DTYPES[config.learner.master_dtype]
     if config.offline.job == "reward_model":
         return unread_score_model(config.policy, dtype, config.seed)

@@ -31,8 +31,7 @@ MAY_BE_ONE_SAMPLE = (413, 422)  # refusals that a single sample may cause
 @dataclass(frozen=True)
 class Dialect:
     """A protocol: encodes one request, whose length is its size in a body, joins a body, and decodes a reply, which may
-    have the wrong number of outcomes.
-    """
+    have the wrong number of outcomes."""
 
     encode: Callable[[RewardRequest], Sized]
     body: Callable[[Sequence[Any]], bytes]

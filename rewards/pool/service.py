@@ -93,8 +93,7 @@ class RewardService:
 
     async def score(self, question: Question) -> GroupOutcomes:
         """Returns the outcomes of the service's components for a group. Waits for space in the queue, then for a
-        worker.
-        """
+        worker."""
         async with self._room:
             waiting = _Waiting(question, asyncio.get_running_loop().create_future())
             self._queue.append(waiting)

@@ -235,8 +235,7 @@ def others(record: Record, *known: str) -> dict[str, Any]:
 
 def json_value(value: Any) -> Any:
     """Converts a value to JSON types: numbers to int and float, dates and decimals to text, arrays to lists. Files are
-    left out.
-    """
+    left out."""
     if isinstance(value, np.generic):
         value = spelled(value)
     if isinstance(value, np.ndarray):

@@ -252,8 +252,7 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
 
 def medium_of(part: Mapping[str, Any], names: Sequence[str]) -> Any:
     """The medium of a part, under one of `names` or under a key of transformers' templates or Anthropic's API; None if
-    the part is only a placeholder.
-    """
+    the part is only a placeholder."""
     held = next((part[key] for key in (*names, *HELD) if part.get(key)), None)
     return {"bytes": held} if held is not None and held is part.get("base64") else held
 
@@ -281,8 +280,7 @@ def split_response(turns: Sequence[Turn], column: str) -> tuple[list[Turn], str 
 
 def as_messages(record: Record, *, is_offline: bool) -> Record:
     """Returns the record with `messages`, from these or the columns of TRL's formats: `prompt` with `completion` or a
-    pair, or a pair of whole conversations, which is split behind the turns that both have.
-    """
+    pair, or a pair of whole conversations, which is split behind the turns that both have."""
     prompt = as_turns(record.get("messages") or record.get("prompt"), "user")
     chosen, rejected = (as_turns(record.get(column), "assistant") for column in ("chosen", "rejected"))
     if max(len(chosen), len(rejected)) > 1 and chosen[:1] == rejected[:1]:

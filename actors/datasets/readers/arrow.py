@@ -161,16 +161,14 @@ class ParquetTable:
 
     def _load(self, block: int) -> tuple[pa.Table, int]:
         """Reads a row group; returns it with the size in `blocks`, not the size in memory (which differs for dictionary
-        columns), so that all blocks of a shuffle window fit into the cache.
-        """
+        columns), so that all blocks of a shuffle window fit into the cache."""
         file, group, _, _ = self._groups[block]
         return self._files[file].read_row_group(group, use_threads=False), int(self.blocks[block, 1])
 
 
 def _copied(path: Path, file: pq.ParquetFile, cache: Path) -> ArrowFile:
     """Opens an Arrow copy of a file in `cache`, named by path, size and modification time; writes it atomically if it
-    does not exist.
-    """
+    does not exist."""
     stat = path.stat()
     key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     copy = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"

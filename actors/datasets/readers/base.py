@@ -34,8 +34,7 @@ class Table(Protocol):
     @property
     def blocks(self) -> np.ndarray:
         """int64 [num_blocks, 2]: number of records of each block, and bytes in memory while a record of it is read; 0
-        bytes if records are read one by one.
-        """
+        bytes if records are read one by one."""
         ...
 
     @property

@@ -108,8 +108,7 @@ def line_spans(file: Path) -> FileSpans:
 
 def read_objects(file: Path) -> Iterator[tuple[int, Record | RowError]]:
     """Yields number (from 1) and object of every line that is not empty, without missing values; for an invalid line,
-    the error instead of the object.
-    """
+    the error instead of the object."""
     try:
         for number, line in read_lines(file):
             try:

@@ -34,8 +34,7 @@ class Tokens:
 
     def of(self, text: str, start: int) -> np.ndarray:
         """Returns bool [T]: the tokens of `text` at `start`. One that holds other text as well counts if it holds a
-        character of `text` that is no white space.
-        """
+        character of `text` that is no white space."""
         end = start + len(text)
         first, last = end - len(text.lstrip()), start + len(text.rstrip())
         is_inside = (self.starts >= start) & (self.ends <= end)

@@ -58,8 +58,7 @@ def decode_response(
 def reserved_tokens(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], written: Iterable[str]) -> re.Pattern[str]:
     """Builds a pattern of the tokens that a row may not contain: `ids`, markers in the tokenizer's special_tokens_map,
     and special tokens and markers in `written`, texts of the chat template. Pairs of tags such as `<answer>` and
-    `</answer>` are text.
-    """
+    `</answer>` are text."""
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     markers = [name for name, token in added.items() if token.special or _MARKER.fullmatch(name)]
     names = {name for text in written for name in markers if name in text}
@@ -144,8 +143,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, is_open: bool, variables: Fields = NOTHING, fields: Sequence[Fields] = ()
     ) -> str:
         """Renders the messages, with further `fields` of each such as `tool_calls`, and with `variables` such as
-        `tools` in addition to `data.template_kwargs`; `is_open` adds the generation prompt.
-        """
+        `tools` in addition to `data.template_kwargs`; `is_open` adds the generation prompt."""
         given = [{"role": role, "content": self._content(role, parts)} for role, parts in messages]
         given = [{**message, **more} for message, more in zip_longest(given, fields, fillvalue=NOTHING)]
         try:
@@ -262,8 +260,7 @@ def _as_text(
     turn: Turn, before: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str], *, is_context: bool
 ) -> Turn | None:
     """Returns `turn` without fields, with a text that is rendered alike, or outside the context with the text behind
-    the generation prompt; None if there is none.
-    """
+    the generation prompt; None if there is none."""
     written, texts = render([*before, turn], False), [turn.text]
     with suppress(PromptError):  # the template asks for a field
         head, _, tail = render([*before, Turn(turn.role, PROBE)], False).rpartition(PROBE)

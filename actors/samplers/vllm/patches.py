@@ -237,8 +237,7 @@ def _run_by(run: Callable[..., None]) -> Iterator[None]:
 
 def keep_sampled_logprobs_alone() -> None:
     """Patches this process: requests with `logprobs=0` in flat form and without text get one float per token as
-    `CompletionOutput.logprobs`; other requests are unchanged.
-    """
+    `CompletionOutput.logprobs`; other requests are unchanged."""
     output_processor.LogprobsProcessor = SampledLogprobs  # type: ignore[misc]  # a patch of vLLM
 
 

@@ -86,8 +86,7 @@ class FlowFamily(ABC):
 
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         """[N, ...]: clean latents of images, uint8 [N, H, W, 3]; `decode` gives the images again. Of a family of
-        videos they are those of videos of one frame.
-        """
+        videos they are those of videos of one frame."""
         encoded = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
         latents = encoded if isinstance(encoded, Tensor) else encoded.mode()
         return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor

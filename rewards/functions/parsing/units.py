@@ -72,8 +72,7 @@ def noun(words: Sequence[str]) -> Unit:
 
 def read_unit(tokens: Sequence[str]) -> Unit | None:
     r"""Reads a product of known units; None if another token occurs. A `/` inverts the next name or group, and a power
-    applies to the last name. `\frac{m}{s}` is m / (s).
-    """
+    applies to the last name. `\frac{m}{s}` is m / (s)."""
     powers: Counter[str] = Counter()
     group, inverted, dimension, depth = 1, False, 1, 0
     last: list[tuple[str, int]] = []

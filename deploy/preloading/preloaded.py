@@ -110,8 +110,7 @@ def library_environment(config: RunConfig) -> dict[str, str]:
 def allocator_environment(config: RunConfig) -> dict[str, str]:
     """Returns the glibc malloc settings of workers on CPU: freed memory is kept for the next step. By default malloc
     trims the heaps of all threads but the first, so that the kernel maps and clears an engine's buffers again in every
-    step: thousands of page faults per second.
-    """
+    step: thousands of page faults per second."""
     if config.resources.device == "cuda":
         return {}
     return {

@@ -131,8 +131,7 @@ class SimulatedRoles:
 
     def lose(self, node_id: str, *, returns: bool) -> list[str]:
         """Ends every worker of a node and plans them on the free resources of the other nodes, role by role. A role
-        that does not fit waits for the node. Returns the names of the lost workers.
-        """
+        that does not fit waits for the node. Returns the names of the lost workers."""
         self.down.add(node_id)
         self.returning |= {node_id} if returns else set()
         lost = [worker for worker in self._placement.workers if worker.node_id == node_id]

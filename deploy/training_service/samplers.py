@@ -279,8 +279,7 @@ class Samplers:
 
     async def _make_room(self) -> bool:
         """Takes weights that no request uses out of the engines, those that were used first. Returns whether the
-        engines can serve one more.
-        """
+        engines can serve one more."""
         while len(self._served) >= self._limits.max_served:
             idle = (path for path, served in self._served.items() if served.done() and path not in self._users)
             path = next(idle, None)

@@ -33,8 +33,7 @@ _EPSILON_S = 1e-9  # a shorter time is no time: a clock of large values cannot a
 class DecodeSpeed:
     """Seconds of one engine step, which gives one token to each response of the batch:
     `step_s + sequence_s * responses`. A prompt's tokens are computed before its first response starts, and stop all
-    others meanwhile.
-    """
+    others meanwhile."""
 
     step_s: float
     sequence_s: float = 0.0

@@ -79,8 +79,7 @@ ENOUGH = 0.1  # nat a token
 
 async def memorise(learner: TrialLearner, groups: Sequence[TrialGroup]) -> RunFinding:
     """Trains `NUM_UPDATES` steps on one group: of the first whose rewards differ, the one with the least likely best
-    response.
-    """
+    response."""
     mixed = [group for group in groups if not group.is_uniform][:NUM_CANDIDATES]
     if not mixed:
         return not_measured(MEMORISE_NAME, f"the rewards of each of {len(groups)} recorded groups are equal")

@@ -11,14 +11,9 @@ from pathlib import Path
 
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of libraries: colours, and moves of the cursor
 
-
 # C0 and C1 without tab and line feed, and characters that change the direction of a line.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
 MAX_DETAIL = 120  # characters of each line that is shown of an error of several lines
-
-
 MAX_LINE = 400  # characters of an error of one line
 
 
@@ -40,20 +35,10 @@ def _cut(line: str, length: int) -> str:
 
 
 NUM_FRAMES = 3  # stack frames in a failure
-
-
 MAX_MESSAGE = 300  # characters of an exception's message in a failure
-
-
 MAX_TRACEBACK = 20_000  # last characters of a traceback in a failure, so that it fits into a pipe
-
-
 WRAPPERS = ("contextlib.py", "vllm/tracing/otel.py")  # wrapper files, whose frames are left out
-
-
 FRAME = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')  # as a printed stack shows it
-
-
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # caused by the process itself
 
 

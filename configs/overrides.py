@@ -43,7 +43,6 @@ SMALL_EXAMPLE = "digits"
 
 GLOBAL_PACKAGE = "# @package _global_"
 
-
 # Keys that values are computed from in group files, and their types.
 COMPUTED_FROM = {
     "resources.num_nodes": int,
@@ -51,7 +50,6 @@ COMPUTED_FROM = {
     "policy.lora.rank": int,
     "sampler.max_tokens": int,
 }
-
 
 COMPUTATIONS: Mapping[str, Callable[..., Any]] = {  # `${NAME:${KEY},...}` in files
     "times": lambda a, b: a * b,

@@ -243,14 +243,8 @@ def _column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Te
 
 
 UNKNOWN = ""  # for fields that summaries lack
-
-
 Parts = Sequence[Sequence[ScoredGroup]]
-
-
 T = TypeVar("T")
-
-
 X = TypeVar("X", bound=Outlined)
 
 

@@ -66,13 +66,8 @@ class FreshGap:
 
 
 NUM_LOOKS = 48  # steps of a run that are measured, so that the cost of long runs does not grow
-
-
 NUM_ROWS = 4  # of a rank, scored before and after the step
-
-
 NUM_ELEMENTS = 1024  # of each tensor of a rank
-
 
 SUMS = {
     "policy_change": ("moved_logprobs", "moved_tokens"),

@@ -43,8 +43,6 @@ from mobula.learner.policies.trained import teaching_noising
 from mobula.learner.shares import Portion
 
 PAIR_LEVELS = 1  # noise levels of a pair in one step
-
-
 Model = Callable[..., Any]
 
 

@@ -34,11 +34,7 @@ class Elsewhere(Enum):
 
 
 ELSEWHERE = Elsewhere.REFERENCE
-
-
 GROUPS, ROWS = "groups", "supervised rows"  # kinds of entries
-
-
 T = TypeVar("T")
 
 
@@ -134,8 +130,6 @@ Exchange = Callable[[Any], Sequence[Any]]
 
 
 E = TypeVar("E")
-
-
 FetchError = LostObjectError | WrongGroupError
 
 
@@ -283,11 +277,7 @@ def _owned(held: Sequence[set[int]], num: int) -> list[set[int]]:
 
 
 NOTHING = np.empty(0, dtype=np.float32)
-
-
 NO_MASK = np.empty(0, dtype=np.bool_)
-
-
 UNKNOWN = ""  # for fields that summaries lack
 
 

@@ -143,8 +143,6 @@ def hard_first(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
 
 
 CURRICULA: Mapping[str, Stages] = {"none": everything, "easy_first": easy_first, "hard_first": hard_first}
-
-
 PROMPT_TOKENS = "prompt_tokens"  # key for the length of the prompt
 
 

@@ -18,8 +18,6 @@ from mobula.actors.datasets.rows import AnyRow, R, R_co, RowError, Skipped, Spli
 from mobula.cluster.errors import DatasetError, SkippedSample
 
 logger = logging.getLogger(__name__)
-
-
 P = TypeVar("P")  # a `Prompt`; for offline jobs a `ScoredGroup`
 P_co = TypeVar("P_co", covariant=True)
 R_contra = TypeVar("R_contra", bound=AnyRow, contravariant=True)

@@ -25,8 +25,6 @@ from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policies.trained import collate_rows, row_of
 
 Quantisation = Literal["none", "int8", "int4"]
-
-
 GROUP = {"int8": 1, "int4": 128}  # values of a row per scale; 1: the whole row
 
 
@@ -68,8 +66,6 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 NO_TEACHERS: Mapping[str, Path] = {}
-
-
 OTHERS = ""  # key of labels without a teacher; no label is empty
 
 

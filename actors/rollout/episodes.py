@@ -152,11 +152,7 @@ class ObservationBudget:
 
 
 _logger = logging.getLogger(__name__)
-
-
 NUM_WATCHED = 100  # episodes whose share of failures may end the run
-
-
 Report = Callable[[Sequence[TokenChunk]], None]
 
 

@@ -31,19 +31,12 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 CHECKPOINTS, TRAJECTORIES, JOURNAL, LOGS, RUN_LOG = "checkpoints", "trajectories", "journal", "logs", "run.log"
-
-
 CHUNK_BYTES = 1 << 20
-
 
 # No record has these: the chain itself, files of a process that runs, and files that other commands write, or write
 # again, after the run.
 UNCOVERED_FOLDERS = ("replay", "export", "mlruns", "trackio", "wandb", "diagnosis")
-
-
 UNCOVERED_FILES = (AUDIT_FILE, HEAD_FILE, "run.lock", "cluster.json", "scale.json", "report.html", "diagnosis.json")
-
-
 FORMERLY_UNCOVERED = (LOGS, RUN_LOG, "tensorboard", "traces")  # by a last record without `covers_all`
 
 

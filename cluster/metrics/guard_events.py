@@ -17,14 +17,8 @@ if TYPE_CHECKING:
     from mobula.cluster.records.trajectory import Reward, ScoredGroup
 
 NUM_IDLE = 3  # steps in a row that train nothing, before the warning
-
-
 NUM_SAMPLES = 3  # in a warning, each of a different group
-
-
 MAX_CHARACTERS = 300  # last characters of a prompt or response in a warning
-
-
 MOST = 0.9  # a property of at least this share of responses is a likely cause
 
 

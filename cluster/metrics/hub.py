@@ -49,11 +49,7 @@ def informing(what: str) -> Iterator[None]:
 
 
 T = TypeVar("T")
-
-
 FIRST_RESPONSE = "first response"
-
-
 TOTAL = "total"
 
 
@@ -105,22 +101,11 @@ class StartUp:
 #     step.record(groups, update, await replay.stats())
 
 Clock = Callable[[], float]
-
-
 STARTING = "starting"  # engines, warm start, first push, first evaluation
-
-
 BETWEEN_PHASES = "other"
-
-
 ENDING = "ending"
-
-
 MAX_REASONS = 24  # of rewards that are counted by name; others are counted together
-
-
 OTHER = "other"
-
 
 LASTING = (  # gauges that a resume does not set again
     MetricName.HELD_OUT_LOSS,

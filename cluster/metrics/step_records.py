@@ -125,20 +125,10 @@ def reasons_of(groups: Sequence[ScoredGroup]) -> Counter[str]:
 
 
 REWARD, LENGTH = "reward", "length"  # columns beside the components
-
-
 RIGHT_FROM = 0.5
-
-
 TINY = 1e-12
-
-
 MAX_CORRELATED = 4  # components whose correlations with each other are kept
-
-
 MAX_REASON = 60  # characters
-
-
 _DIGITS = re.compile(r"\d+")
 
 
@@ -177,11 +167,7 @@ def _reward_values(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 HELD_OUT = "held_out"  # the suite that gives the accuracy of the run
-
-
 CONTENT = "sha256:"  # begins the digests in an identity
-
-
 Counters = Mapping[str, Mapping[str, int]]  # counter -> reason -> count since the start of the run
 
 

@@ -17,8 +17,6 @@ from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import BeforeAfter, strict
 
 NUM_RESAMPLES = 1000
-
-
 Z_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 

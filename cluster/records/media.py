@@ -31,14 +31,8 @@ SHOWN_SIZES = "shown_image_sizes"
 
 # Only pure image formats: Pillow would also run PostScript and read several plain-text formats.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-
-
 SIXTEEN_BIT_MODES = ("I", "I;16", "I;16L", "I;16B", "I;16N")
-
-
 ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
-
-
 PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may hold an orientation
 
 

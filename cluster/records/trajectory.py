@@ -55,8 +55,6 @@ def _bytes(array: np.ndarray, dtype: type[np.generic]) -> memoryview:
 # The policy's actions in these steps are opaque here (`actions`).
 
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; larger responses are fetched by their readers
-
-
 NO_IDS = np.empty(0, dtype=np.int32)
 
 

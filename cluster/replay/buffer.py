@@ -70,8 +70,6 @@ def _refuse_if_changed(now: Prompt, then: Prompt) -> None:
 # The buffer runs in the driver process, which owns the groups. It holds references; the bytes stay in the object store.
 
 _logger = logging.getLogger(__name__)
-
-
 DUPLICATE = "duplicate"
 
 

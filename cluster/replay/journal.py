@@ -28,14 +28,8 @@ from mobula.configs.schema import RunConfig
 # read a segment. `read_segment` returns only the records before the first damaged byte.
 
 _IDENTITY = b"identity"  # key in the schema's metadata: the run's identity, as JSON
-
-
 _SUFFIX = ".arrows"
-
-
 _BUFFER_BYTES = 2**18  # of unsynced data: Arrow writes a record in a hundred pieces
-
-
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # end of a closed segment
 
 
@@ -168,20 +162,10 @@ def _checksum(kind: str, body: str, rows: pa.RecordBatch) -> int:
 # One process writes. Other processes may read only before its first append.
 
 _logger = logging.getLogger(__name__)
-
-
 SEGMENT_BYTES = 16 * 2**20
-
-
 Seconds = Mapping[str, float]  # by phase of a step
-
-
 NO_SECONDS: Seconds = {}
-
-
 _NO_ROWS = record_batch([])
-
-
 _NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they change only speed and rounding
 
 

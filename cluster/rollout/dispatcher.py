@@ -73,35 +73,15 @@ class RepeatedEvents:
 # It tracks every prompt in flight until the prompt is trained or rejected; checkpoints keep the pending prompts.
 
 _logger = logging.getLogger(__name__)
-
-
 Result = TypeVar("Result")
-
-
 TOO_FEW_SCORED = "too_few_scored"
-
-
 UNIFORM = "uniform"
-
-
 OVER_AGE = "over_age"
-
-
 ROLLED_BACK = "rolled_back"
-
-
 UNUSABLE = "unusable"  # a pending row of a checkpoint that can no longer be read
-
-
 LOST_TOGETHER_S = 1.0  # actors that die within this time count as one failure of a prompt: their node is gone
-
-
 LOG_WINDOW_S = 1.0  # failures of prompts with one cause within this time are one line of the log
-
-
 MAX_NODES_LOST = 8  # in a row, for one prompt or one step
-
-
 MAX_PREFETCHED = 32  # prompts that are prepared before a slot is free
 
 

@@ -18,17 +18,9 @@ from mobula.cluster.rollout.evaluation import ScoredPrompt
 from mobula.cluster.runtime.object_store import fetch
 
 MAX_PROMPTS, MAX_SAMPLES = 48, 8  # on one sheet
-
-
 PROMPTS_A_ROW = 6
-
-
 SIDE = 128  # pixels; larger images are scaled down
-
-
 SMALL = 32  # pixels; smaller images are scaled up
-
-
 GAP = 2  # pixels between images
 
 

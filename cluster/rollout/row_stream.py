@@ -13,8 +13,6 @@ from mobula.cluster.roles import Reference, ReplayStats
 
 # A small row travels by value with the step's rows: to store and fetch an object of its own takes about 2 ms.
 SMALL_BYTES = 32 * 1024
-
-
 NO_QUEUE = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 

@@ -17,8 +17,6 @@ from mobula.cluster.errors import PreflightError
 from mobula.configs.schema import TracingConfig
 
 _logger = logging.getLogger(__name__)
-
-
 Value = str | int | float
 
 
@@ -240,8 +238,6 @@ def _names(whole: Span, rows: Mapping[tuple[int, str], int]) -> Iterator[dict[st
 
 
 FOLDER = "traces"  # of the run folder
-
-
 SPANS_FILE = "spans.jsonl"
 
 

@@ -174,8 +174,6 @@ class SwappedEngines:
 
 
 _logger = logging.getLogger(__name__)
-
-
 LOADING_TRIES = 2  # times that every engine may be lost while it loads an adapter
 
 

@@ -14,17 +14,9 @@ from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.manifest import DTYPE_BYTES, Bucket, TensorSpec, align
 
 WORD_BYTES = 8
-
-
 NUM_COLUMNS = 1021  # prime, so that the rows of a matrix do not line up with it
-
-
 BLOCK_ROWS = 32  # that are added up at once: as many as a CPU's cache holds
-
-
 SUM_BITS = 128  # of a checksum of weights
-
-
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd; its multiples are spread over all 64 bits (Knuth, TAOCP 6.4)
 
 
@@ -69,14 +61,8 @@ def weights_checksum(digests: Iterable[tuple[TensorSpec, int]]) -> int:
 # not change. An unchanged tensor has no bytes. Every message names the digest of the whole new tensor.
 
 WORDS = {2: torch.int16, 4: torch.int32}  # bytes of an element -> the integers that it is compared as
-
-
 WHOLE = 0  # bytes of a gap in a message with all elements
-
-
 GAP_TYPES = {1: torch.uint8, 2: torch.int16}  # bytes of a gap -> as stored; 16 bits wrap around
-
-
 HEADER = 3  # numbers of a message: elements, bytes of a gap, digest of the new tensor
 
 

@@ -108,23 +108,11 @@ def _call(function: str, *arguments: Any) -> None:
 # once that the other has died.
 
 _logger = logging.getLogger(__name__)
-
-
 NUM_CHUNKS = 4
-
-
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 24}  # on a CPU, what its cache holds until the readers have copied it
-
-
 RANK = struct.Struct("=i")
-
-
 PEER = struct.Struct("=iII")  # pid, uid, gid of a socket's other end (unix(7), SO_PEERCRED)
-
-
 HOST_MEMORY, DEVICE_MEMORY, ACCEPTED, WRITTEN, READ = b"h", b"d", b"a", b"w", b"r"
-
-
 Way = Literal["network", "host", "device"]
 
 

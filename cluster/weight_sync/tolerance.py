@@ -51,14 +51,8 @@ class FreshSamples:
 
 
 _logger = logging.getLogger(__name__)
-
-
 BATCH_TOKENS = 1024  # of copies of the probe in one batch: kernels take several rows of few tokens as they take one
-
-
 MIN_COPIES = 4
-
-
 FACTOR = 10.0  # engine and learner differ by 2 to 4 times as much as two batches of the learner
 
 

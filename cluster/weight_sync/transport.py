@@ -84,15 +84,10 @@ def wait_for_members(
 
 ABORT_S = 10.0  # timeout of a member's abort
 
-
 # torch's watchdog ends the process on an error or a timeout of NCCL. A group with blocking waits has no watchdog, and
 # reports both as errors of the wait. torch reads the variable when it creates a group.
 WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-
-
 DIGESTS = "the digests of the weight buckets"
-
-
 DIGEST_BYTES = 8
 
 

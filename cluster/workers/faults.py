@@ -39,14 +39,8 @@ from mobula.cluster.workers.status import Progress
 # alone. A suspect is cleared when it finishes.
 
 MIN_DEATHS = 3
-
-
 MAX_PUSHES = 10
-
-
 MIN_AFTER_PUSH = 2
-
-
 MAX_ALONE = 4  # up to this number, suspects run alone from the second death on
 
 
@@ -166,8 +160,6 @@ class FaultPatterns:
 # only in the log file. `FaultFile` is the logging handler that writes the rows, each with step and phase of the run.
 
 _logger = logging.getLogger(__name__)
-
-
 FAULTS_FILE = "faults.jsonl"  # of the run folder
 
 

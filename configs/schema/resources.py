@@ -115,8 +115,6 @@ class ResourcesConfig(Section):
 
 
 MAX_POLL_S = 40.0  # below the timeout of the client
-
-
 Seconds = Annotated[float, Field(gt=0, le=24 * 3600)]
 
 

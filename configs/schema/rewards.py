@@ -182,8 +182,6 @@ class RewardsConfig(Section):
 
 
 SignName = Literal["judge", "length", "repetition", "language", "format"]
-
-
 ActionName = Literal["none", "warn", "raise_kl", "rollback", "stop"]
 
 

@@ -29,7 +29,6 @@ IMAGES_FOLDER = "parity"  # in the run folder
 MAX_IMAGES = 2  # of a prompt of the gate
 SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height); no two images expand alike
 
-
 CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, indices of its images
     "text": ("What is this?", ()),
     "one image": ("<image>Which digit is this?", (0,)),
@@ -38,7 +37,6 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, indices of its im
     "same image twice": ("First <image>and <image> What is the sum?", (0, 0)),
     "image at the end": ("Which digit is this?<image>", (1,)),
 }
-
 
 VIDEO, SEVERAL_VIDEOS = "video", "several videos"
 NUM_FRAMES = (6, 3)  # of each video

@@ -21,7 +21,6 @@ from mobula.deploy.host.terminal import terminal
 JOB_GOES_ON = "the job goes on; `mobula logs ID` follows it and `mobula stop ID` ends it"
 CLOSE_S = 60  # that a stopped run has besides to close its roles and to write its report
 
-
 Address = Annotated[
     str, typer.Option("--address", envvar="RAY_API_SERVER_ADDRESS", help="The cluster's dashboard, http://HOST:8265.")
 ]

@@ -29,8 +29,6 @@ from mobula.deploy.wiring.preparation import ensure_data
 NUM_NAMED = 20
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "TIFF": "tif"}  # of the others it is their name
 VIDEO_EXTENSIONS = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpeg", ".mpg", ".ogv", ".flv", ".gif")
-
-
 File = tuple[bytes, str]  # content and extension
 
 

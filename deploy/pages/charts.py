@@ -16,8 +16,6 @@ from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.pages.page import write_number
 
 TOKEN = "token"
-
-
 DENOISING_STEP = "denoising step"
 
 
@@ -151,7 +149,6 @@ _PHASE_LABELS = {
     "weight_sync": "weight sync",
     "other": "everything else",
 }
-
 
 _OTHER_COLOUR = 6
 

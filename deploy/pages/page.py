@@ -49,8 +49,6 @@ def write_duration(seconds: float) -> str:
 
 
 ASSETS = Path(__file__).parent
-
-
 STYLE = ASSETS / "report.css"
 
 

@@ -32,8 +32,6 @@ from mobula.deploy.pages.charts import (
 from mobula.deploy.pages.page import render, write_bytes, write_duration, write_number
 
 STEPS_FILE, EVALUATIONS_FILE = "metrics.csv", "eval_metrics.csv"
-
-
 Cell = float | int | str
 
 
@@ -69,14 +67,8 @@ def _evaluation(record: EvaluationRecord) -> dict[str, Cell]:
 
 
 _MAX_SKIPPED_ROWS = 200
-
-
 _MAX_FAULT_ROWS = 200  # the newest ones
-
-
 _UNFINISHED = "unfinished"  # no summary
-
-
 _STATUS_TEXTS = {"killed": "the driver was killed"}  # others are shown as they are
 
 

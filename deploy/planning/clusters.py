@@ -23,7 +23,6 @@ SIZE = re.compile(rf"^\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*$")
 SHORT = re.compile(r"^(\d+)x(\d+)x([\d.]+\w+)(?::(\d+)x([\d.]+\w+))?$")
 CPUS_PER_GPU = 12  # where a description does not say, and for a node without GPUs this many in all
 
-
 GPU_MEMORY = {  # bytes by Ray's name of an accelerator, for those that exist in one size alone
     "T4": 16 * 10**9,
     "L4": 24 * 10**9,
@@ -36,7 +35,6 @@ GPU_MEMORY = {  # bytes by Ray's name of an accelerator, for those that exist in
     "H200": 141 * 10**9,
     "B200": 180 * 10**9,
 }
-
 
 HOW = (
     "write NODESxGPUSxMEMORY, as 2x8x80GB, or with CPUs and host memory 2x8x80GB:96x1024GB; --cluster FILE takes nodes "

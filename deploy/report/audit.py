@@ -35,8 +35,6 @@ from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 from mobula.deploy.run.run_client import RUNS
 
 MAX_FINDINGS = 50  # that are shown; --json has all
-
-
 SHORT = 12  # characters of a digest
 
 

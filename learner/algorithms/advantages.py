@@ -54,8 +54,6 @@ AdvantageFunction = Callable[[StepRewards, AdvantageOptions], Tensor]
 
 
 STD_FLOOR = 1e-4  # added to a standard deviation before dividing by it
-
-
 POPULATION = "population"  # the variance divides by n; "unbiased" divides by n - 1
 
 
@@ -213,8 +211,6 @@ def opo(rewards: StepRewards, options: AdvantageOptions) -> Tensor:
 
 
 STD_EPSILON = 1e-6
-
-
 MAX_WEIGHT = 3.0  # of the clip filter
 
 

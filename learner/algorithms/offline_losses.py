@@ -45,8 +45,6 @@ PreferenceLoss = Callable[..., Tensor]
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {"sigmoid": sigmoid, "ipo": ipo}
-
-
 ScoreLoss = Callable[..., Tensor]
 
 

@@ -104,7 +104,6 @@ def dro(logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, *, beta
 
 OF_POLICY = ("logprobs", "advantages")  # log-probs of the sampling policy
 
-
 SUMMED_LOSSES: dict[str, SummedLoss] = {
     "cross_entropy": SummedLoss(("weights",), cross_entropy, takes_several_targets=True),
     "importance_sampling": SummedLoss(OF_POLICY, importance_sampling),

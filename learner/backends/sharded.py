@@ -84,8 +84,6 @@ COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 PREFIX = "learner"
-
-
 GLOO = "/gloo/transport/"  # part of gloo's messages: its errors have no class
 
 
@@ -121,11 +119,7 @@ def is_peer_lost(error: Exception) -> bool:
 
 
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
-
-
 MODEL = "model."  # prefix of the policy's names in a state
-
-
 MAX_COPY_BYTES = 256 << 20  # of one rank's state in host memory; a larger one is written without a copy
 
 

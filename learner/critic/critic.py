@@ -148,8 +148,6 @@ def collate_rows(rows: Sequence[ValueRow], reader: MediaReader, device: torch.de
 
 
 FOLDER = "critic"  # of a learner's state
-
-
 Groups = list[list[LearnerItem]]
 
 

@@ -69,12 +69,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 AVERAGE_FOLDER = "average"  # of a learner's state
 
-
 OFF = {
     AVERAGE_FOLDER: "learner.ema_decay=0",
     "slow": "algorithm.losses.nft.max_decay=0",
 }  # what keeps none, by its folder
-
 
 Copy = Callable[[dict[str, Any], Path], Callable[[], None]]
 
@@ -174,8 +172,6 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 CHUNK = 1 << 24  # values that are computed in float32 at one time
-
-
 LOW_BITS = 16  # those of a float32 that bfloat16 lacks
 
 

@@ -122,7 +122,6 @@ TILE = 64
 TOKENS_PER_TILE = 4
 MAX_ROWS = 6
 
-
 # The ids of SmolVLM-256M-Instruct, which has the same decoder.
 MEDIA_TOKENS = (
     "<global-img>",

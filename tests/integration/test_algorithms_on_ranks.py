@@ -21,8 +21,6 @@ WORDS = (
     "algorithm.loss_aggregation=sequence_sum_token_norm", "algorithm.loss_norm=8",
 )  # fmt: skip
 TWO = ("learner=fsdp2", "resources.learner.num_workers=2")
-
-
 MUON = ("learner.optimizer=muon",)  # torch iterates in bfloat16: rounding is of the order of 1e-2 of a step
 
 

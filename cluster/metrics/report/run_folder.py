@@ -18,8 +18,6 @@ from mobula.cluster.metrics.summary import Summary, read_summary
 from mobula.cluster.workers.faults import FAULTS_FILE, Fault, read_faults
 
 DIAGNOSIS_FILE = "diagnosis.json"
-
-
 PICTURES_FOLDER = "diagnosis"  # in the run folder
 
 
@@ -184,23 +182,11 @@ def _finding(row: Mapping[str, Any]) -> RunFinding:
 
 
 METRICS_FILE = "metrics.jsonl"
-
-
 SAMPLES_FILE = "samples.jsonl"
-
-
 SUMMARY_FILE = "summary.json"
-
-
 PLAN_FILE = "plan.json"
-
-
 SKIPPED_FILE = "skipped.json"
-
-
 CONFIG_FILE = "config.yaml"
-
-
 REPORT_FILE = "report.html"
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mobula.cluster.records.trajectory import Reward, ScoredGroup, Trajectory, TrajectoryGroup
 
 EVALUATIONS_FOLDER = "evaluations"  # of the run folder
-
-
 SHEETS_FILE = "sheets.json"  # in it: a row for each sheet
 
 
@@ -55,14 +53,8 @@ def _sheet(folder: Path, row: Mapping[str, Any]) -> Sheet:
 
 
 ARTIFACTS_FOLDER = "artifacts"  # of the run folder
-
-
 INDEX = "artifacts.jsonl"  # in it: a row per image or video
-
-
 MAX_VIDEOS = 4  # per step
-
-
 MAX_BYTES = 4 << 20  # of an embedded video; for a larger video the report has only the file name
 
 
@@ -116,29 +108,13 @@ def _video(run_folder: Path, row: dict[str, object]) -> Video:
 # The choice needs only the rewards, which the driver has; a group is fetched once it is chosen.
 
 Period = Literal["early", "late"]
-
-
 Kind = Literal["best", "worst", "random"]
-
-
 PERIODS: tuple[Period, ...] = ("early", "late")
-
-
 KINDS: tuple[Kind, ...] = ("best", "worst", "random")
-
-
 MAX_CHARACTERS = 4000  # of one prompt or response in the report
-
-
 NUM_GROUPS = 4  # drawn from a step
-
-
 MAX_ANSWERS = 8  # of a drawn group
-
-
 MAX_ANSWER_CHARACTERS = 160  # last ones of a drawn response
-
-
 NUM_LOOKS = 48  # steps of a whole run from which samples are taken, so that long runs do not fetch more
 
 

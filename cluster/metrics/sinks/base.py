@@ -85,8 +85,6 @@ def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
 
 
 TABLE = "samples"
-
-
 COLUMNS = ("step", "kind", "prompt", "response", "references", "reward")  # images come last
 
 

@@ -13,8 +13,6 @@ from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
-
-
 NUM_MEASURED = 3  # steps; the first fills caches and is left out of the mean
 
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 4
 MAX_TOKENS = 8
 
-
 ROLES_WORDS = (
     f"experiment={SMALL_EXAMPLE}",
     "policy.tiny=none",
@@ -51,7 +50,6 @@ ROLES_WORDS = (
     "weight_sync.timeout_s=60",
     "learner.warmup_steps=0",
 )
-
 
 ENGINE = (
     "sampler.vllm.kv_cache_bytes=268435456",

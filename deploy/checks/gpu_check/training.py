@@ -46,7 +46,6 @@ from mobula.learner.policies.tiny import SMALL_TEXT
 
 TRAINING_NUM_STEPS = 2
 
-
 # nat, mean over tokens: engine and learner of the same weights. In bfloat16 as weight_sync.canary_tolerance: a released
 # model of 135 M differs by 0.12 on the tokens of prompts.
 CLOSE = {"float32": 1e-3, "bfloat16": 0.3}
@@ -124,7 +123,6 @@ async def _trained_figures(context: Context, model: Model, learner: Learner, act
 JOBS_NUM_STEPS = 3
 TIMEOUT_S = 840.0
 LOG_LINES = 20
-
 
 JOBS_WORDS = (
     f"experiment={SMALL_EXAMPLE}",

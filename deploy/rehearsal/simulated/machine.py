@@ -243,12 +243,10 @@ def _generator(seed: int, prompt_id: str) -> np.random.Generator:
 Kind = Literal["node_loss", "preemption", "slow_node", "full_disk"]
 WORD = re.compile(r"^(?P<kind>\w+)(?::(?P<node>[\w.-]+))?@(?P<at>\d+)(?:x(?P<factor>[\d.]+))?(?:\+(?P<for>[\d.]+)s?)?$")
 
-
 HOW = (
     "write KIND[:NODE]@STEP[xFACTOR][+SECONDS], as node_loss:node-1@3, preemption:node-1@3+600, slow_node:node-0@2x1.5 "
     f"or full_disk@4, where KIND is one of {', '.join(get_args(Kind))}"
 )
-
 
 RESTORED_S = 300.0  # a preempted node is back after this time
 

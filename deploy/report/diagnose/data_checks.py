@@ -91,8 +91,6 @@ def _model(material: Material) -> LoadedModel:
 
 
 MOST, MANY, SOME = 0.5, 0.1, 0.02
-
-
 NUM_SHOWN = 5
 
 

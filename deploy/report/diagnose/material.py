@@ -31,23 +31,11 @@ if TYPE_CHECKING:
     from mobula.deploy.preflight.weights import LoadedModel
 
 TRAIN = "train"
-
-
 MAX_ROWS = 20_000  # of a split
-
-
 MAX_S = 20.0  # of a split; further rows are not read
-
-
 NUM_SHOWN = 3  # rows of one kind whose pictures are kept
-
-
 SHOWN_PIXELS = 128  # longest side
-
-
 FLAT = 2.0  # standard deviation of the pixels of a blank picture, of 255
-
-
 _PLACEHOLDER = re.compile(r"<\w+>")
 
 
@@ -169,8 +157,6 @@ def _png(image: Image.Image) -> bytes:
 
 
 MIN_POINTS = 8  # of a curve, for a trend
-
-
 SURE = 3.0  # standard errors
 
 
@@ -238,7 +224,6 @@ class Agreement:
 
 
 RIGHT = 0.9  # accuracy from which a task counts as solved
-
 
 SAMPLED: Mapping[str, str] = {
     MetricName.REWARD_MEAN: MetricName.SAMPLED_REWARD_MEAN,

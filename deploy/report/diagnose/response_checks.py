@@ -24,20 +24,10 @@ from mobula.deploy.report.diagnose.material import (
 )
 
 MIN_PROMPTS = 40
-
-
 MIN_STEPS = 15
-
-
 FEW = 0.02  # of the answers are labels
-
-
 OFTEN = 0.5
-
-
 LABELS_NUM_SHOWN = 5
-
-
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -107,13 +97,8 @@ def _most(counts: Counter[str]) -> str:
 
 
 LANGUAGE_SOME, LANGUAGE_MANY = 0.05, 0.15  # rise of the share of letters outside the most frequent script
-
-
 MIN_ANSWERS = 32
-
-
 LANGUAGE_NUM_SHOWN = 3
-
 
 ACTION = (
     "the policy mixes languages: raise algorithm.kl.coef, add a component of the reward for the language, or let the "
@@ -143,8 +128,6 @@ def check_language(material: Material) -> RunFinding:
 
 
 TRUNCATION_NUM_SHOWN = 2
-
-
 CUT = ("length", "truncated")
 
 
@@ -186,16 +169,12 @@ def check_end_of_text(material: Material) -> RunFinding:
 
 
 ALL, VARIETY_MOST = 0.97, 0.8
-
-
 FAR, LOST = 0.2, 0.5  # difference of accuracies; share of the greedy accuracy that sampling loses
-
 
 OTHER_ROWS = (
     "greedy answers to held-out rows are right far less often than sampled ones to training rows: compare labels and "
     "form of the two splits (`mobula data inspect`), and the limits of evaluation with those of sampler"
 )
-
 
 MIN_GROUPS = 8
 

@@ -30,31 +30,20 @@ from mobula.deploy.report.diagnose.material import (
 from mobula.deploy.report.diagnose.response_checks import short_answer
 
 OPPOSED, CONFLICT = -0.5, -0.3
-
-
 MUCH, SOME = 0.8, 0.5
-
-
 MIN_PAIRS, MIN_RESPONSES, MIN_STEPS = 30, 100, 15
-
-
 SAME, RARELY = 0.5, 0.1  # of the disagreement of different responses
-
-
 NUM_SHOWN = 3
-
 
 RANDOM = (
     "the reward is not a function of the response: check that rewards belong to their responses (order of a batch, "
     "cache, state of the function), and that a judge or model samples greedily; `mobula score` twice must agree"
 )
 
-
 UNRELATED = (
     "the reward varies within groups, follows nothing that was looked at, and does not rise: compare a few responses "
     "of one group with their rewards (`mobula score --results`)"
 )
-
 
 SHAPED = "use algorithm=dr_grpo or dapo, the reward overlong, or algorithm.shaping.length_penalty"
 
@@ -179,7 +168,6 @@ def _properties(answer: KeptAnswer, references: Sequence[str]) -> list[float]:
 
 LEAST_FALL = 0.1  # of its first value, for a component without a weight
 
-
 EXPLOITATION_ACTION = (
     "read late samples; correct the reward, raise algorithm.kl.coef, go back to an earlier checkpoint, or stop earlier"
 )
@@ -231,18 +219,15 @@ def unweighted(config: RunConfig) -> list[str]:
 
 MOST, MANY = 0.9, 0.6
 
-
 TOO_EASY = (
     "prompts are too easy: use harder rows, leave out what is solved (algorithm.drop_uniform_groups=true), or raise "
     "sampler.temperature"
 )
 
-
 TOO_HARD = (
     "prompts are too hard, or the reward does not recognise right answers: check findings on the parser and on labels "
     "first, then use easier rows (data.curriculum), a warm start, or more algorithm.samples_per_prompt"
 )
-
 
 EQUAL = "the reward is constant within a group: check rewards.components and `mobula score`"
 
@@ -305,7 +290,6 @@ PARSER_ACTION = (
     "ask for the form that the reward reads (data.prompt_suffix, data.system_prompt), or let the reward read the form "
     "that the policy writes (rewards.components.N.options.extract)"
 )
-
 
 COMPARISONS = ("another value", "too far from every reference", "over budget", "the choice is taken back")
 

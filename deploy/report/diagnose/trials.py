@@ -66,14 +66,8 @@ async def response_logprob(learner: TrialLearner, prompt: Prompt, trajectory: Tr
 
 
 MEMORISE_NAME = "memorise_one_prompt"
-
-
 NUM_CANDIDATES = 8
-
-
 MEMORISE_NUM_UPDATES = 16
-
-
 ENOUGH = 0.1  # nat a token
 
 
@@ -112,17 +106,9 @@ async def memorise(learner: TrialLearner, groups: Sequence[TrialGroup]) -> RunFi
 
 
 PICTURES_NAME = "picture_ablation"
-
-
 MAX_PAIRS, MIN_PAIRS = 24, 8
-
-
 SURE = 3.0  # standard errors
-
-
 NUM_SHOWN = 3  # pairs in the evidence
-
-
 FETCH_S = 30.0
 
 
@@ -185,20 +171,10 @@ def _can_swap(prompt: Prompt, other: Prompt) -> bool:
 
 
 RATES_NAME = "learning_rate_scan"
-
-
 FACTORS = (0.1, 1.0, 10.0)
-
-
 MIN_GROUPS, NUM_HELD_OUT = 8, 8
-
-
 RATES_NUM_UPDATES = 4
-
-
 FAR = 10.0
-
-
 Start = Callable[[float], Awaitable[TrialLearner]]
 
 

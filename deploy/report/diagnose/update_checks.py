@@ -19,14 +19,8 @@ from mobula.deploy.report.diagnose.material import (
 )
 
 FAR = 1.0  # nat a token
-
-
 STRONG, HOLDS = 0.3, 2.0  # coefficients
-
-
 LOW = 0.01  # nat a token
-
-
 DIVERSE = "raise sampler.temperature, set algorithm.entropy.bonus, use algorithm=dapo, or lower learner.learning_rate"
 
 
@@ -91,10 +85,7 @@ def check_entropy(material: Material) -> RunFinding:
 
 
 NEAR = 0.3  # of the limit
-
-
 GROWS = 10.0
-
 
 CLASSES = {
     "all": MetricName.LOGPROB_GAP_MEAN,
@@ -103,13 +94,11 @@ CLASSES = {
     "template": MetricName.LOGPROB_GAP_TEMPLATE,
 }
 
-
 PROMPT_CLASSES = {
     "prompt media": MetricName.CANARY_MEDIA,
     "prompt template": MetricName.CANARY_TEMPLATE,
     "prompt text": MetricName.CANARY_TEXT,
 }
-
 
 NUM_SHOWN = 3
 
@@ -229,7 +218,6 @@ def _of_share(share: float, measured: str, numbers: dict[str, float], action: st
 
 ACTION = "read the end of run.log and the logs of the workers in logs/; `mobula train resume=auto` continues the run"
 
-
 NO_STEP = (
     "no group was trained: see the reasons, the end of run.log, and rewards.on_failure for responses without a score"
 )
@@ -260,11 +248,7 @@ def _reasons(run: RunFolder) -> list[Evidence]:
 
 
 LARGE, HUGE = 0.5, 2.0  # nat a token and step
-
-
 SMALL, NONE = 0.05, 0.01  # nat a token over the whole run, if every step moved the same way
-
-
 STEP_SIZE_MANY, STEP_SIZE_MOST = 0.1, 0.5
 
 

@@ -144,7 +144,6 @@ MAX_HEAD_DIM = 256  # of the kernel
 HALF = (torch.float16, torch.bfloat16)
 OLDEST = (8, 0)  # compute capability (Ampere)
 
-
 # torch 2.11 supports grouped heads without an argument.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 QUERY_BLOCK = 512  # queries under one mask

@@ -24,7 +24,6 @@ from transformers import (
 
 MAX_POSITIONS = 4096
 
-
 # About 1/sqrt(width). The usual 0.02 suits widths of thousands; at this width it leaves every block next to silent, and
 # learning starts several times slower.
 INITIALIZER_RANGE = 0.08
@@ -39,11 +38,9 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 
-
 # The pre-tokenizer would part "\boxed" from "{", so the opening of an answer is an added token; it is not special, and
 # decoding therefore keeps it.
 ANSWER_OPENING = r"\boxed{"
-
 
 # One token each, which keeps prompts short; all other text falls back to single bytes.
 WORDS = (

@@ -27,8 +27,6 @@ from mobula.learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
 
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 24 * 28 * 28
 Images = Callable[..., tuple[Path, ...]]
-
-
 DIGITS = load_config(["experiment=digits"])
 
 

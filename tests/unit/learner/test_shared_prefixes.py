@@ -126,8 +126,6 @@ def test_a_pretrained_model_scores_shared_rows_as_single_rows(tmp_path: Path) ->
 
 BUDGET = 100
 Group = tuple[int, list[int]]  # tokens of the prompt, and of each response
-
-
 LOADED = load_config(["experiment=digits", "learner.packing=true"]).learner
 
 

@@ -214,7 +214,6 @@ def test_plan_places_every_worker_once_and_overbooks_no_node(
 
 BASE = resources()
 
-
 LABELLED = [
     NodeResources("a", 16, 2, labels=(("zone", "a"), ("disk", "ssd"))),
     NodeResources("b", 64, 2, custom=(("licence", 2.0),), labels=(("zone", "b"),)),

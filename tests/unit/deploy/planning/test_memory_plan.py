@@ -41,7 +41,6 @@ from mobula.rewards.functions import BUILT_IN
 REPOSITORY = Path(__file__).parents[4]
 NUM_7B = 8_292_166_656  # parameters of Qwen2.5-VL 7B, embeddings not tied
 
-
 SMOLLM2 = {  # 135M
     "model_type": "llama",
     "vocab_size": 49152,

@@ -38,9 +38,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def install_folder(folder: Path, is_installed: Callable[[], bool], build: Callable[[Path], object]) -> Path:
-    """Builds an empty folder beside `folder`, renames it to `folder` and returns `folder`.
+    """Calls `build` with an empty folder, renames that to `folder` and returns `folder`.
 
-    Does nothing if `is_installed` is true already. If several processes build at once, the first one wins.
+    Returns at once if `is_installed` is true. If several processes build at once, the folder of the first one stays.
     """
     if is_installed():
         return folder

@@ -8,9 +8,12 @@ from dataclasses import MISSING, fields
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from mobula.cluster.serving import Address
 
 T = TypeVar("T")
 
@@ -25,7 +28,6 @@ Overrides = Annotated[
         help="Groups and keys in any order, e.g. experiment=sums resources=laptop algorithm.kl.coef=0.01",
     ),
 ]
-
 
 RunName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="The run; the latest one if it is left out.")]
 RunFolder = Annotated[
@@ -43,6 +45,15 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="A further name of this server in requests (Host, Origin); again for more."),
 ]
+
+
+def address_of(
+    host: str, port: int, token_env: str | None, token_file: Path | None, allow_host: list[str] | None
+) -> Address:
+    """Returns the address of a server from its options. Reads the token."""
+    from mobula.cluster.serving import Address, read_token
+
+    return Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
 
 
 class Auth(StrEnum):

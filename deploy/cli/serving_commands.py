@@ -12,7 +12,7 @@ import typer
 
 from mobula.cluster.errors import PreflightError
 from mobula.deploy.cli.errors import explained
-from mobula.deploy.cli.options import AllowHost, Host, Port, TokenEnv, TokenFile
+from mobula.deploy.cli.options import AllowHost, Host, Port, TokenEnv, TokenFile, address_of
 from mobula.deploy.host.terminal import terminal
 
 Overrides = Annotated[
@@ -91,10 +91,9 @@ def serve_environment(
 
     with explained("the server has stopped"):
         config = load_config(["data=environment", "rewards=environment", *(overrides or [])], is_complete=False)
-        from mobula.cluster.serving import Address, read_token
         from mobula.deploy.serve import servers
 
-        address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
+        address = address_of(host, port, token_env, token_file, allow_host)
         servers.serve_environment(config.environment, address, idle, announcing("environment"))
 
 
@@ -113,10 +112,9 @@ def serve_policy(
 
     with explained("the server has stopped"):
         config = load_config(["sampler=huggingface", *(overrides or [])], is_complete=False)
-        from mobula.cluster.serving import Address, read_token
         from mobula.deploy.serve import policy as serving
 
-        address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
+        address = address_of(host, port, token_env, token_file, allow_host)
         serving.serve(config, address, capture, siblings, announcing("policy"))
 
 
@@ -136,13 +134,12 @@ def serve_rewards(
 ) -> None:
     """Serve reward functions over HTTP until stopped."""
     with explained():
-        from mobula.cluster.serving import Address, read_token
         from mobula.deploy.serve import servers
 
         announce = announcing("rewards")
         servers.serve_rewards(
             rewards,
-            Address(host, port, read_token(token_env, token_file), tuple(allow_host or ())),
+            address_of(host, port, token_env, token_file, allow_host),
             lambda url: announce(f"{url} (description: {url}/docs)"),
             threads=threads,
             max_waiting=max_waiting,
@@ -175,7 +172,6 @@ def serve_training(
     with explained("the server has stopped"):
         if find_spec("tinker") is None:
             raise PreflightError("the training service needs the package tinker: pip install 'mobula[tinker]'")
-        from mobula.cluster.serving import Address
         from mobula.configs.load import load_config
         from mobula.configs.overrides import overridden
         from mobula.deploy.training_service import serving
@@ -184,5 +180,5 @@ def serve_training(
         config = load_config(overrides or [], is_complete=False)
         if config.training_service.weights == "adapters":
             config = load_config(overridden([SERVED], overrides or []), is_complete=False)
-        address = Address(host, port, None, tuple(allow_host or ()))
+        address = address_of(host, port, None, None, allow_host)
         serving.serve(config, address, read_tenants(tenants), folder, model_name, announcing("training service"))

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from mobula.actors.environments import server as environments
-from mobula.actors.environments.registry import build_environment
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.serving import Address, RequestGate, run_server
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_rewards
 from mobula.configs.schema.data import EnvironmentConfig
-from mobula.rewards.http.server import RewardScorer, RewardServer, ScorerThreads, make_app
+from mobula.rewards.http.server import RewardScorer, RewardServer, ScorerThreads
+from mobula.rewards.http.server import make_app as rewards_app
 
 MAX_REQUEST_BYTES = 16 << 20  # one action of a policy
 
@@ -38,13 +37,17 @@ def serve_rewards(
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     server = RewardServer(ScorerThreads(scorers, max_waiting=max_waiting), timeout_s, max_request_bytes)
-    run_server(make_app(server, address), listener, grace_s=math.ceil(2 * timeout_s), announce=announce)
+    run_server(rewards_app(server, address), listener, grace_s=math.ceil(2 * timeout_s), announce=announce)
 
 
 def serve_environment(
     config: EnvironmentConfig, address: Address, idle_s: float, announce: Callable[[str], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT. `announce` receives the URL."""
+    # Here, because they load Ray, which a server of rewards has no use for.
+    from mobula.actors.environments.registry import build_environment
+    from mobula.actors.environments.server import EnvironmentServer, make_app
+
     if not config.is_on or config.host == "remote":
         raise PreflightError(
             f"environment.name={config.name}, environment.host={config.host} is nothing to serve: give "
@@ -55,7 +58,8 @@ def serve_environment(
     except ValueError as error:
         raise PreflightError(str(error)) from error
     listener = address.listen()
-    app = environments.make_app(environments.EnvironmentServer(config, idle_s=idle_s))
-    gate = RequestGate(app, address, MAX_REQUEST_BYTES, config.step_timeout_s)
+    gate = RequestGate(
+        make_app(EnvironmentServer(config, idle_s=idle_s)), address, MAX_REQUEST_BYTES, config.step_timeout_s
+    )
     grace_s = math.ceil(max(config.step_timeout_s, config.reset_timeout_s))
     run_server(gate, listener, grace_s=grace_s, announce=announce)

@@ -222,7 +222,7 @@ def _is_size(size: tuple[Any, Any]) -> TypeGuard[tuple[float, float]]:
     return all(isinstance(side, int | float) and 1 <= side <= LIMITS["pixels"] for side in size)
 
 
-_NUMBER_of_grounding = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(%?)")
+_SIGNED_NUMBER = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(%?)")
 _MAX_NUMBER_CHARS = 100  # longer numbers are compared as text
 _ARTICLES = ("the ", "a ", "an ")
 Entity = str | Fraction
@@ -275,10 +275,10 @@ class Grounding:
 def entity(text: str) -> Entity:
     """Returns a key that is equal for all spellings of an entity; "" if the text has no entity."""
     text = fold(text, ignore_case=True)
-    number = _NUMBER_of_grounding.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
+    number = _SIGNED_NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
     if number is None:  # after the number: ".5" without its point would be 5
         text = text.strip(" ;:!?\"'()[]{}*`").rstrip(" .,")
-        number = _NUMBER_of_grounding.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
+        number = _SIGNED_NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
     if number is not None:
         value = Fraction(number[1] + number[2].replace(",", ""))
         return value / 100 if number[3] else value

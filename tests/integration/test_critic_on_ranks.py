@@ -90,7 +90,7 @@ def test_two_ranks_go_on_from_a_checkpoint_exactly(one: dict, two: dict) -> None
 
 NUM_STEPS = 10
 
-WORDS_of_ten_steps = (
+TEN_STEP_WORDS = (
     "algorithm=ppo_gae",
     "algorithm.kl.coef=0",
     "algorithm.critic.learning_rate=1e-3",
@@ -99,7 +99,7 @@ WORDS_of_ten_steps = (
     "learner.adam_eps=1.0e-4",  # at 1e-8 rounding of a gradient near 0 becomes a step as large as the learning rate
 )
 
-BACKENDS_of_ten_steps = {
+TEN_STEP_BACKENDS = {
     "fsdp2": ("learner=fsdp2",),
     "zero_2": ("learner=deepspeed", "learner.zero_stage=2"),
     "zero_3": ("learner=deepspeed", "learner.zero_stage=3"),
@@ -108,7 +108,7 @@ BACKENDS_of_ten_steps = {
 CURVES = ("loss", "value_loss", "entropy", "grad_norm", "critic_grad_norm", "explained_variance", "response_length")
 
 
-def train_of_ten_steps(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
+def train_ten_steps(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
     """Ten updates, each with groups of its own; rank 0 writes what came out."""
     tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
     learner = Learner(config, rank, world_size, (250,))
@@ -123,31 +123,31 @@ def train_of_ten_steps(config: RunConfig, rank: int, world_size: int, out: Path)
     learner.close()
 
 
-def _rank_of_ten_steps(rank: int, model: Path, words: tuple[str, ...], out: Path) -> None:
+def _ten_steps_rank(rank: int, model: Path, words: tuple[str, ...], out: Path) -> None:
     torch.set_num_threads(1)
-    train_of_ten_steps(tiny_config(model, *WORDS_of_ten_steps, *words, "resources.learner.num_workers=2"), rank, 2, out)
+    train_ten_steps(tiny_config(model, *TEN_STEP_WORDS, *words, "resources.learner.num_workers=2"), rank, 2, out)
 
 
 @pytest.fixture(scope="module")
-def one_of_ten_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+def ten_steps_on_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """The model, and what one process made of it."""
     out = tmp_path_factory.mktemp("one")
     model = write_tiny_qwen2_5_vl(out / "model", seed=0)
-    train_of_ten_steps(tiny_config(model, *WORDS_of_ten_steps), 0, 1, out)
+    train_ten_steps(tiny_config(model, *TEN_STEP_WORDS), 0, 1, out)
     return model, torch.load(out / "seen.pt")
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("backend", BACKENDS_of_ten_steps)
+@pytest.mark.parametrize("backend", TEN_STEP_BACKENDS)
 def test_a_backend_has_the_curve_of_one_process(
-    one_of_ten_steps: tuple[Path, dict], tmp_path: Path, backend: str
+    ten_steps_on_one: tuple[Path, dict], tmp_path: Path, backend: str
 ) -> None:
-    model, expected = one_of_ten_steps
+    model, expected = ten_steps_on_one
     multiprocessing.set_forkserver_preload(["backend_run", "deepspeed"])
     mp.start_processes(
-        _rank_of_ten_steps, args=(model, BACKENDS_of_ten_steps[backend], tmp_path), nprocs=2, start_method="forkserver"
+        _ten_steps_rank, args=(model, TEN_STEP_BACKENDS[backend], tmp_path), nprocs=2, start_method="forkserver"
     )
     found = torch.load(tmp_path / "seen.pt")
     for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):

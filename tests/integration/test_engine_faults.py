@@ -67,13 +67,13 @@ def _place(group_id: str) -> int:
     return int(place)
 
 
-SCRIPT_of_poisoned_prompt = Path(__file__).with_name("poisoned_job.py")
+POISONED_SCRIPT = Path(__file__).with_name("poisoned_job.py")
 
 POISON = "0/5/"
 
 NUM_STEPS = 4
 
-WORDS_of_poisoned_prompt = (
+POISONED_WORDS = (
     "experiment=digits",
     "resources=laptop",
     "algorithm.max_staleness=1",
@@ -87,8 +87,8 @@ WORDS_of_poisoned_prompt = (
 @pytest.mark.alone
 @pytest.mark.timeout(1200)
 def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_ends_well(tmp_path: Path) -> None:
-    with Job(tmp_path, (*WORDS_of_poisoned_prompt, f"data.path={tmp_path / 'digits'}")) as job:
-        job.finish(job.start(str(SCRIPT_of_poisoned_prompt), POISON))
+    with Job(tmp_path, (*POISONED_WORDS, f"data.path={tmp_path / 'digits'}")) as job:
+        job.finish(job.start(str(POISONED_SCRIPT), POISON))
         none_left(job.marks[0])
 
     found = read_run_folder(job.run_folder)
@@ -117,13 +117,13 @@ def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_e
     assert not any(POISON in json.dumps(state) for state in states), "no checkpoint brings it back"
 
 
-NUM_STEPS_of_flow_faults = 14
+NUM_FLOW_STEPS = 14
 
-WORDS_of_flow_faults = (
+FLOW_WORDS = (
     "resources=laptop", "algorithm.max_staleness=1", "algorithm.num_minibatches=1", "sampler.flow.num_steps=6",
     "warm_start.num_steps=20", "warm_start.check_interval=20", "evaluation.num_prompts=4", "evaluation.num_samples=2",
     "checkpoints.interval_steps=2", "learner.ema_decay=0.9", "learner.adam_eps=1e-10", "replay.trajectory_log=true",
-    "supervision.max_restarts=20", f"num_steps={NUM_STEPS}",
+    "supervision.max_restarts=20", f"num_steps={NUM_FLOW_STEPS}",
 )  # fmt: skip
 
 ALGORITHMS = {
@@ -144,9 +144,7 @@ def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path)
         "algorithm.samples_per_prompt=4",
         "metrics.progress=false",
     )
-    with Job(
-        tmp_path, (f"experiment={experiment}", *WORDS_of_flow_faults, *ALGORITHMS[experiment], *own), small=small
-    ) as job:
+    with Job(tmp_path, (f"experiment={experiment}", *FLOW_WORDS, *ALGORITHMS[experiment], *own), small=small) as job:
         process = job.start()
         for step, role in ((3, "RolloutActor"), (6, "Learner")):
             reach(job, process, step)
@@ -154,21 +152,21 @@ def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path)
         reach(job, process, 9)
         process.kill()
         process.wait()
-        assert len(job.steps) < NUM_STEPS_of_flow_faults, "the run was over before its driver could be killed"
+        assert len(job.steps) < NUM_FLOW_STEPS, "the run was over before its driver could be killed"
         job.finish(job.start())
     found = read_run_folder(job.run_folder)
     assert found.summary is not None and (found.summary.status, found.summary.version) == (
         "done",
-        NUM_STEPS_of_flow_faults,
+        NUM_FLOW_STEPS,
     )
     assert {fault.worker.partition("/")[0] for fault in found.faults} >= {"rollout", "the learner"}
     log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=5.0)
     trained = [group.group.group_id for step in log.steps() for group in log.read(step)]
-    assert log.steps() == list(range(1, NUM_STEPS_of_flow_faults + 1))
-    assert len(trained) == len(set(trained)) == NUM_STEPS_of_flow_faults * PROMPTS_PER_STEP
+    assert log.steps() == list(range(1, NUM_FLOW_STEPS + 1))
+    assert len(trained) == len(set(trained)) == NUM_FLOW_STEPS * PROMPTS_PER_STEP
     places = sorted((int(epoch), int(place)) for epoch, place, _ in (name.split("/", maxsplit=2) for name in trained))
     assert [place for epoch, place in places if epoch == 0] == list(range(sum(epoch == 0 for epoch, _ in places)))
-    drawn = [t.actions for group in log.read(NUM_STEPS_of_flow_faults) for t in group.group.trajectories]
+    drawn = [t.actions for group in log.read(NUM_FLOW_STEPS) for t in group.group.trajectories]
     assert all(isinstance(actions, LatentActions) and np.isfinite(actions.latents).all() for actions in drawn)
     assert all(np.ptp(actions.latents) > 0 for actions in drawn)
 

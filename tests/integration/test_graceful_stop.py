@@ -175,7 +175,7 @@ def test_small_roles_are_stopped_in_every_phase_and_train_each_group_once(tmp_pa
     assert [sorted(step) for step in run.trained] == expected
 
 
-SFT_of_surroundings = ("-m", "mobula.deploy.cli", "sft")
+SFT_COMMAND = ("-m", "mobula.deploy.cli", "sft")
 
 WORDS = (
     "policy=tiny_qwen2_5_vl", "learner=single", "resources.learner.num_workers=1",
@@ -205,9 +205,9 @@ def job_of(tmp_path: Path, num_steps: int) -> Job:
 
 def test_a_second_start_is_refused_and_a_hangup_ends_the_first_in_order(tmp_path: Path) -> None:
     with job_of(tmp_path, 5000) as job:
-        first = job.start(*SFT_of_surroundings)
+        first = job.start(*SFT_COMMAND)
         wait_until(lambda: len(job.steps) >= 2 or first.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
-        assert job.start(*SFT_of_surroundings).wait(RUN_DEADLINE_S) == 2
+        assert job.start(*SFT_COMMAND).wait(RUN_DEADLINE_S) == 2
         assert f"is in use by process {first.pid} on" in job.output
         for _ in range(2):  # the kernel sends one, and the shell another
             first.send_signal(signal.SIGHUP)
@@ -231,7 +231,7 @@ def test_a_run_goes_on_in_odd_surroundings(tmp_path: Path, monkeypatch: pytest.M
     if "TMPDIR" in words[0]:
         Path(os.environ["TMPDIR"]).mkdir()
     with job_of(tmp_path, 1) as job:
-        job.finish(job.start(*SFT_of_surroundings))
+        job.finish(job.start(*SFT_COMMAND))
 
 
 @pytest.mark.parametrize("name", ["actors", "cluster", "configs", "learner", "rewards"])
@@ -239,4 +239,4 @@ def test_a_run_works_beside_a_file_with_the_name_of_a_package(tmp_path: Path, na
     job = job_of(tmp_path, 1)
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")  # on the PYTHONPATH
     with job:
-        job.finish(job.start(*SFT_of_surroundings))
+        job.finish(job.start(*SFT_COMMAND))

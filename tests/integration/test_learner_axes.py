@@ -160,7 +160,7 @@ def _tensors(state: Path) -> dict[str, torch.Tensor]:
     }
 
 
-AXES_of_learning_on_axes = {
+LEARNING_AXES = {
     "halves of rows": ("learner.sequence_parallel=2",),
     "two replicas": (
         "resources.learner.num_workers=4",
@@ -181,7 +181,7 @@ GAINS = {  # experiment -> least gain of held-out accuracy; docs/measured.md has
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("axis", AXES_of_learning_on_axes)
+@pytest.mark.parametrize("axis", LEARNING_AXES)
 @pytest.mark.parametrize("experiment", GAINS)
 def test_a_run_learns(experiment: str, axis: str, tmp_path: Path) -> None:
     data = () if experiment == "pixel_maze_ppo" else (f"data.path={tmp_path / 'data'}",)
@@ -189,7 +189,7 @@ def test_a_run_learns(experiment: str, axis: str, tmp_path: Path) -> None:
         f"experiment={experiment}",
         "resources=laptop",
         *data,
-        *AXES_of_learning_on_axes[axis],
+        *LEARNING_AXES[axis],
         "checkpoints.keep=1",
     )
     with Job(tmp_path, words, small=("metrics.progress=false",)) as job:

@@ -175,7 +175,7 @@ def test_placement_groups_of_dead_drivers_alone_are_leftovers(local_ray: str) ->
     ray.util.remove_placement_group(living)
 
 
-DRIVER_of_private_session = """
+PRIVATE_DRIVER = """
 import signal, sys, threading
 from mobula.deploy.host.session import ray_session
 import ray
@@ -195,7 +195,7 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER_of_private_session, str(tmp_path)],
+        [sys.executable, "-c", PRIVATE_DRIVER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -121,14 +121,14 @@ def test_a_video_model_is_trained_and_its_videos_are_written(tmp_path: Path, nam
         assert hashlib.sha256(content).hexdigest() == row["sha256"] and content[4:8] == b"ftyp"
 
 
-NUM_STEPS_of_flow_job = 2
+NUM_FLOW_STEPS = 2
 
 
 def finished(tmp_path: Path, preset: str, also: Callable[[Job], None] | None = None) -> RunFolder:
     """Of a short run on the resources of `preset`, which keeps an average of its weights."""
     reward, texts = tmp_path / "redness.py", write_texts(tmp_path / "texts")
     reward.write_text(REDNESS, encoding="utf-8")
-    own = (f"data.path={texts}", f"policy.model={tmp_path / 'model'}", f"num_steps={NUM_STEPS}")
+    own = (f"data.path={texts}", f"policy.model={tmp_path / 'model'}", f"num_steps={NUM_FLOW_STEPS}")
     own += (f"resources={preset}", "resources.learner.num_workers=1", "resources.reference.num_workers=0")
     own += ("evaluation.num_prompts=4", "learner.ema_decay=0.5")
     own += (f"rewards.components.0.function={reward}:score", "replay.trajectory_log=true")
@@ -140,7 +140,7 @@ def finished(tmp_path: Path, preset: str, also: Callable[[Job], None] | None = N
         if also is not None:
             also(job)
     found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS_of_flow_job)
+    assert (found.summary.status, found.summary.version) == ("done", NUM_FLOW_STEPS)
     assert found.summary.logprob_gap_mean == 0
     assert not found.skipped
     pipeline = DiffusionPipeline.from_pretrained(job.run_folder / "policy")
@@ -161,7 +161,7 @@ def test_a_flow_model_is_trained_and_its_pipeline_written(tmp_path: Path) -> Non
 def test_a_flow_model_is_trained_on_the_device_that_its_samplers_sleep_on(tmp_path: Path) -> None:
     """Samplers and learner take turns, so a step waits for its whole batch and follows the last push."""
     found = finished(tmp_path, "laptop_colocated", also=evaluate_exports)
-    assert found.summary.restarts == 0 and found.summary.weight_syncs == NUM_STEPS_of_flow_job + 1
+    assert found.summary.restarts == 0 and found.summary.weight_syncs == NUM_FLOW_STEPS + 1
     assert all(step.staleness.keys() == {0} for step in found.steps)
     live, average = (evaluated(tmp_path / name) for name in ("live", "average"))
     assert live == found.evaluations[-1].accuracy != average

@@ -179,7 +179,7 @@ def test_parquet_with_images_is_trained_on(tmp_path: Path) -> None:
     assert found.summary.media_bytes_unique > 0 and not found.skipped
 
 
-NUM_STEPS_of_judge_pool_job, KILL_AFTER, WEIGHT = 8, 2, 0.25
+NUM_JUDGED_STEPS, KILL_AFTER, WEIGHT = 8, 2, 0.25
 
 WORKERS = {
     "num_workers": 1, "num_cpus": 0.1, "num_gpus": 0, "num_threads": 1, "bind_cores": True, "first_core": 1,
@@ -208,7 +208,7 @@ def job_with(folder: Path, judge: Path) -> Job:
         component("judge", "vllm_judge", WEIGHT, options, service="judge", needs_images=True),
     ]
     words = ("experiment=digits", "resources=laptop", "learner=single", f"data.path={folder / 'digits'}")
-    words += ("resources.rollout.num_workers=1", "resources.learner.num_workers=1", f"num_steps={NUM_STEPS}")
+    words += ("resources.rollout.num_workers=1", "resources.learner.num_workers=1", f"num_steps={NUM_JUDGED_STEPS}")
     words += (f"rewards.components={word(components)}", "rewards.accuracy_component=odd")
     words += (f"resources.reward_services={word({'judge': WORKERS})}", "supervision.backoff_s=0.1")
     small = tuple(word for word in SMALL if not word.startswith("rewards."))
@@ -240,9 +240,9 @@ def test_a_judge_scores_every_response_and_its_killed_worker_costs_none(job: Job
     os.kill(killed, signal.SIGKILL)
     job.finish(run)
     found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS_of_judge_pool_job)
+    assert (found.summary.status, found.summary.version) == ("done", NUM_JUDGED_STEPS)
     judged = [step.components["judge"] for step in found.steps]
-    assert len(judged) == NUM_STEPS_of_judge_pool_job and all(1 < value < 5 for value in judged), judged
+    assert len(judged) == NUM_JUDGED_STEPS and all(1 < value < 5 for value in judged), judged
     for step in found.steps:
         expected = step.components["odd"] + WEIGHT * step.components["judge"]
         assert step.values["reward_mean"] == pytest.approx(expected, abs=1e-6)

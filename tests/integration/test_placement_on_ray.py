@@ -146,7 +146,7 @@ def test_every_role_sees_the_gpus_that_it_books(address: str, preset: str) -> No
     assert max(shares.values()) <= 1.0001, f"a GPU is given to more workers than it holds: {shares}"
 
 
-PLACE_of_pinned_devices = """
+PLACE_ON_DEVICES = """
 import json, os, sys
 import mobula.deploy.host.ray_defaults
 import ray
@@ -169,7 +169,7 @@ print("found", json.dumps({name: ray.get(role.devices.remote(), timeout=120) for
 
 
 @pytest.fixture
-def address_of_pinned_devices() -> Iterator[str]:
+def device_cluster() -> Iterator[str]:
     """Of a cluster whose first raylet has the GPUs 0 to 2 and whose second has GPU 3. No such GPU has to be there: Ray
     counts those of `--num-gpus`."""
     sessions = Path(tempfile.mkdtemp(prefix="mp", dir="/tmp"))  # sockets below it have short names
@@ -189,7 +189,7 @@ def address_of_pinned_devices() -> Iterator[str]:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
-def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for(address_of_pinned_devices: str) -> None:
+def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for(device_cluster: str) -> None:
     words = [
         "experiment=digits",
         "resources=four_gpu_split",
@@ -201,7 +201,7 @@ def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for(address_o
         "resources.rollout.node_labels={devices: front}",
         "resources.reference.node_labels={devices: back}",
     ]
-    printed = python(PLACE_of_pinned_devices, address_of_pinned_devices, *words)
+    printed = python(PLACE_ON_DEVICES, device_cluster, *words)
     assert "found " in printed, printed
     found = json.loads(printed.partition("found ")[2].splitlines()[0])
     assert found.pop("reference/0") == "3"

@@ -225,7 +225,7 @@ def score(request):
     return float(request.response.text)
 """
 
-REWARDS_of_reward_pool_on_ray = rewards_of(component("mine", "slow_plugin:score", 2.0))
+SLOW_REWARDS = rewards_of(component("mine", "slow_plugin:score", 2.0))
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def spawn_worker(plugin_folder: Path) -> Any:
     environment = {"PYTHONPATH": str(plugin_folder), "OMP_NUM_THREADS": "1"}
     actor = ray.remote(RewardWorker).options(num_cpus=0.5, runtime_env={"env_vars": environment})
     return actor.remote(
-        REWARDS_of_reward_pool_on_ray,
+        SLOW_REWARDS,
         "reward",
         object_timeout_s=10,
         start_timeout_s=60,
@@ -264,7 +264,7 @@ async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(
     workers = [spawn_worker(plugin_folder) for _ in range(2)]
     await asyncio.gather(*(answer(w.ping.remote(), timeout_s=60, what="a worker to start") for w in workers))
     pool = pool_over(
-        REWARDS_of_reward_pool_on_ray,
+        SLOW_REWARDS,
         workers,
         hosts=Hosts(),
         restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),

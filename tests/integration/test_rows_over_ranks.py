@@ -81,23 +81,23 @@ def test_two_ranks_with_a_part_of_each_row_equal_one(ran: Path, name: str) -> No
     assert halves["metrics"] == pytest.approx(one["metrics"], rel=1e-5, abs=1e-6)
 
 
-NAMES_of_mixed_media_ranks = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl3", "glm4v")
+IMAGE_FAMILIES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl3", "glm4v")
 
 
 @pytest.fixture(scope="module")
-def ran_of_mixed_media_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixed_media_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Below the name of each backend, what its ranks made of each model. Ranks that wait for each other run into the
     test's timeout."""
     out = tmp_path_factory.mktemp("ranks")
-    for name in NAMES_of_mixed_media_ranks:
+    for name in IMAGE_FAMILIES:
         write_tiny(name, out / name, seed=1)
     multiprocessing.set_forkserver_preload(["mixed_media_ranks"])
     for backend, (num_ranks, _) in BACKENDS.items():
         folder = out / backend
         folder.mkdir()
-        for name in (
-            NAMES_of_mixed_media_ranks
-        ):  # DeepSpeed keeps process groups of a model that is gone: processes of its own for each
+        for (
+            name
+        ) in IMAGE_FAMILIES:  # DeepSpeed keeps process groups of a model that is gone: processes of its own for each
             mp.start_processes(update, args=(backend, name, out, folder), nprocs=num_ranks, start_method="forkserver")
     return out
 
@@ -107,9 +107,9 @@ def ran_of_mixed_media_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
-@pytest.mark.parametrize("name", NAMES_of_mixed_media_ranks)
-def test_two_ranks_of_mixed_media_equal_one(ran_of_mixed_media_ranks: Path, backend: str, name: str) -> None:
-    one, two = (torch.load(ran_of_mixed_media_ranks / folder / f"{name}.pt") for folder in ("one", backend))
+@pytest.mark.parametrize("name", IMAGE_FAMILIES)
+def test_two_ranks_of_mixed_media_equal_one(mixed_media_run: Path, backend: str, name: str) -> None:
+    one, two = (torch.load(mixed_media_run / folder / f"{name}.pt") for folder in ("one", backend))
     assert equal(one["after"], two["after"], atol=2e-6)
     assert not equal(one["after"], one["before"], atol=2e-5)
     assert two["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=1e-4)
@@ -191,7 +191,7 @@ def _of_images(ranks: SequenceRanks | None, model: Path, is_frozen: bool) -> tup
 
 
 @pytest.fixture(scope="module")
-def ran_of_split_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def split_rows_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("split")
     for name in FAMILIES:
         write_text_policy(out / name, name)
@@ -207,10 +207,10 @@ def ran_of_split_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_rank_has_the_outputs_of_whole_rows(ran_of_split_rows: Path, name: str) -> None:
-    whole, _ = torch.load(ran_of_split_rows / f"{name}-1-0", weights_only=False)
+def test_every_rank_has_the_outputs_of_whole_rows(split_rows_run: Path, name: str) -> None:
+    whole, _ = torch.load(split_rows_run / f"{name}-1-0", weights_only=False)
     for num_ranks, rank in [(2, 0), (2, 1), (4, 0), (4, 3)]:
-        split, _ = torch.load(ran_of_split_rows / f"{name}-{num_ranks}-{rank}", weights_only=False)
+        split, _ = torch.load(split_rows_run / f"{name}-{num_ranks}-{rank}", weights_only=False)
         torch.testing.assert_close(split.logprobs, whole.logprobs, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(split.entropy, whole.entropy, atol=1e-6, rtol=1e-6)
         assert torch.equal(split.is_argmax, whole.is_argmax)
@@ -219,20 +219,20 @@ def test_every_rank_has_the_outputs_of_whole_rows(ran_of_split_rows: Path, name:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_of_two_ranks_keeps_at_most_six_tenths_of_a_row(ran_of_split_rows: Path, name: str) -> None:
-    _, whole = torch.load(ran_of_split_rows / f"{name}-1-0", weights_only=False)
+def test_each_of_two_ranks_keeps_at_most_six_tenths_of_a_row(split_rows_run: Path, name: str) -> None:
+    _, whole = torch.load(split_rows_run / f"{name}-1-0", weights_only=False)
     for rank in range(2):
-        _, kept = torch.load(ran_of_split_rows / f"{name}-2-{rank}", weights_only=False)
+        _, kept = torch.load(split_rows_run / f"{name}-2-{rank}", weights_only=False)
         assert kept <= 0.6 * whole
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TREES)
-def test_ranks_that_share_tokens_share_prefixes_of_rows(ran_of_split_rows: Path, name: str) -> None:
-    outputs, gradients = torch.load(ran_of_split_rows / f"tree-{name}-1-0")
+def test_ranks_that_share_tokens_share_prefixes_of_rows(split_rows_run: Path, name: str) -> None:
+    outputs, gradients = torch.load(split_rows_run / f"tree-{name}-1-0")
     for num_ranks, rank in [(2, 0), (2, 1), (4, 3)]:
-        own, summed = torch.load(ran_of_split_rows / f"tree-{name}-{num_ranks}-{rank}")
+        own, summed = torch.load(split_rows_run / f"tree-{name}-{num_ranks}-{rank}")
         for found, expected in zip(own, outputs, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
         for parameter, gradient in gradients.items():
@@ -242,11 +242,11 @@ def test_ranks_that_share_tokens_share_prefixes_of_rows(ran_of_split_rows: Path,
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_ranks_encode_each_image_once_and_have_the_gradients_of_one(ran_of_split_rows: Path, is_frozen: bool) -> None:
-    whole, expected = torch.load(ran_of_split_rows / f"images-{is_frozen}-1-0")
+def test_ranks_encode_each_image_once_and_have_the_gradients_of_one(split_rows_run: Path, is_frozen: bool) -> None:
+    whole, expected = torch.load(split_rows_run / f"images-{is_frozen}-1-0")
     assert any("visual" in name for name in expected) is not is_frozen
     for num_ranks in (2, 4):
-        seen = [torch.load(ran_of_split_rows / f"images-{is_frozen}-{num_ranks}-{rank}") for rank in range(num_ranks)]
+        seen = [torch.load(split_rows_run / f"images-{is_frozen}-{num_ranks}-{rank}") for rank in range(num_ranks)]
         assert sum(num_patches for num_patches, _ in seen) == whole
         assert all(0 < num_patches < whole for num_patches, _ in seen)
         for name, gradient in expected.items():
@@ -323,7 +323,7 @@ def train(rank: int, words: Sequence[str], model: Path, steps: Sequence[Sequence
     torch.save(seen, out / f"seen-{rank}.pt")
 
 
-def _rank_of_step_transport(rank: int, model: Path, steps: Sequence[Sequence[ScoredGroup]], out: Path) -> None:
+def _transport_rank(rank: int, model: Path, steps: Sequence[Sequence[ScoredGroup]], out: Path) -> None:
     torch.set_num_threads(1)
     for name, words in CASES.items():
         train(rank, words, model, steps, out / name)
@@ -339,7 +339,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in CASES:
         (out / name).mkdir()
     multiprocessing.set_forkserver_preload(["backend_run"])
-    mp.start_processes(_rank_of_step_transport, args=(model, steps, out), nprocs=2, start_method="forkserver")
+    mp.start_processes(_transport_rank, args=(model, steps, out), nprocs=2, start_method="forkserver")
     return out
 
 

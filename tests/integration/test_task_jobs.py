@@ -24,7 +24,7 @@ NUM_STEPS = 3
 
 MAX_IMAGES = 2
 
-SMALL_of_digit_list = (
+DIGIT_LIST_SMALL = (
     # Enough to write the sentences; the digits in them are still right by chance.
     "warm_start.num_steps=50",
     "warm_start.batch_size=16",
@@ -44,7 +44,7 @@ SMALL_of_digit_list = (
 def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("lists")
     words = ("experiment=digit_list", "resources=laptop", f"data.path={short_lists(folder / 'data')}")
-    with Job(folder, (*words, "data.kind=jsonl", f"num_steps={NUM_STEPS}"), small=SMALL_of_digit_list) as job:
+    with Job(folder, (*words, "data.kind=jsonl", f"num_steps={NUM_STEPS}"), small=DIGIT_LIST_SMALL) as job:
         job.finish(job.start())
         yield job
 
@@ -174,29 +174,29 @@ def test_each_turn_is_trained_with_what_followed_it(report: RunFolder) -> None:
     assert report.summary.logprob_gap_max <= 1e-3
 
 
-NUM_STEPS_of_agent_programs = 20
+NUM_AGENT_STEPS = 20
 
 COMMON = (
     "policy=tiny_qwen2_5_vl", "data=environment", "rewards=environment", "resources=laptop",
-    "resources.rollout.num_workers=1", f"num_steps={NUM_STEPS}", "evaluation.split=test", "evaluation.num_prompts=8",
+    "resources.rollout.num_workers=1", f"num_steps={NUM_AGENT_STEPS}", "evaluation.split=test", "evaluation.num_prompts=8",
     "environment.num_train=2", "environment.options.num_validation=1", "environment.options.num_test=1",
     "environment.max_tokens=200", "data.max_pixels=50176", "data.max_prompt_tokens=400", "sampler.max_tokens=6",
     "algorithm.samples_per_prompt=8", "algorithm.prompts_per_step=8", "algorithm.drop_uniform_groups=false",
     "learner.learning_rate=1e-3",
 )  # fmt: skip
 
-SMALL_of_agent_programs = ("metrics.progress=false", "timeouts.start_s=500", "resources.object_store_bytes=268435456")
+AGENT_SMALL = ("metrics.progress=false", "timeouts.start_s=500", "resources.object_store_bytes=268435456")
 
 
 def trained(folder: Path, *words: str) -> RunFolder:
-    with Job(folder, (*COMMON, *words), SMALL_of_agent_programs) as job:
+    with Job(folder, (*COMMON, *words), AGENT_SMALL) as job:
         job.finish(job.start())
         return read_run_folder(job.run_folder)
 
 
 def check(report: RunFolder) -> None:
     assert report.summary is not None
-    assert (report.summary.status, report.summary.version) == ("done", NUM_STEPS_of_agent_programs)
+    assert (report.summary.status, report.summary.version) == ("done", NUM_AGENT_STEPS)
     assert report.summary.logprob_gap_max <= 1e-3
     assert all(record.values["turns_mean"] == 2 for record in report.steps)
     rewards = [record.values["reward_mean"] for record in report.steps]
@@ -236,7 +236,7 @@ PLACES = {
     scope="module",
     params=["learner_ranks", pytest.param("own_ranks", marks=[pytest.mark.matrix, pytest.mark.exhaustive])],
 )
-def job_of_critic_job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def critic_job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """One vLLM engine and two FSDP2 ranks, or one of the policy and two of the critic; the first of three steps trains
     the critic alone."""
     folder = tmp_path_factory.mktemp("ppo_gae")
@@ -245,9 +245,9 @@ def job_of_critic_job(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     short = ("algorithm.critic.warmup_steps=1", "learner.warmup_steps=0")
     with Job(
         folder, (*words, *short, "resources.rollout.num_workers=1", "weight_sync.canary_interval=1")
-    ) as job_of_critic_job:
-        job_of_critic_job.finish(job_of_critic_job.start())
-        yield job_of_critic_job
+    ) as critic_job:
+        critic_job.finish(critic_job.start())
+        yield critic_job
 
 
 @pytest.mark.slow
@@ -272,30 +272,28 @@ def test_the_engine_follows_the_policy(report: RunFolder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_critic_is_part_of_each_checkpoint_and_the_policy_leaves_without_it(job_of_critic_job: Job) -> None:
+def test_the_critic_is_part_of_each_checkpoint_and_the_policy_leaves_without_it(critic_job: Job) -> None:
     for version in ("000000", "000003"):
         assert (
-            job_of_critic_job.run_folder / "checkpoints" / f"step-{version}" / "learner" / "critic" / "state.json"
+            critic_job.run_folder / "checkpoints" / f"step-{version}" / "learner" / "critic" / "state.json"
         ).is_file()
-    start, trained = (
-        load_file(job_of_critic_job.run_folder / name / "model.safetensors") for name in ("reference", "policy")
-    )
-    assert start.keys() == trained.keys() == load_file(job_of_critic_job.folder / "model" / "model.safetensors").keys()
+    start, trained = (load_file(critic_job.run_folder / name / "model.safetensors") for name in ("reference", "policy"))
+    assert start.keys() == trained.keys() == load_file(critic_job.folder / "model" / "model.safetensors").keys()
     assert any((start[name] != trained[name]).any() for name in start)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_report_has_the_curves_of_the_critic(job_of_critic_job: Job) -> None:
-    page = (job_of_critic_job.run_folder / "report.html").read_text()
+def test_the_report_has_the_curves_of_the_critic(critic_job: Job) -> None:
+    page = (critic_job.run_folder / "report.html").read_text()
     assert "Value loss" in page and "Explained variance" in page
 
 
-NUM_STEPS_of_distillation_job = 12
+NUM_DISTILLATION_STEPS = 12
 
-WORDS_of_distillation_job = (
+DISTILLATION_WORDS = (
     "experiment=digits", "algorithm=distill", "resources=laptop_overlapped", "learner=single",
-    "warm_start.num_steps=0", f"num_steps={NUM_STEPS}", "learner.learning_rate=3e-3", "learner.warmup_steps=0",
+    "warm_start.num_steps=0", f"num_steps={NUM_DISTILLATION_STEPS}", "learner.learning_rate=3e-3", "learner.warmup_steps=0",
     "algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=8",
 )  # fmt: skip
 
@@ -307,13 +305,13 @@ def test_the_policy_approaches_a_teacher_whose_rewards_it_never_sees(tmp_path: P
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
     with Job(
         tmp_path,
-        (*WORDS_of_distillation_job, f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}"),
+        (*DISTILLATION_WORDS, f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}"),
     ) as job:
         job.finish(job.start())
         none_left(job.marks[0])
     found = read_run_folder(job.run_folder)
     assert found.summary is not None
-    assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_STEPS_of_distillation_job, [])
+    assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_DISTILLATION_STEPS, [])
     assert found.summary.logprob_gap_mean is not None and found.summary.logprob_gap_mean <= 1e-5
     kl = [step.values["kl"] for step in found.steps]
     assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl

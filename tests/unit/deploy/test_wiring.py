@@ -233,7 +233,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(load_config(["experiment=digits", *paths, *(f"warm_start.{word}" for word in steps)]), lambda m: m)
 
 
-class FakeLearner_of_warm_start:
+class WarmStartLearner:
     """Gets better by `gain` a step."""
 
     def __init__(self, gain: float) -> None:
@@ -251,19 +251,19 @@ class FakeLearner_of_warm_start:
 
 
 async def test_it_ends_at_the_first_check_that_reaches_the_target(prepared: Prepared) -> None:
-    learner = FakeLearner_of_warm_start(gain=0.1)
+    learner = WarmStartLearner(gain=0.1)
     assert await warm_start(prepared, learner) == pytest.approx(0.6)
     assert (len(learner.batches), len(learner.checks)) == (6, 2)
 
 
 async def test_it_gives_up_after_its_last_step_and_returns_how_far_it_came(prepared: Prepared) -> None:
-    learner = FakeLearner_of_warm_start(gain=0.01)
+    learner = WarmStartLearner(gain=0.01)
     assert await warm_start(prepared, learner) == pytest.approx(0.1)
     assert (len(learner.batches), len(learner.checks)) == (10, 4)
 
 
 async def test_examples_are_train_rows_with_their_right_answer_and_eos(prepared: Prepared) -> None:
-    learner = FakeLearner_of_warm_start(gain=0.01)
+    learner = WarmStartLearner(gain=0.01)
     await warm_start(prepared, learner)
     train = {row.sample_id: row for row in prepared.splits["train"].rows}
     seen = [example for batch in learner.batches for example in batch]
@@ -277,7 +277,7 @@ async def test_examples_are_train_rows_with_their_right_answer_and_eos(prepared:
 
 
 async def test_checks_are_the_same_validation_rows_every_time(prepared: Prepared) -> None:
-    learner = FakeLearner_of_warm_start(gain=0.01)
+    learner = WarmStartLearner(gain=0.01)
     await warm_start(prepared, learner)
     validation = [row.sample_id for row in prepared.splits["validation"].rows[:5]]
     assert [[e.prompt.sample_id for e in checked] for checked in learner.checks] == [validation] * 4
@@ -286,7 +286,7 @@ async def test_checks_are_the_same_validation_rows_every_time(prepared: Prepared
 async def test_rl_does_not_start_with_the_prompts_of_the_warm_start(prepared: Prepared) -> None:
     from mobula.actors.datasets.prompts import PromptSource
 
-    learner = FakeLearner_of_warm_start(gain=0.01)
+    learner = WarmStartLearner(gain=0.01)
     await warm_start(prepared, learner)
     taught = [example.prompt.sample_id for batch in learner.batches for example in batch]
     rl = PromptSource(
@@ -300,7 +300,7 @@ async def test_num_rows_limits_what_it_learns_from_and_the_seed_chooses_them(pre
     limited = replace(prepared, config=prepared.config.model_copy(update={"warm_start": warm}))
     seen = []
     for _ in range(2):
-        learner = FakeLearner_of_warm_start(gain=0.01)
+        learner = WarmStartLearner(gain=0.01)
         await warm_start(limited, learner)
         seen.append({example.prompt.sample_id for batch in learner.batches for example in batch})
     assert len(seen[0]) == 6 and seen[0] == seen[1]
@@ -309,7 +309,7 @@ async def test_num_rows_limits_what_it_learns_from_and_the_seed_chooses_them(pre
 async def test_rows_are_spread_over_the_answers(prepared: Prepared) -> None:
     """An answer that no row teaches has probability 0 ever after: no sample finds it, and its digit is lost."""
     warm = prepared.config.warm_start.model_copy(update={"num_rows": 15, "num_steps": 4})
-    learner = FakeLearner_of_warm_start(gain=0.01)
+    learner = WarmStartLearner(gain=0.01)
     await warm_start(
         replace(prepared, config=prepared.config.model_copy(update={"warm_start": warm})),
         learner,
@@ -331,7 +331,7 @@ async def test_a_run_that_ends_because_every_image_is_damaged_names_them(tmp_pat
     run = load_config(["experiment=digits", "data=jsonl", "name=cut", "evaluation.split=validation", *paths])
     prepared = prepare(run, lambda m: m)
     with pytest.raises(DatasetError, match="no row of the split train is usable") as ended:
-        await warm_start(prepared, FakeLearner_of_warm_start(gain=0.1))
+        await warm_start(prepared, WarmStartLearner(gain=0.1))
     make_run_folder(run)
     cause = cause_in_one_line(ended.value)
     summary = leave_behind(prepared, make_metrics([], FakeClock()), "failed", 1.0, cause)

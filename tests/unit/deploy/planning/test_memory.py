@@ -174,7 +174,7 @@ VLLM_DEFAULT = AsyncEngineArgs.gpu_memory_utilization
 
 
 @cache
-def config_of_engine_sizes(*words: str) -> RunConfig:
+def engine_config(*words: str) -> RunConfig:
     base = ["experiment=own", *words]
     plain = load_config(base, is_complete=False)
     longest = plain.data.max_prompt_tokens + plain.sampler.max_tokens
@@ -185,7 +185,7 @@ def planned(row: tuple[str, int, int], shape: ModelShape, *words: str) -> tuple[
     """With the smallest GPU that holds it: its bytes, the configuration and the plan."""
     preset, num_nodes, num_gpus = row
     counted = [f"resources.num_nodes={num_nodes}"] if preset.startswith("multi_node") else []
-    found = config_of_engine_sizes(f"resources={preset}", *counted, *words)
+    found = engine_config(f"resources={preset}", *counted, *words)
     for size in GPU_GB:
         plan = plan_memory(found, shape, described_nodes(f"{num_nodes}x{num_gpus}x{size}GB"))
         if not plan.shortfalls:
@@ -250,14 +250,12 @@ def test_the_default_of_vllm_is_refused_beside_a_learner() -> None:
 def test_the_cache_takes_what_the_plan_leaves() -> None:
     shape = shapes()["Qwen2.5-VL 3B"]
     words = ("resources=gpu_1", "policy.lora.rank=16")
-    small, large = (
-        plan_memory(config_of_engine_sizes(*words), shape, described_nodes(f"1x1x{size}GB")) for size in (48, 80)
-    )
+    small, large = (plan_memory(engine_config(*words), shape, described_nodes(f"1x1x{size}GB")) for size in (48, 80))
     assert large.engine is not None and small.engine is not None
     assert large.engine.kv_cache_bytes > small.engine.kv_cache_bytes > 0
     gpu = next(demand for demand in large.demands if demand.place == "GPU 0")
     assert 0.94 * 80e9 < gpu.num_bytes <= USABLE * 80e9, "nothing is left over, and no more is taken"
-    fixed = config_of_engine_sizes(*words, "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=7")
+    fixed = engine_config(*words, "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=7")
     engine = plan_memory(fixed, shape, described_nodes("1x1x80GB")).engine
     assert engine is not None and (engine.kv_cache_bytes, engine.num_seqs) == (4 * GIB, 7)
 
@@ -265,12 +263,12 @@ def test_the_cache_takes_what_the_plan_leaves() -> None:
 def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None:
     shape = shapes()["Qwen3 0.6B"]
     words = ("resources=gpu_1", *LONG, "learner=single")
-    engine = plan_memory(config_of_engine_sizes(*words), shape, described_nodes("1x1x48GB")).engine
+    engine = plan_memory(engine_config(*words), shape, described_nodes("1x1x48GB")).engine
     assert engine is not None
-    sequence = sequence_bytes(config_of_engine_sizes(*words), shape, 12288)
+    sequence = sequence_bytes(engine_config(*words), shape, 12288)
     assert engine.num_seqs == engine.kv_cache_bytes // sequence
     many = plan_memory(
-        config_of_engine_sizes("resources=gpu_1", "algorithm.max_concurrent_groups=2"),
+        engine_config("resources=gpu_1", "algorithm.max_concurrent_groups=2"),
         shape,
         described_nodes("1x1x80GB"),
     )
@@ -279,10 +277,10 @@ def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None
 
 def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
     shape, nodes = shapes()["Qwen2.5-VL 3B"], described_nodes("1x2x141GB")
-    alone = plan_memory(config_of_engine_sizes("resources=two_gpu"), shape, nodes).engine
+    alone = plan_memory(engine_config("resources=two_gpu"), shape, nodes).engine
     assert alone is not None and (alone.kv_cache_bytes, alone.memory_bytes > 100e9) == (0, True)
     fixed = plan_memory(
-        config_of_engine_sizes("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296"), shape, nodes
+        engine_config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296"), shape, nodes
     ).engine
     assert fixed is not None and fixed.kv_cache_bytes == 4 * GIB
 
@@ -290,21 +288,21 @@ def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
 def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shapes()["Qwen2.5-VL 3B"]
     words = ("resources=gpu_1", "policy.lora.rank=16", "sampler.vllm.gpu_memory_fraction=0.3")
-    engine = plan_memory(config_of_engine_sizes(*words), shape, described_nodes("1x1x80GB")).engine
+    engine = plan_memory(engine_config(*words), shape, described_nodes("1x1x80GB")).engine
     assert engine is not None and engine.memory_bytes <= 0.3 * 80e9
     assert share_of(monkeypatch, 80 * 10**9, engine, fraction=0.3) == 0.3
 
 
 def test_a_cache_that_does_not_fit_is_a_shortfall_of_the_plan() -> None:
     shape = shapes()["Qwen2.5-VL 3B"]
-    plan = plan_memory(config_of_engine_sizes("resources=gpu_1"), shape, described_nodes("1x1x24GB"))
+    plan = plan_memory(engine_config("resources=gpu_1"), shape, described_nodes("1x1x24GB"))
     assert [demand.place for demand in plan.shortfalls] == ["GPU 0"]
-    least = 8 * sequence_bytes(config_of_engine_sizes("resources=gpu_1"), shape, 3072)
+    least = 8 * sequence_bytes(engine_config("resources=gpu_1"), shape, 3072)
     assert plan.by_role["rollout"].largest[KV_CACHE] == least, "the siblings of one prompt"
 
 
 def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_joins_late() -> None:
-    found = config_of_engine_sizes("resources=one_gpu_colocated", "sampler.vllm.kv_cache_bytes=4294967296")
+    found = engine_config("resources=one_gpu_colocated", "sampler.vllm.kv_cache_bytes=4294967296")
     engine = worker_memory(found, shapes()["Qwen3 0.6B"], "rollout")
     assert [engine.device[phase].get(KV_CACHE, 0) for phase in (TRAINING, SYNC, SAMPLING)] == [0, 0, 4 * GIB]
     assert "joining" not in engine.device and worker_memory(found, shapes()["Qwen3 0.6B"], "learner").device["joining"]
@@ -314,10 +312,8 @@ def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_join
 def test_memory_that_is_not_known_is_asked_for() -> None:
     nodes = [replace(node, gpu_bytes=None) for node in described_nodes("1x2x80GB")]
     with pytest.raises(PreflightError, match="set it and sampler.vllm.max_num_seqs"):
-        plan_memory(config_of_engine_sizes("resources=two_gpu"), shapes()["Qwen3 0.6B"], nodes)
-    given = config_of_engine_sizes(
-        "resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=8"
-    )
+        plan_memory(engine_config("resources=two_gpu"), shapes()["Qwen3 0.6B"], nodes)
+    given = engine_config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=8")
     assert plan_memory(given, shapes()["Qwen3 0.6B"], nodes).shortfalls == ()
 
 
@@ -342,7 +338,7 @@ def judge(engine: str) -> str:
 
 @pytest.mark.parametrize(("engine", "share"), [("{}", 0.3), ("{gpu_memory_utilization: 0.5}", 0.5)])
 def test_a_judge_is_planned_with_its_share_of_the_gpu(engine: str, share: float) -> None:
-    found = config_of_engine_sizes("resources=two_gpu", "resources.learner.num_gpus=0.7", SERVICE, judge(engine))
+    found = engine_config("resources=two_gpu", "resources.learner.num_gpus=0.7", SERVICE, judge(engine))
     nodes: tuple[PlannedNode, ...] = described_nodes("1x2x80GB")
     plan = plan_memory(found, shapes()["Qwen3 0.6B"], nodes)
     worker = plan.placement.of_role("reward.judge")[0]

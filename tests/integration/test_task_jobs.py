@@ -178,7 +178,8 @@ NUM_AGENT_STEPS = 20
 
 COMMON = (
     "policy=tiny_qwen2_5_vl", "data=environment", "rewards=environment", "resources=laptop",
-    "resources.rollout.num_workers=1", f"num_steps={NUM_AGENT_STEPS}", "evaluation.split=test", "evaluation.num_prompts=8",
+    "resources.rollout.num_workers=1", f"num_steps={NUM_AGENT_STEPS}",
+    "evaluation.split=test", "evaluation.num_prompts=8",
     "environment.num_train=2", "environment.options.num_validation=1", "environment.options.num_test=1",
     "environment.max_tokens=200", "data.max_pixels=50176", "data.max_prompt_tokens=400", "sampler.max_tokens=6",
     "algorithm.samples_per_prompt=8", "algorithm.prompts_per_step=8", "algorithm.drop_uniform_groups=false",
@@ -293,7 +294,8 @@ NUM_DISTILLATION_STEPS = 12
 
 DISTILLATION_WORDS = (
     "experiment=digits", "algorithm=distill", "resources=laptop_overlapped", "learner=single",
-    "warm_start.num_steps=0", f"num_steps={NUM_DISTILLATION_STEPS}", "learner.learning_rate=3e-3", "learner.warmup_steps=0",
+    "warm_start.num_steps=0", f"num_steps={NUM_DISTILLATION_STEPS}",
+    "learner.learning_rate=3e-3", "learner.warmup_steps=0",
     "algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=8",
 )  # fmt: skip
 

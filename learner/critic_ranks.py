@@ -8,65 +8,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
-from mobula.cluster.records.media import MediaReader
+from mobula.cluster.errors import LostObjectError, WorkerDiedError
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.row_stream import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes, run_all
 from mobula.configs.schema import RunConfig, TimeoutsConfig
-from mobula.learner.backends.sharded import RankRendezvous
 from mobula.learner.batch import LearnerItem, minibatches_of, without_overlong
 from mobula.learner.credit import Credit
 from mobula.learner.critic.critic import FOLDER, Critic, Values
 from mobula.learner.examples import NO_PLANNERS, Planners
 from mobula.learner.learner_group import LearnerGroup, RankGroup
 from mobula.learner.policies.checkpoint.reading import unread_policy_model
+from mobula.learner.rank import AlgorithmState, CheckpointPart, Offloadable, StatefulRank
 from mobula.learner.shares import Planner, Portion, ShareFetcher, StepGroups, all_ranks, as_argument, in_portions
-from mobula.learner.state import StateWriter, load_algorithm, load_random_state
 
 
-class CriticRank:
+class CriticRank(StatefulRank):
     """Predicts the values of a step's groups before the policy trains on them, then trains on the returns.
 
     Returns follow from rewards, log-probs and values alone, so these ranks compute them as the learner's ranks do, and
-    both train at the same time. Every method but `rendezvous_address`, `finish_save` and `close` needs all ranks to
-    call it.
+    both train at the same time. The learner's ranks save the rest of a checkpoint.
 
     Example:
         version, values = rank.value(groups, version=1, kl=None)
         metrics, num_taken = rank.train(version=1)
     """
 
+    _own_folder = FOLDER
+
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
-        self._config = config.of_critic_ranks
-        self._rank = rank
-        self._world_size = world_size
-        self._rendezvous = RankRendezvous()
-        self._device = torch.device(config.resources.device)
+        super().__init__(config.of_critic_ranks, rank, world_size)
         self._credit = Credit(config)
         self._shares = ShareFetcher(rank, world_size, all_ranks, role="critic")
-        reader = MediaReader(
-            timeout_s=config.timeouts.object_s,
-            max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
-        )
-        self._critic = Critic(self._config, rank, world_size, reader, self._device)
-        self._states = StateWriter(rank)
+        self._critic = Critic(self._config, rank, world_size, self._reader, self._device)
         self._valued: list[list[LearnerItem]] = []  # the step under way
         self._num_items = 0  # of the step before it
-        self.version = 0
 
-    def rendezvous_address(self) -> str:
-        """`host:port` that all ranks `connect` to; asked of rank 0."""
-        return self._rendezvous.address(self._config.timeouts.start_s)
-
-    def connect(self, init_method: str) -> None:
-        """Loads the critic, joins the process group and shards the critic over the ranks."""
-        torch.set_num_threads(self._config.resources.learner.num_threads)
-        torch.manual_seed(self._config.seed + self._rank)
-        self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
+    def _build(self, join: Callable[[], None]) -> None:
+        join()
         self._critic.connect()
 
     def begin(self, folder: Path) -> None:
@@ -99,42 +80,19 @@ class CriticRank:
         self.version = version
         return metrics, len(parts) - metrics["critic_skipped"] if parts else 0.0
 
-    def offload(self, part: str) -> None:
-        """Move `policy` (its weights) or `optimizer` to host memory."""
-        self._critic.offload(part)
-
-    def onload(self) -> None:
-        """Move everything to the device."""
-        self._critic.onload()
-
-    def save(self, folder: Path) -> None:
-        """Copy the critic's state for an exact resume; the learner's ranks save the rest of `folder`."""
-        self._states.finish()
-        self._states.begin([self._critic.save(folder, self.version)], folder / FOLDER)
-
-    def finish_save(self) -> None:
-        """Waits until the copy is on disk. Not collective; may run concurrently with any other method."""
-        self._states.finish()
-
     def load(self, folder: Path) -> int:
-        """Loads a saved state; returns its version."""
-        self._states.finish()
-        self.version = self._critic.load(folder)
-        load_random_state(folder / FOLDER, self._rank)
-        self._credit.load(load_algorithm(folder))
         self._valued, self._num_items = [], 0
-        return self.version
-
-    def restore(self, folder: Path, version: int) -> None:
-        """Loads a saved state, which becomes `version`."""
-        self.load(folder)
-        self.version = version
+        return super().load(folder)
 
     def close(self) -> None:
-        """Leave the process group."""
         self._states.finish()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        super().close()
+
+    def _parts(self) -> Sequence[CheckpointPart]:
+        return self._critic, AlgorithmState(self._credit, writes=False)
+
+    def _movable(self) -> Sequence[Offloadable]:
+        return (self._critic,)
 
 
 class CriticGroup(RankGroup):
@@ -154,8 +112,7 @@ class CriticGroup(RankGroup):
 
     async def begin(self, folder: Path) -> None:
         """Resets the critic to the policy of a checkpoint folder."""
-        calls = [w.begin.remote(folder) for w in self._workers]
-        await self._all(calls, self._timeouts.start_s, f"to begin with {folder}")
+        await self._all(lambda w: w.begin.remote(folder), self._timeouts.start_s, f"to begin with {folder}")
 
     async def value(self, groups: Sequence[ScoredGroup], version: int, kl: float | None) -> Any:
         """Returns a reference to the values of the groups of step `version`."""
@@ -165,7 +122,8 @@ class CriticGroup(RankGroup):
                 w.value.options(num_returns=2).remote(shared, version, kl, **as_argument(portion))
                 for w, portion in zip(self._workers, portions, strict=True)
             ]
-            await self._all([made for made, _ in calls], self._timeouts.update_s, f"to value the groups of {version}")
+            versions = [made for made, _ in calls]
+            await self._answers(versions, self._timeouts.update_s, f"to value the groups of {version}")
             return calls[0][1]
 
         num_ranks = len(self._workers)
@@ -173,9 +131,8 @@ class CriticGroup(RankGroup):
 
     async def train(self, version: int, kl_scale: float) -> tuple[Mapping[str, float], float]:
         """Trains on the groups of the last `value` call; returns metrics and the number of optimizer steps."""
-        calls = [w.train.remote(version, kl_scale) for w in self._workers]
         result: tuple[Mapping[str, float], float] = await self._all(
-            calls, self._timeouts.update_s, f"to train on the groups of {version}"
+            lambda w: w.train.remote(version, kl_scale), self._timeouts.update_s, f"to train on the groups of {version}"
         )
         return result
 
@@ -222,13 +179,13 @@ class LearnerWithCritic(LearnerGroup):
         await self.export(self._folder)
         await self._critic.begin(self._folder)
 
-    async def update(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
+    async def step(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
         """One step of both; the values are those of the critic here."""
         version = self.version + 1
         values = await self._critic.value(groups, version, self._kl)
         self._kl = None
         report, trained = await outcomes(
-            super().update(groups, values), self._critic.train(version, self.kl_scale_at(version))
+            super().step(groups, values), self._critic.train(version, self.kl_scale_at(version))
         )
         if isinstance(report, LostObjectError):
             raise WorkerDiedError(f"the critic trains on groups that the policy could not get at: {report}") from report
@@ -240,28 +197,13 @@ class LearnerWithCritic(LearnerGroup):
         counts = {"optimizer_steps": report.metrics["optimizer_steps"] + num_taken}
         return replace(report, metrics={**report.metrics, **metrics, **counts})
 
-    async def offload(self, part: str) -> None:
-        await run_all(super().offload(part), self._critic.offload(part))
-
-    async def onload(self) -> None:
-        await run_all(super().onload(), self._critic.onload())
-
-    async def save(self, folder: Path) -> None:
-        await run_all(super().save(folder), self._critic.save(folder))
-
-    async def finish_save(self) -> bool:
-        return all(await run_all(super().finish_save(), self._critic.finish_save()))
-
     async def load(self, folder: Path) -> int:
         self._kl = None
-        version, of_critic = await run_all(super().load(folder), self._critic.load(folder))
-        if version != of_critic:
-            raise CheckpointError(f"{folder} holds version {version} of the policy and {of_critic} of the critic")
-        return version
+        return await super().load(folder)
 
     async def restore(self, folder: Path, version: int) -> None:
         self._kl = None
-        await run_all(super().restore(folder, version), self._critic.restore(folder, version))
+        await super().restore(folder, version)
 
     async def close(self) -> None:
         await self._critic.close()

@@ -75,11 +75,26 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Example:
-    """One row of an offline job, all of whose candidates are in one micro-batch: the highest label first."""
+    """One row of an offline job or of the warm start, all of whose candidates are in one micro-batch: the highest label
+    first.
+    """
 
     candidates: tuple[Candidate, ...]
     num_prompt_tokens: int  # with which all candidates begin; 0 for images
     is_trained: bool = True
+
+    @classmethod
+    def of_answer(cls, prompt: Prompt, actions: TokenActions, mask: np.ndarray) -> Example:
+        """A prompt and its correct answer with EOS, or a whole episode; `mask`, bool [A], is True where a token is
+        trained. Prompt and vision tokens are never trained on.
+        """
+        row = TokenSequence.of_actions(prompt, replace(actions, kept=None))  # answers are no samples
+        return cls((Candidate(row, mask, 0.0, None),), prompt.num_tokens)
+
+    @classmethod
+    def of_image(cls, sequence: CleanSequence) -> Example:
+        """An image and the noise levels to train on."""
+        return cls((Candidate(sequence, np.ones(1, dtype=bool), 0.0, None),), 0)
 
     @property
     def group(self) -> int | None:

@@ -1,21 +1,29 @@
-"""LearnerGroup: the learner's ranks as one role. ModelRanks and RankGroup: call all ranks of a model at once."""
+"""The ranks of a model as one role: ModelRanks calls all of them at once, LearnerGroup trains the policy with them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mobula.cluster.errors import DeadlineError, LostObjectError, PlacementError, WorkerDiedError
+from mobula.cluster.errors import (
+    CheckpointError,
+    DeadlineError,
+    LostObjectError,
+    PlacementError,
+    WeightSyncError,
+    WorkerDiedError,
+)
 from mobula.cluster.guard.guard import KLScale
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.cluster.recovery.lost_ranks import Errors, RaisedLoss
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.row_stream import SupervisedRows
-from mobula.cluster.runtime.concurrency import outcomes
+from mobula.cluster.runtime.concurrency import outcomes, run_all
 from mobula.cluster.runtime.ray_actors import answer, in_background, kill, stop
 from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
@@ -29,11 +37,14 @@ from mobula.learner.shares import GROUPS, ROWS, Planner, Portion, as_argument, i
 
 T = TypeVar("T")
 Arguments = Mapping[str, Any]
+RankCall = Callable[[Any], Any]  # the handle of a rank -> a reference to the answer of its call
 CAUSE_S = 2.0  # timeout for the error of a lost rank, after its peers have reported a broken collective
 
 
 class ModelRanks:
-    """Calls all ranks of a process group at once and returns the reply of rank 0. The first failure ends the call."""
+    """Calls all ranks of a process group at once. The first failure ends the call, and `losses` decides what follows
+    the loss of a rank.
+    """
 
     def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, role: str) -> None:
         """
@@ -46,8 +57,10 @@ class ModelRanks:
         self._spawn = spawn
         self._workers: Sequence[Any] = spawn()
         self._timeouts = timeouts
+        self.losses = RaisedLoss()
         self.is_started = False
         self.num_calls = 0  # calls in progress
+        self.num_restarts = 0
         self.vitals: dict[int, Vitals] = {}  # rank -> newest heartbeat
 
     @property
@@ -56,24 +69,26 @@ class ModelRanks:
 
     async def start(self) -> None:
         """Loads the model on every rank and connects the ranks."""
-        timeout_s = self._timeouts.start_s
-        address = await answer(
-            self._workers[0].rendezvous_address.remote(), timeout_s=timeout_s, what=f"{self.role}/0 to name its address"
-        )
-        await self._all([w.connect.remote(address) for w in self._workers], timeout_s, "to connect")
+        address = await self._first(lambda w: w.rendezvous_address.remote(), "to name its address")
+        await self._answers([w.connect.remote(address) for w in self._workers], self._timeouts.start_s, "to connect")
         self.is_started = True
 
     async def respawn(self) -> None:
         """Kills every rank and starts all of them again."""
+        self.num_restarts += 1
         self.is_started = False
         self.vitals.clear()
-        for worker in self._workers:
+        self._workers = await self.replaced(self._workers)
+        await self.start()
+
+    async def replaced(self, workers: Sequence[Any]) -> Sequence[Any]:
+        """Kills ranks and returns the handles of new ones."""
+        for worker in workers:
             kill(worker)
         try:
-            self._workers = await asyncio.to_thread(self._spawn)
+            return await asyncio.to_thread(self._spawn)
         except PlacementError as error:
             raise WorkerDiedError(f"the {self.role} has no place: {error}") from error
-        await self.start()
 
     async def close(self) -> None:
         """Stops every rank; kills ranks that take longer than `timeouts.stop_s`."""
@@ -81,12 +96,21 @@ class ModelRanks:
             *(stop(w, timeout_s=self._timeouts.stop_s, what=f"{self.role}/{n}") for n, w in enumerate(self._workers))
         )
 
-    async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
-        """As `_each`; returns the result of rank 0."""
-        answers = await self._each(calls, timeout_s, what)
-        return answers[0] if answers else None
+    async def _each(self, call: RankCall, timeout_s: float, what: str, harmless: Errors = ()) -> list[Any]:
+        """Calls all ranks and returns their results. `harmless` is as in `RaisedLoss.call`."""
+        return await self.losses.call(
+            lambda: self._answers([call(worker) for worker in self._workers], timeout_s, what), harmless
+        )
 
-    async def _each(self, calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    async def _all(self, call: RankCall, timeout_s: float, what: str) -> Any:
+        """As `_each`; returns the result of rank 0."""
+        return next(iter(await self._each(call, timeout_s, what)), None)
+
+    async def _first(self, call: RankCall, what: str) -> Any:
+        """Calls rank 0 alone."""
+        return await answer(call(self._workers[0]), timeout_s=self._timeouts.start_s, what=f"{self.role}/0 {what}")
+
+    async def _answers(self, calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
         """Waits for calls to all ranks and returns their results."""
         # Counted for `mobula status`: a rank is busy while a call is in progress.
         self.num_calls += 1
@@ -113,35 +137,57 @@ class ModelRanks:
 class RankGroup(ModelRanks):
     """Ranks with one state: weights and optimizer of one model."""
 
+    def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, role: str) -> None:
+        super().__init__(spawn, timeouts, role)
+        self.version = 0
+        self._saved_by = 0  # `num_restarts` at the last copy
+
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        """Ranks that train, by model. They are started, moved, saved and loaded together."""
+        return (self,)
+
     async def offload(self, part: str) -> None:
-        calls = [w.offload.remote(part) for w in self._workers]
-        await self._all(calls, self._timeouts.update_s, f"to move its {part} to the host")
+        await self._of_groups(
+            lambda w: w.offload.remote(part), self._timeouts.update_s, f"to move its {part} to the host"
+        )
 
     async def onload(self) -> None:
-        calls = [w.onload.remote() for w in self._workers]
-        await self._all(calls, self._timeouts.update_s, "to move back to its device")
+        await self._of_groups(lambda w: w.onload.remote(), self._timeouts.update_s, "to move back to its device")
 
     async def save(self, folder: Path) -> None:
         """Copies the state and starts to write the copy; `finish_save` waits for the write."""
-        calls = [w.save.remote(folder) for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, f"to copy its state for {folder}")
+        what = f"to copy its state for {folder}"
+        await self._of_groups(lambda w: w.save.remote(folder), self._timeouts.checkpoint_s, what)
+        self._saved_by = self.num_restarts
+        await self.losses.copied()
 
     async def finish_save(self) -> bool:
-        """Waits until every rank has written its copy, if there is one."""
-        calls = [in_background(w.finish_save).remote() for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, "to write the copy of its state")
-        return True
+        """Waits until every rank has written its copy, if there is one. Returns False if it was lost with a rank."""
+        saved_by, timeout_s = self._saved_by, self._timeouts.checkpoint_s
+        await self._of_groups(
+            lambda w: in_background(w.finish_save).remote(), timeout_s, "to write the copy of its state"
+        )
+        return self.num_restarts == saved_by
 
     async def load(self, folder: Path) -> int:
         """Restores a saved state and returns its version."""
-        calls = [w.load.remote(folder) for w in self._workers]
-        version: int = await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder}")
-        return version
+        found = await self._of_groups(lambda w: w.load.remote(folder), self._timeouts.checkpoint_s, f"to load {folder}")
+        self.version = found[0]
+        if any(version != self.version for version in found):
+            raise CheckpointError(f"{folder} holds version {found[0]} of the policy and {found[1]} of the critic")
+        return self.version
 
     async def restore(self, folder: Path, version: int) -> None:
         """Loads the state in `folder`, which becomes `version`."""
-        calls = [w.restore.remote(folder, version) for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder} as version {version}")
+        timeout_s, what = self._timeouts.checkpoint_s, f"to load {folder} as version {version}"
+        await self._of_groups(lambda w: w.restore.remote(folder, version), timeout_s, what)
+        self.version = version
+        self.losses.moved(version, folder)
+
+    async def _of_groups(self, call: RankCall, timeout_s: float, what: str) -> list[Any]:
+        """Calls the ranks of all groups; returns the result of rank 0 of each."""
+        return await self.losses.call(lambda: run_all(*(g._all(call, timeout_s, what) for g in self.groups)))
 
 
 class LearnerGroup(RankGroup):
@@ -169,7 +215,7 @@ class LearnerGroup(RankGroup):
         self._planners = planners
         self._fresh: FreshSamples | None = None
         self._kl_scale: KLScale | None = None
-        self.version = 0
+        self._opened: set[int] = set()  # transfer epochs of the current ranks
 
     def measure_with(self, fresh: FreshSamples) -> None:
         """Measures the log-prob gap on groups of `fresh` if the groups of a step were sampled with older weights."""
@@ -183,23 +229,24 @@ class LearnerGroup(RankGroup):
         """The factor of the KL coefficient for the step that makes `version`."""
         return 1.0 if self._kl_scale is None else self._kl_scale.at(version)
 
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        """Ranks that train, by model."""
-        return (self,)
-
     async def respawn(self) -> None:
         """Kills every rank and starts all of them again, at version 0."""
         self.version = 0
+        self._opened.clear()
         await super().respawn()
 
     async def begin_rl(self) -> None:
         """Starts RL from the current weights."""
-        calls = [w.begin_rl.remote() for w in self._workers]
-        await self._all(calls, self._timeouts.start_s, "to begin RL")
+        await self._all(lambda w: w.begin_rl.remote(), self._timeouts.start_s, "to begin RL")
 
-    async def update(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
-        """Runs one step, which increments the version.
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """Runs one step, which increments the version."""
+        report = await self.losses.call(lambda: self.step(groups))
+        self.losses.trained(report.version, groups)
+        return report
+
+    async def step(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
+        """As `update`, for a step that may be a repetition.
 
         Args:
             values: of a critic with separate ranks, or a reference to them.
@@ -217,11 +264,11 @@ class LearnerGroup(RankGroup):
                 for w, own_rows, portion in zip(self._workers, rows, portions, strict=True)
             ]
             try:
-                report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {version}")
+                reports = await self._answers(calls, self._timeouts.update_s, f"to make version {version}")
             except LostObjectError as error:
                 await self._refuse_if_apart(calls, error)
                 raise
-            return report
+            return reports[0]
 
         async def with_rows(shared: Any, portions: Sequence[Portion | None]) -> UpdateReport:
             own = [{"supervised": shared} | as_argument(portion, "supervised_portion") for portion in portions]
@@ -239,48 +286,71 @@ class LearnerGroup(RankGroup):
         """Returns the metrics of an offline job on `groups`."""
 
         async def call(shared: Any, portions: Sequence[Portion | None]) -> Mapping[str, float]:
-            calls = [w.assess.remote(shared, **own) for w, own in self._with_own(portions)]
-            return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
+            return await self._with_own(
+                lambda w, own: w.assess.remote(shared, **own), portions, "to assess held-out rows"
+            )
 
         return await self._in_portions(call, groups, self.version, self._planners.groups)
 
     async def supervised_step(self, examples: Sequence[Outlined]) -> Mapping[str, float]:
         """Runs one step of the warm start."""
         shared, portions = self._stored(examples)
-        calls = [w.supervised_step.remote(shared, **own) for w, own in self._with_own(portions)]
-        return await self._all(calls, self._timeouts.update_s, "to take a supervised step")
+        return await self._with_own(
+            lambda w, own: w.supervised_step.remote(shared, **own), portions, "to take a supervised step"
+        )
 
     async def answer_accuracy(self, examples: Sequence[Outlined]) -> float:
         shared, portions = self._stored(examples)
-        calls = [w.answer_accuracy.remote(shared, **own) for w, own in self._with_own(portions)]
-        return await self._all(calls, self._timeouts.update_s, "to check answers")
+        return await self._with_own(
+            lambda w, own: w.answer_accuracy.remote(shared, **own), portions, "to check answers"
+        )
 
     async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
         """Returns float32 [P - 1], at temperature 1 and without bans."""
-        calls = [w.sequence_logprobs.remote(prompt, num_copies) for w in self._workers]
-        return await self._all(calls, self._timeouts.update_s, "to score the probe prompt")
+        return await self._all(
+            lambda w: w.sequence_logprobs.remote(prompt, num_copies),
+            self._timeouts.update_s,
+            "to score the probe prompt",
+        )
 
     async def manifest(self) -> Manifest:
-        call = self._workers[0].manifest.remote()
-        return await answer(call, timeout_s=self._timeouts.start_s, what="learner/0 to list its weights")
+        return await self.losses.call(lambda: self._first(lambda w: w.manifest.remote(), "to list its weights"))
 
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        call = self._workers[0].open_transfer.remote(epoch, num_receivers)
-        return await answer(call, timeout_s=self._timeouts.start_s, what=f"learner/0 to open transfer epoch {epoch}")
+        what = f"to open transfer epoch {epoch}"
+        rendezvous: Rendezvous = await self.losses.call(
+            lambda: self._first(lambda w: w.open_transfer.remote(epoch, num_receivers), what)
+        )
+        self._opened.add(epoch)
+        return rendezvous
 
     async def join_transfer(self, rendezvous: Rendezvous) -> None:
-        calls = [w.join_transfer.remote(rendezvous) for w in self._workers]
-        await self._all(calls, rendezvous.timeout_s, f"to join transfer epoch {rendezvous.epoch}")
+        """Joins the transfer group. A missed deadline does not mean a lost rank: the ranks may wait for a receiver."""
+        epoch = rendezvous.epoch
+
+        async def join() -> None:
+            # Inside the repeated call: after a restart the group is gone, and a new one needs a new epoch.
+            if epoch not in self._opened:
+                raise WeightSyncError(f"transfer epoch {epoch} was lost with the learner ranks that had opened it")
+            calls = [w.join_transfer.remote(rendezvous) for w in self._workers]
+            await self._answers(calls, rendezvous.timeout_s, f"to join transfer epoch {epoch}")
+
+        try:
+            await self.losses.call(join, harmless=(DeadlineError,))
+        except DeadlineError as error:
+            raise WeightSyncError(f"transfer group of epoch {epoch} did not form: {error}") from error
 
     async def leave_transfer(self, epoch: int) -> None:
-        calls = [w.leave_transfer.remote(epoch) for w in self._workers]
-        await self._all(calls, self._timeouts.update_s, f"to leave transfer epoch {epoch}")
+        self._opened.discard(epoch)
+        what = f"to leave transfer epoch {epoch}"
+        await self._all(lambda w: w.leave_transfer.remote(epoch), self._timeouts.update_s, what)
 
     async def send_weights(
         self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
     ) -> PushedChanges | None:
-        calls = [w.send_weights.remote(bucket_bytes, epoch, step) for w in self._workers]
-        sent = await self._each(calls, self._timeouts.update_s, "to send its weights")
+        sent = await self._each(
+            lambda w: w.send_weights.remote(bucket_bytes, epoch, step), self._timeouts.update_s, "to send its weights"
+        )
         parts = [part for part in sent if part is not None]
         return PushedChanges.total(parts) if parts else None
 
@@ -290,23 +360,17 @@ class LearnerGroup(RankGroup):
         The caller owns the objects. There is one object for each bucket, so that Ray can spill a part of them to disk.
         """
         num_buckets = sum(1 for _ in (await self.manifest()).buckets(bucket_bytes))
-        calls = [w.export_buckets.options(num_returns=1 + num_buckets).remote(bucket_bytes) for w in self._workers]
-        version = await self._all([version for version, *_ in calls], self._timeouts.update_s, "to gather its weights")
-        return version, [calls[n % len(calls)][1 + n] for n in range(num_buckets)]
 
-    async def load(self, folder: Path) -> int:
-        """Restores a saved state and returns its version."""
-        self.version = await super().load(folder)
-        return self.version
+        async def export() -> tuple[int, Sequence[Any]]:
+            calls = [w.export_buckets.options(num_returns=1 + num_buckets).remote(bucket_bytes) for w in self._workers]
+            versions = [version for version, *_ in calls]
+            version, *_ = await self._answers(versions, self._timeouts.update_s, "to gather its weights")
+            return version, [calls[n % len(calls)][1 + n] for n in range(num_buckets)]
 
-    async def restore(self, folder: Path, version: int) -> None:
-        """Loads the state in `folder`, which becomes `version`."""
-        await super().restore(folder, version)
-        self.version = version
+        return await self.losses.call(export)
 
     async def export(self, folder: Path) -> None:
-        calls = [w.export.remote(folder) for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, f"to export to {folder}")
+        await self._all(lambda w: w.export.remote(folder), self._timeouts.checkpoint_s, f"to export to {folder}")
 
     async def _in_portions(
         self,
@@ -320,9 +384,16 @@ class LearnerGroup(RankGroup):
         num_ranks = len(self._workers)
         return await in_portions(call, groups, version, num_ranks=num_ranks, planned=planned, put=self._put, kind=kind)
 
-    def _with_own(self, portions: Sequence[Portion | None]) -> Iterator[tuple[Any, Arguments]]:
-        """Yields each rank with the argument of its portion."""
-        return zip(self._workers, map(as_argument, portions), strict=True)
+    async def _with_own(
+        self, call: Callable[[Any, Arguments], Any], portions: Sequence[Portion | None], what: str
+    ) -> Any:
+        """Calls each rank with the argument of its portion; returns the result of rank 0."""
+
+        async def calls() -> Any:
+            own = zip(self._workers, map(as_argument, portions), strict=True)
+            return (await self._answers([call(w, argument) for w, argument in own], self._timeouts.update_s, what))[0]
+
+        return await self.losses.call(calls)
 
     def _stored(self, examples: Sequence[Outlined]) -> tuple[Any, Sequence[Portion | None]]:
         """Stores examples of the warm start; returns a reference to their outlines, and the portion of each rank."""

@@ -1,21 +1,24 @@
-"""Offline learner: objectives of supervised rows, preference pairs and reward models."""
+"""Steps on examples: the warm start, and the objectives of offline jobs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.configs.schema import OfflineConfig, RunConfig
 from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from mobula.learner.algorithms.policy_losses import Totals, token_mean
+from mobula.learner.backends.base import Backend
 from mobula.learner.backends.sharded import ShardedWriter
 from mobula.learner.examples import (
     DataRows,
@@ -24,6 +27,8 @@ from mobula.learner.examples import (
     ExampleTotals,
     Row,
     SharedExample,
+    StoredExample,
+    TaughtExamples,
     all_whole,
     answer_row,
     collate_examples,
@@ -31,16 +36,15 @@ from mobula.learner.examples import (
     image_row,
     totals_of,
 )
-from mobula.learner.gradient_step import Term
-from mobula.learner.image_teaching import errors
-from mobula.learner.learner import Learner
+from mobula.learner.gradient_step import GradientStep, Term
 from mobula.learner.meter import Meter
-from mobula.learner.optim import NullSlow, SlowWeights, learning_rate
+from mobula.learner.optim import NullAverage, NullSlow, SlowWeights, WeightAverage, learning_rate, taught_rate
 from mobula.learner.policies.adapters import without_adapters
+from mobula.learner.policies.base import Velocities
 from mobula.learner.policies.flow.policy import Noising, StepRescoring
 from mobula.learner.policies.head import PLAIN
-from mobula.learner.policies.trained import teaching_noising
-from mobula.learner.shares import Portion
+from mobula.learner.policies.trained import Scoring, teaching_noising
+from mobula.learner.shares import Portion, ShareFetcher
 
 PAIR_LEVELS = 1  # noise levels of a pair in one step
 Model = Callable[..., Any]
@@ -58,6 +62,36 @@ class Objective(Protocol):
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
         """Returns this micro-batch's part of the step's loss; adds metrics to `meter`."""
         ...
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What steps on this rank's policy are made of."""
+
+    config: RunConfig
+    shares: ShareFetcher
+    reader: MediaReader
+    backend: Backend
+    policy: nn.Module
+    scoring: Scoring
+    step: GradientStep
+    average: WeightAverage | NullAverage
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.config.resources.device)
+
+    def meter(self) -> Meter:
+        return Meter(self.config.learner.sequence_parallel)
+
+    def optimized(
+        self, terms: Sequence[Term[Any]], rate: float, before_step: Callable[[], None] | None = None
+    ) -> float:
+        """Takes one optimizer step and returns the gradient norm. Skips the step if the norm is not finite."""
+        grad_norm = self.step.on_sum(terms, rate, before_step)
+        if math.isfinite(grad_norm):
+            self.average.update()
+        return grad_norm
 
 
 class SupervisedObjective:
@@ -216,60 +250,143 @@ def _measure_pairs(
     )
 
 
-class OfflineLearner(Learner):
-    """A learner rank that runs the steps of `offline.job`. Backends, optimizer, checkpoints and export are those of
-    `Learner`.
+class ImageObjective:
+    """Mean of (v - (noise - image))^2 over images, noise levels and elements.
 
-    `update` and `assess` are collective. A rank gets references to all groups, or outlines and its own `portion`, and
-    fetches its share.
+    Source: Flow Matching for Generative Modeling, arXiv:2210.02747.
     """
 
-    def connect(self, init_method: str) -> None:
-        """Connects as a learner does; a flow model keeps its initial weights as the reference."""
-        super().connect(init_method)
-        self._offline_objective = build_objective(self._config, self._scoring.canary)
-        compares = self._config.sampler.is_flow
-        self._initial = SlowWeights(self._backend.trained, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
+    def __init__(self, replay: StepRescoring) -> None:
+        self._replay = replace(replay, divergence="none")
+
+    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
+        loss = _mean(errors(self.velocities(model, batch)).mean(1), batch, totals)
+        meter.add(loss=loss)
+        return loss
+
+    def velocities(self, model: Model, batch: ExampleBatch) -> Velocities:
+        velocities: Velocities | None = model(batch.tokens, self._replay).velocities
+        assert velocities is not None, "a flow model was given clean images"
+        return velocities
+
+
+def errors(velocities: Velocities) -> Tensor:
+    """[B, K]: mean of (v - (noise - image))^2 over the elements of the latents."""
+    return (velocities.predicted - (velocities.noise - velocities.clean)).square().flatten(2).mean(2)
+
+
+class WarmStart:
+    """Trains the policy on answers or images before RL, with an optimizer of its own, and measures it."""
+
+    def __init__(self, parts: StepParts, step: GradientStep) -> None:
+        """`step` takes the steps instead of that of `parts`: RL starts with a fresh optimizer."""
+        self._parts = replace(parts, step=step, average=NullAverage())
+        scoring = parts.scoring.training
+        self._objective: ImageObjective | SupervisedObjective = (
+            ImageObjective(scoring) if isinstance(scoring, StepRescoring) else SupervisedObjective(parts.config.offline)
+        )
+        self._num_steps = 0
+
+    def step(self, examples: Sequence[StoredExample], portion: Portion | None = None) -> dict[str, float]:
+        """One step; without trained tokens there is none, loss 0 and `skipped` 1."""
+        rate = taught_rate(self._parts.config.warm_start, self._num_steps)
+        self._num_steps += 1
+        fetched = self._fetched(examples, portion)
+        totals, meter = totals_of(fetched), self._parts.meter()
+        counts = {"num_tokens": float(totals.num_tokens), "learning_rate": rate}
+        if totals.num_tokens == 0:
+            return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0, **counts}
+
+        def loss(rows: Sequence[SharedExample]) -> Tensor:
+            return self._objective(self._parts.policy, self._collated(rows), totals, meter)
+
+        grad_norm = self._parts.optimized([Term(fetched, loss)], rate)
+        return {**meter.reduce(), "grad_norm": grad_norm, "skipped": float(not math.isfinite(grad_norm)), **counts}
+
+    def accuracy(self, examples: Sequence[StoredExample], portion: Portion | None = None) -> float:
+        """Returns the share of examples in which each trained token is the argmax given the tokens before it, which is
+        the exact-match accuracy of greedy decoding.
+
+        For images, the explained share of the squared velocities, at least 0:
+        1 - sum (v - (noise - image))^2 / sum (noise - image)^2. A model that predicts 0 has 0. It stays below 1: noise
+        can be predicted only at high noise levels.
+        """
+        fetched, meter = self._fetched(examples, portion), self._parts.meter()
+        with self._parts.backend.inference():
+            for rows in self._parts.step.shares(fetched):
+                batch = self._collated(rows)
+                if isinstance(self._objective, ImageObjective):
+                    velocities = self._objective.velocities(self._parts.policy, batch)
+                    squares = (velocities.noise - velocities.clean).square().flatten(2).mean(2)
+                    sums = {"missed": errors(velocities).mean(1), "asked": squares.mean(1)}
+                    meter.add(**{name: torch.where(batch.is_trained, of, 0.0).sum() for name, of in sums.items()})
+                else:
+                    output = self._parts.policy(batch.tokens, self._parts.scoring.training)
+                    is_right = (output.is_argmax | ~batch.mask).all(dim=1) & batch.mask.any(dim=1)
+                    meter.add(right=is_right.sum())
+        found = meter.reduce()
+        return found["right"] / len(fetched) if "right" in found else max(0.0, 1 - found["missed"] / found["asked"])
+
+    def _fetched(self, examples: Sequence[StoredExample], portion: Portion | None) -> list[SharedExample]:
+        config = self._parts.config
+        return self._parts.shares.fetch(TaughtExamples(examples, config.learner, config.timeouts.object_s, portion))
+
+    def _collated(self, rows: Sequence[SharedExample]) -> ExampleBatch:
+        return collate_examples(rows, self._parts.reader, self._parts.device)
+
+
+class OfflineSteps:
+    """The steps of `offline.job`. Collective.
+
+    A rank gets references to all groups, or outlines and its own `portion`, and fetches its share. A flow model keeps
+    its initial weights as the reference.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._objective = build_objective(parts.config, parts.scoring.canary)
+        trained, compares = parts.backend.trained, parts.config.sampler.is_flow
+        self._initial = SlowWeights(trained, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
     def update(
         self, groups: Sequence[ScoredGroup], version: int, *, portion: Portion | None = None, **more: object
     ) -> UpdateReport:
         """Takes one optimizer step to `version` on these rows; skips rows without trained tokens."""
         assert not more, f"a step of an offline job has rows alone, not {sorted(more)}"
-        with self._profiler.update(version):
-            examples = self._compared(self._examples(groups, portion))
-            totals, meter = totals_of(examples), Meter(self._config.learner.sequence_parallel)
-            rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
-            is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
-            if totals.num_tokens > 0:
-                grad_norm = self._optimized([Term(examples, partial(self._part, totals, meter))], rate)
-                is_taken, metrics = math.isfinite(grad_norm), {**meter.reduce(), "grad_norm": grad_norm}
-            self.version = version
-            counts = {"skipped": float(not is_taken), "optimizer_steps": float(is_taken)}
-            return UpdateReport(version, {**metrics, "learning_rate": rate, **counts})
+        examples = self._compared(self.examples(groups, portion))
+        totals, meter = totals_of(examples), self._parts.meter()
+        rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
+        is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
+        if totals.num_tokens > 0:
+            grad_norm = self._parts.optimized([Term(examples, partial(self._part, totals, meter))], rate)
+            is_taken, metrics = math.isfinite(grad_norm), {**meter.reduce(), "grad_norm": grad_norm}
+        counts = {"skipped": float(not is_taken), "optimizer_steps": float(is_taken)}
+        return UpdateReport(version, {**metrics, "learning_rate": rate, **counts})
 
     def assess(self, groups: Sequence[ScoredGroup], portion: Portion | None = None) -> Mapping[str, float]:
         """Returns the job's metrics on these rows without training."""
-        examples = self._compared(self._examples(groups, portion))
-        totals, meter = totals_of(examples), Meter(self._config.learner.sequence_parallel)
-        with self._backend.inference():
-            for rows in self._step.shares(examples):
+        examples = self._compared(self.examples(groups, portion))
+        totals, meter = totals_of(examples), self._parts.meter()
+        with self._parts.backend.inference():
+            for rows in self._parts.step.shares(examples):
                 self._part(totals, meter, rows)
         return meter.reduce()
 
-    def _examples(self, groups: Sequence[ScoredGroup], portion: Portion | None = None) -> list[SharedExample]:
-        row, timeout_s = self._offline_objective.row, self._config.timeouts.object_s
-        return self._shares.fetch(DataRows([groups], self._config.learner, row, timeout_s, portion))
+    def examples(self, groups: Sequence[ScoredGroup], portion: Portion | None = None) -> list[SharedExample]:
+        """Returns the examples of all ranks, those of this rank's share whole."""
+        row, timeout_s = self._objective.row, self._config.timeouts.object_s
+        return self._parts.shares.fetch(DataRows([groups], self._config.learner, row, timeout_s, portion))
 
     def _compared(self, examples: list[SharedExample]) -> list[SharedExample]:
         """Adds outputs of the initial weights to this rank's examples: predicted velocities for a flow model, log-probs
         for adapters with `reference.place=learner_ranks`. Other examples have log-probs from scorers, or need none."""
         if self._config.sampler.is_flow:
-            with self._initial.in_place(), self._backend.inference():
+            with self._initial.in_place(), self._parts.backend.inference():
                 return self._measured(examples, self._predicted)
         if self._config.reference.place == "learner_ranks":
             # Re-enable adapters after resharding: gathered parameters are not the tensors that the optimizer holds.
-            with without_adapters(self._policy), self._backend.inference():
+            with without_adapters(self._parts.policy), self._parts.backend.inference():
                 return self._measured(examples, self._logprobs)
         return examples
 
@@ -277,20 +394,20 @@ class OfflineLearner(Learner):
         self, examples: list[SharedExample], measure: Callable[[ExampleBatch, Sequence[Example]], list[Example]]
     ) -> list[SharedExample]:
         measured: dict[int, SharedExample] = {}
-        for rows in self._step.shares(examples):
-            batch = collate_examples(rows, self._reader, self._device)
+        for rows in self._parts.step.shares(examples):
+            batch = collate_examples(rows, self._parts.reader, self._parts.device)
             whole = all_whole(rows, Example)
             measured |= {id(row): new for row, new in zip(whole, measure(batch, whole), strict=True)}
         return [measured.get(id(example), example) for example in examples]
 
     def _predicted(self, batch: ExampleBatch, rows: Sequence[Example]) -> list[Example]:
-        predicted = self._policy(batch.tokens, self._scoring.canary).predicted.cpu().numpy()
+        predicted = self._parts.policy(batch.tokens, self._parts.scoring.canary).predicted.cpu().numpy()
         return [row.compared(part) for row, part in zip(rows, np.split(predicted, len(rows)), strict=True)]
 
     def _logprobs(self, batch: ExampleBatch, rows: Sequence[Example]) -> list[Example]:
-        logprobs = iter(self._policy(batch.tokens, PLAIN).logprobs.cpu().numpy())
+        logprobs = iter(self._parts.policy(batch.tokens, PLAIN).logprobs.cpu().numpy())
         return [row.referred([next(logprobs) for _ in row.candidates]) for row in rows]
 
     def _part(self, totals: ExampleTotals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
-        batch = collate_examples(rows, self._reader, self._device)
-        return self._offline_objective(self._policy, batch, totals, meter)
+        batch = collate_examples(rows, self._parts.reader, self._parts.device)
+        return self._objective(self._parts.policy, batch, totals, meter)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -18,90 +18,81 @@ from mobula.learner.policies.base import PolicyOutput
 from mobula.learner.policies.flow.policy import CleanSequence, LatentSequence
 
 FlowRow = LatentSequence | CleanSequence
+Groups = list[list[LearnerItem]]
+Forward = Callable[[Sequence[LearnerItem]], PolicyOutput]
 S = TypeVar("S")
 Scores = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 """Index of an item -> its log-probs and entropies, float32 [T] each, and what a flow model predicted, float32 [N, ...].
 """
 
 
-class ScoringPass:
-    """Scores a step's tokens: each rank computes a share and receives the scores of all ranks. Collective.
+def scores_of(
+    rows: Sequence[Any], backend: Backend, step: GradientStep, score: Callable[[Sequence[Any]], Iterable[S]]
+) -> dict[int, S]:
+    """Returns the scores of all rows by their index. Each rank computes a share. Collective.
+
+    A row may move to another rank in each minibatch, so every rank needs the scores of every row.
+
+    Args:
+        score: the scores of the rows of a micro-batch, in order.
+    """
+    own: dict[int, S] = {}
+    with backend.inference():
+        for share in step.shares(rows):
+            own |= {row.index: found for row, found in zip(share, score(share), strict=True)}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
+    parts: list[dict[int, S]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, own)
+    return {index: score for part in parts for index, score in part.items()}
+
+
+def scored(
+    groups: Groups, backend: Backend, step: GradientStep, forward: Forward, *, keeps_predictions: bool
+) -> Groups:
+    """Returns the items with `old_logprobs` and `entropies`. Collective.
 
     With `keeps_predictions` rows of a flow model also get its predictions, for losses that compare with them.
-
-    A row may move to another rank in each minibatch, so every rank needs the scores of every row: 8 bytes a token.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        step: GradientStep,
-        forward: Callable[[Sequence[LearnerItem]], PolicyOutput],
-        *,
-        keeps_predictions: bool,
-    ) -> None:
-        self._keeps_predictions = keeps_predictions
-        self._backend = backend
-        self._step = step
-        self._forward = forward
+    def score(rows: Sequence[LearnerItem]) -> Iterable[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        output = forward(rows)
+        predicted = _predicted(rows, output) if keeps_predictions else [None] * len(rows)
+        parts = (output.logprobs.cpu().numpy(), output.entropy.cpu().numpy(), predicted)
+        for row, logprobs, entropies, own in zip(rows, *parts, strict=True):
+            end = row.sequence.num_targets
+            yield logprobs[:end].copy(), entropies[:end].copy(), own
 
-    def __call__(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
-        """Returns the items with `old_logprobs` and `entropies`."""
-        scores = gathered(self._own([item for group in groups for item in group]))
-        return [[with_scores(item, scores) for item in group] for group in groups]
-
-    def _own(self, items: Sequence[LearnerItem]) -> Scores:
-        scores: Scores = {}
-        with self._backend.inference():
-            for rows in self._step.shares(items):
-                output = self._forward(rows)
-                parts = (output.logprobs.cpu().numpy(), output.entropy.cpu().numpy(), self._predicted(rows, output))
-                for row, logprobs, entropies, predicted in zip(rows, *parts, strict=True):
-                    end = row.sequence.num_targets
-                    scores[row.index] = (logprobs[:end].copy(), entropies[:end].copy(), predicted)
-        return scores
-
-    def _predicted(self, rows: Sequence[LearnerItem], output: PolicyOutput) -> Sequence[np.ndarray | None]:
-        """Returns the predictions of each row; None without `keeps_predictions`."""
-        if not self._keeps_predictions:
-            return [None] * len(rows)
-        assert isinstance(output.predicted, Tensor), "only flow models predict what such losses compare with"
-        flow = [row.sequence for row in rows if isinstance(row.sequence, FlowRow)]
-        parts = output.predicted.float().cpu().split([row.num_predictions for row in flow])
-        return [part.numpy().copy() for part in parts]
+    scores: Scores = scores_of([item for group in groups for item in group], backend, step, score)
+    return [[with_scores(item, scores) for item in group] for group in groups]
 
 
-class ReferencePass:
-    """Scores a step with the policy without adapters, the reference of a run that starts from the checkpoint. Each rank
-    computes a share and receives the log-probs of all ranks. Collective."""
+def referred(groups: Groups, backend: Backend, step: GradientStep, forward: Forward, model: nn.Module) -> Groups:
+    """Returns the items with `reference_logprobs`: those of the policy without adapters, the reference of a run that
+    starts from the checkpoint. Collective.
+    """
 
-    def __init__(
-        self,
-        backend: Backend,
-        step: GradientStep,
-        forward: Callable[[Sequence[LearnerItem]], PolicyOutput],
-        model: nn.Module,
-    ) -> None:
-        self._backend = backend
-        self._step = step
-        self._forward = forward
-        self._model = model
+    def score(rows: Sequence[LearnerItem]) -> Iterable[np.ndarray]:
+        logprobs = forward(rows).logprobs.cpu().numpy()
+        return [found[: row.sequence.num_targets].copy() for row, found in zip(rows, logprobs, strict=True)]
 
-    def __call__(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
-        """Returns the items with `reference_logprobs`."""
-        own: dict[int, np.ndarray] = {}
-        # Re-enable adapters after resharding: gathered parameters are not the tensors that the optimizer holds.
-        with without_adapters(self._model), self._backend.inference():
-            for rows in self._step.shares([item for group in groups for item in group]):
-                logprobs = self._forward(rows).logprobs.cpu().numpy()
-                own |= {row.index: found[: row.sequence.num_targets] for row, found in zip(rows, logprobs, strict=True)}
-        scores = gathered({index: found.copy() for index, found in own.items()})
-        return [[replace(item, reference_logprobs=scores[item.index]) for item in group] for group in groups]
+    # Adapters come back after resharding: gathered parameters are not the tensors that the optimizer holds.
+    with without_adapters(model):
+        scores = scores_of([item for group in groups for item in group], backend, step, score)
+    return [[replace(item, reference_logprobs=scores[item.index]) for item in group] for group in groups]
 
 
-def unscored(groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
-    """Returns the groups unchanged; replaces a ScoringPass or ReferencePass if nothing reads the scores."""
+def unscored(groups: Groups) -> Groups:
+    """Returns the groups unchanged; replaces `scored` or `referred` if nothing reads the scores."""
     return groups
+
+
+def _predicted(rows: Sequence[LearnerItem], output: PolicyOutput) -> Sequence[np.ndarray]:
+    """Returns the predictions of each row."""
+    assert isinstance(output.predicted, Tensor), "only flow models predict what such losses compare with"
+    flow = [row.sequence for row in rows if isinstance(row.sequence, FlowRow)]
+    parts = output.predicted.float().cpu().split([row.num_predictions for row in flow])
+    return [part.numpy().copy() for part in parts]
 
 
 def with_scores(item: LearnerItem, scores: Scores) -> LearnerItem:
@@ -111,12 +102,3 @@ def with_scores(item: LearnerItem, scores: Scores) -> LearnerItem:
     if predicted is not None and isinstance(sequence, FlowRow):
         sequence = sequence.with_old(predicted)
     return replace(item, sequence=sequence, old_logprobs=logprobs, entropies=entropies)
-
-
-def gathered(own: dict[int, S]) -> dict[int, S]:
-    """Returns the scores of all ranks by item index. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return own
-    parts: list[dict[int, S]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, own)
-    return {index: score for part in parts for index, score in part.items()}

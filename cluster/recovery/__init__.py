@@ -1,1 +1,1 @@
-"""Checkpoints, resume, lost-group regeneration and the restartable learner."""
+"""Checkpoints, resume, lost-group regeneration and restarts of lost ranks."""

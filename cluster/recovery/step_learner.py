@@ -8,15 +8,16 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 
 from mobula.cluster.errors import JournalError, LostObjectError, MobulaError
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.checkpoints import Durable
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
-from mobula.cluster.roles import UpdateReport
+from mobula.cluster.roles import Learner, UpdateReport
 from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
@@ -26,8 +27,12 @@ _logger = logging.getLogger(__name__)
 Regenerate = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
 
 
+class DurableLearner(Learner, Durable, Protocol):
+    """The learner group."""
+
+
 class StepLearner:
-    """Implements `mobula.cluster.roles.Learner` and `Durable` around `learner`, which restarts lost ranks.
+    """Implements `mobula.cluster.roles.Learner` and `Durable` around the learner group, which restarts lost ranks.
 
     The journal is written during the update, before the new version is returned, so no token is sampled with a version
     that the journal of a killed run lacks. The log is written after the update on a separate thread; with more than
@@ -37,7 +42,7 @@ class StepLearner:
 
     def __init__(
         self,
-        learner: RestartableLearner,
+        learner: DurableLearner,
         *,
         journal: ReplayBuffer | None = None,
         log: TrajectoryLog | None = None,

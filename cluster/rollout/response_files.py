@@ -58,15 +58,7 @@ class ContactSheets:
 
     def _images(self, scored: ScoredPrompt) -> list[bytes]:
         """Returns the first image of each response."""
-        if scored.generated is None:
-            return []
-        what = f"the images of {scored.prompt.prompt_id}"
-        [group] = fetch([scored.generated.to_score], timeout_s=self._timeout_s, what=what)
-        if isinstance(group, Answers):
-            responses = group.responses
-        else:
-            assert isinstance(group, TrajectoryGroup), f"{what} are a {type(group).__name__}"
-            responses = tuple(trajectory.response for trajectory in group.trajectories)
+        responses = _responses(scored, "images", self._timeout_s)
         return [response.images[0] for response in responses if response.images]
 
 
@@ -118,7 +110,7 @@ class ResponseFiles:
 
     def _row(self, scored: ScoredPrompt) -> dict[str, object]:
         name = self._accuracy_component
-        responses = self._responses(scored)
+        responses = _responses(scored, "responses", self._timeout_s)
         components = [None if reward is None else dict(reward.components) for reward in scored.rewards]
         return {
             "id": scored.prompt.sample_id,
@@ -132,12 +124,14 @@ class ResponseFiles:
             "components": components,
         }
 
-    def _responses(self, scored: ScoredPrompt) -> list[Response]:
-        if scored.generated is None:
-            return []
-        what = f"the responses to {scored.prompt.prompt_id}"
-        [group] = fetch([scored.generated.to_score], timeout_s=self._timeout_s, what=what)
-        if isinstance(group, Answers):
-            return list(group.responses)
-        assert isinstance(group, TrajectoryGroup), f"{what} are a {type(group).__name__}"
-        return [trajectory.response for trajectory in group.trajectories]
+
+def _responses(scored: ScoredPrompt, kind: str, timeout_s: float) -> Sequence[Response]:
+    """Fetches the responses to a prompt; none to an excluded one."""
+    if scored.generated is None:
+        return []
+    what = f"the {kind} of {scored.prompt.prompt_id}"
+    [group] = fetch([scored.generated.to_score], timeout_s=timeout_s, what=what)
+    if isinstance(group, Answers):
+        return group.responses
+    assert isinstance(group, TrajectoryGroup), f"{what} are a {type(group).__name__}"
+    return [trajectory.response for trajectory in group.trajectories]

@@ -1,10 +1,10 @@
-"""Bounds on the log-prob gap between engine and learner, and the samples that measure it."""
+"""Bounds on the log-prob gap of engine and learner, samples that measure it, and classes of the tokens of the probe."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -134,3 +134,32 @@ class Gap:
 
     def __str__(self) -> str:
         return f"{self.mean:.3g} nat in the mean, {self.max:.3g} at most"
+
+
+MEDIA, TEMPLATE, TEXT = "media", "template", "text"
+
+
+def classes_of(probe: Prompt, others: Sequence[Prompt]) -> Mapping[str, np.ndarray]:
+    """Returns for each class that occurs which log-probs it has, bool [P - 1].
+
+    Media are the placeholders of images, videos and sounds. The template are the tokens with which the probe and all
+    of `others` begin and end, including a question that all of them have.
+    """
+    ids = np.asarray(probe.expanded_ids)
+    is_media, is_shared = np.zeros(len(ids), dtype=np.bool_), np.zeros(len(ids), dtype=np.bool_)
+    for span in probe.media_spans:
+        is_media[span.start : span.end] = True
+    if others:
+        start = min(_num_equal(ids, np.asarray(other.expanded_ids)) for other in others)
+        end = min(_num_equal(ids[::-1], np.asarray(other.expanded_ids)[::-1]) for other in others)
+        is_shared[:start] = True
+        is_shared[len(ids) - end :] = True
+    found = {MEDIA: is_media, TEMPLATE: is_shared & ~is_media, TEXT: ~is_shared & ~is_media}
+    return {name: mask[1:] for name, mask in found.items() if mask[1:].any()}  # the first token has no log-prob
+
+
+def _num_equal(ids: np.ndarray, others: np.ndarray) -> int:
+    """Returns the number of equal tokens at the start."""
+    num = min(len(ids), len(others))
+    differs = np.flatnonzero(ids[:num] != others[:num])
+    return int(differs[0]) if len(differs) else num

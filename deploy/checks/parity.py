@@ -17,8 +17,7 @@ from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import CanaryError
 from mobula.cluster.records.trajectory import Prompt
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
-from mobula.cluster.weight_sync.interfaces import Receiver
+from mobula.cluster.weight_sync.interfaces import Receiver, Sender
 from mobula.cluster.weight_sync.tolerance import Gap, MeasuredRounding, Rounding, Tolerance
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.families import family_at, model_type_at
@@ -142,7 +141,7 @@ class ParityGate:
     before its canary, which has one prompt and reports a difference as a failed transfer."""
 
     model_type: str
-    learner: RestartableLearner
+    learner: Sender
     receivers: Callable[[], Sequence[Receiver]]
     prompts: Mapping[str, Prompt]  # by the name of the case; empty disables the comparison
     tolerance: Tolerance
@@ -179,7 +178,7 @@ def tolerance_of(config: RunConfig) -> Tolerance:
 def parity_gate(
     config: RunConfig,
     processor: object,
-    learner: RestartableLearner,
+    learner: Sender,
     receivers: Callable[[], Sequence[Receiver]],
     tolerance: Tolerance,
 ) -> ParityGate:

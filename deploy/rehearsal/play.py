@@ -272,7 +272,7 @@ async def _run(
     events: list[str],
 ) -> None:
     inference, training = roles.inference(), roles.training()
-    await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
+    await run_all(training.learner.start(), inference.rollouts.start(), inference.rewards.start())
     stop = StopRequest(deadline_s=prepared.config.timeouts.stop_checkpoint_s, progress=metrics.progress)
     controller = build_controller(prepared, inference, training, RunContext(prepared.config, metrics, stop), ())
     controller = replace(controller, replay=_TimedQueue(controller.replay, roles.compute_driver))

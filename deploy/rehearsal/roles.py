@@ -12,7 +12,7 @@ from typing import Any
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.errors import PlacementError, WorkerDiedError
 from mobula.cluster.recovery.checkpoints import newest_learner_state
-from mobula.cluster.recovery.restartable_learner import NotRestartableError, RestartableLearner
+from mobula.cluster.recovery.lost_ranks import NotRestartableError, RestoredRanks
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
@@ -108,23 +108,20 @@ class SimulatedRoles:
 
     def training(self) -> Training:
         config = self.config
-        group = _LearnerGroup(
-            self._start_ranks, config.timeouts, lambda value: value, planners=Planners(planner_of(config))
-        )
-        group.restored, group.may_return = self._all_up, lambda: bool(self.returning)
-        learner = RestartableLearner(
+        group = _LearnerGroup(self)
+        group.losses = RestoredRanks(
             group,
             newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
             budget=RestartBudget(restart_policy(config)),
             on_lost=self._on_lost,
         )
         watched = [
-            replace(watched_rank(group, index, learner, config), close=_nothing) for index in range(len(group.workers))
+            replace(watched_rank(group, index, group, config), close=_nothing) for index in range(len(group.workers))
         ]
         reference = self._reference()
         if isinstance(reference, ReferencePool):
             watched.append(watched_pool(REFERENCE, reference.pool.check, reference.pool.close))
-        return Training(group, learner, reference, replay_buffer(config), tuple(watched), None)
+        return Training(group, reference, replay_buffer(config), tuple(watched), None)
 
     def node_of(self, role: str, index: int) -> str:
         return next(worker.node_id for worker in self.places(role) if worker.index == index)
@@ -217,7 +214,7 @@ class SimulatedRoles:
             **busy,
         }
 
-    async def _all_up(self) -> None:
+    async def all_up(self) -> None:
         """Waits until every node of a learner rank is there."""
         while any(worker.node_id in self.down for worker in self.places(LEARNER)):
             await self._restored.wait()
@@ -248,7 +245,7 @@ class SimulatedRoles:
             load_s=state_bytes / speeds.storage_bytes_per_s,
         )
 
-    def _start_ranks(self) -> list[Handle]:
+    def start_ranks(self) -> list[Handle]:
         self.ranks.forget()
         self.rank_handles = [
             Handle(SimulatedRank(self.ranks, worker.index), worker.name) for worker in self.places(LEARNER)
@@ -330,25 +327,23 @@ class SimulatedRoles:
 class _LearnerGroup(LearnerGroup):
     """A learner group whose ranks are no Ray actors."""
 
-    restored: Callable[[], Any]
-    may_return: Callable[[], bool]  # whether a lost node comes back
+    def __init__(self, roles: SimulatedRoles) -> None:
+        config = roles.config
+        planners = Planners(planner_of(config))
+        super().__init__(roles.start_ranks, config.timeouts, lambda value: value, planners=planners)
+        self._roles = roles
 
-    async def respawn(self) -> None:
+    async def replaced(self, workers: Sequence[Any]) -> Sequence[Any]:
         """As of `LearnerGroup`; waits for lost nodes up to `timeouts.start_s`."""
-        self.version, self.is_started = 0, False
-        for worker in self._workers:
+        for worker in workers:
             worker.lose(WorkerDiedError(f"{worker.name} is ended"))
         try:
             async with asyncio.timeout(self._timeouts.start_s):
-                await self.restored()
+                await self._roles.all_up()
         except TimeoutError as error:
-            lost = WorkerDiedError if self.may_return() else NotRestartableError
+            lost = WorkerDiedError if self._roles.returning else NotRestartableError
             raise lost("the learner has no place: a node with learner ranks is gone") from error
-        self._workers = self._spawn()
-        await self.start()
-
-    async def close(self) -> None:
-        """Nothing is held."""
+        return self._spawn()
 
 
 class _Hosts:

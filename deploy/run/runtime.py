@@ -224,10 +224,10 @@ async def _train(cluster: RunCluster, run: RunContext) -> None:
 
 async def _train_on_rows(prepared: PreparedRows, processors: Processors, spawner: Spawner, run: RunContext) -> None:
     training = spawn_offline(prepared, spawner, run, processors.watched)
-    ranks = partial(rank_statuses, training.ranks, training.learner)
+    ranks = partial(rank_statuses, training.learner)
     roles = {**training.scalable, **processors.scalable}
     async with control_loop(run, spawner, roles, None, training.rows, ranks).running():
-        await _started(run.metrics.start_up.timing("learner", training.ranks.start()), processors.start())
+        await _started(run.metrics.start_up.timing("learner", training.learner.start()), processors.start())
         controller = await asyncio.to_thread(build_offline_controller, prepared, training, run)
         tune_gc()
         await controller.run()
@@ -237,12 +237,12 @@ async def _train_on_rollouts(prepared: Prepared, processors: Processors, spawner
     training = spawn_training(prepared, spawner, run)
     inference = spawn_inference(prepared, spawner, run.lost)
     roles = {**scalable_roles(inference, training), **processors.scalable}
-    in_flight, ranks = inference.in_flight_requests, partial(rank_statuses, training.ranks, training.learner)
+    in_flight, ranks = inference.in_flight_requests, partial(rank_statuses, training.learner)
     control, timing = control_loop(run, spawner, roles, in_flight, training.replay, ranks), run.metrics.start_up.timing
     try:
         async with control.running():
             await _started(
-                timing("learner", training.ranks.start()),
+                timing("learner", training.learner.start()),
                 timing("engines", inference.rollouts.start()),
                 timing("scorers", inference.rewards.start()),
                 processors.start(),

@@ -23,8 +23,7 @@ from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, Re
 from mobula.cluster.rollout.evaluation import InformingLog
 from mobula.cluster.rollout.group_observers import EpisodeStages, OpeningRule, RejectionCounts, StageCurriculum
 from mobula.cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
-from mobula.cluster.weight_sync.probe_tokens import MEDIA, TEMPLATE, TEXT, classes_of
-from mobula.cluster.weight_sync.tolerance import FreshSamples, Rounding, Tolerance
+from mobula.cluster.weight_sync.tolerance import MEDIA, TEMPLATE, TEXT, FreshSamples, Rounding, Tolerance, classes_of
 from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
 from mobula.cluster.workers.colocation import GpuLease, LeasedRollouts, LeasedWeights
 from mobula.cluster.workers.supervisor import Supervisor, Watched
@@ -84,7 +83,7 @@ def build_controller(
     rejections = RejectionCounts(metrics)
     observers: Sequence[GroupObserver] = [rejections, stages] if stages else [rejections]
     dispatcher = _dispatcher(run, source, rollouts, inference, training, observers)
-    guard = build_guard(run, training.ranks, training.learner, dispatcher.reject_before)
+    guard = build_guard(run, training.learner, dispatcher.reject_before)
     responses = response_log(prepared, config.run_folder / RESPONSES_FOLDER)
     informing = InformingLog(JudgedLog(guard, responses) if guard else responses)
     on_result = partial(record_evaluation, metrics)
@@ -97,7 +96,7 @@ def build_controller(
     weights.on_published(partial(_after_push, prepared, inference, metrics))
     weights.on_published(audit.pushed)
     weights.on_admitted(audit.admitted)
-    training.learner.observe_with(audit)
+    training.learner.losses.observers.append(audit)
     weights.on_arrived(
         parity_gate(config, prepared.processor, training.learner, inference.rollouts.receivers, tolerance)
     )
@@ -136,7 +135,7 @@ def build_controller(
             **({"supervised": training.supervised} if training.supervised else {}),
             **({"guard": guard} if guard else {}),
         },
-        prepare=partial(_make_version_zero, prepared, training.ranks, metrics.start_up),
+        prepare=partial(_make_version_zero, prepared, training.learner, metrics.start_up),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         **({"kept": guard.kept} if guard else {}),
         before_resume=gpu_lease.begin if gpu_lease else None,
@@ -245,7 +244,7 @@ def _regenerator(
         on_lost=run.retried,
         on_replaced=run.audit.regenerated,
     )
-    training.learner.recall_with(regenerator.recall)
+    training.learner.losses.recall = regenerator.recall
     return regenerator
 
 
@@ -266,7 +265,7 @@ def _measure_fresh(config: RunConfig, probe: Prompt, inference: Inference, train
     sampling = sampling_settings(config)
     num_tokens = min(FRESH_TOKENS, sampling.max_tokens)
     settings = replace(sampling, num_samples=1, max_tokens=num_tokens)
-    training.ranks.measure_with(FreshSamples(inference.rollouts.engines_of, probe, settings))
+    training.learner.measure_with(FreshSamples(inference.rollouts.engines_of, probe, settings))
 
 
 def _weights(

@@ -18,7 +18,6 @@ from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import CONTENT, HELD_OUT
 from mobula.cluster.records.trajectory import Prompt, Reward
 from mobula.cluster.recovery.checkpoints import newest_learner_state
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.evaluation import (
     EvaluationJournal,
@@ -143,16 +142,14 @@ def record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
         metrics.record_evaluation(record)
 
 
-def build_guard(
-    run: RunContext, ranks: LearnerGroup, learner: RestartableLearner, on_rollback: Callable[[int], None]
-) -> RunGuard | None:
+def build_guard(run: RunContext, learner: LearnerGroup, on_rollback: Callable[[int], None]) -> RunGuard | None:
     """Returns the configured guard; None if no sign is on. `on_rollback` gets the version of each rollback."""
     config = run.config
     names = guard_signs(config)
     if not names:
         return None
     guard, judges, kl_scale = config.guard, config.rewards.judge_weights, KLScale()
-    ranks.scale_kl_with(kl_scale)
+    learner.scale_kl_with(kl_scale)
     is_held_out = config.rewards.judged_interval == 0
     signs: list[Sign] = [DRIFTS[name](getattr(guard.limits, name)) for name in names if name in DRIFTS]
     divergence = [Divergence(guard.min_effect)] if "judge" in names else []

@@ -18,7 +18,6 @@ from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.metrics.summary import wilson_interval
 from mobula.cluster.recovery.checkpoints import CheckpointAlone
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.rollout.evaluation import EvaluationSchedule, RowEvaluator
 from mobula.cluster.rollout.row_stream import RowStream, stored
 from mobula.cluster.weight_sync.interfaces import NoReceivers
@@ -37,8 +36,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OfflineTraining:
-    ranks: LearnerGroup  # without restarts: for use before the first checkpoint
-    learner: RestartableLearner
+    learner: LearnerGroup
     reference: ReferencePool | NullReference
     rows: RowStream
     watched: tuple[Watched, ...]
@@ -58,11 +56,11 @@ def spawn_offline(
     """Starts the learner ranks, and reference scorers if the job compares with the initial policy. The supervisor also
     watches the roles in `beside`."""
     config = prepared.config
-    ranks, learner, watched = spawn_learner(prepared, spawner, run.lost)
+    learner, watched = spawn_learner(prepared, spawner, run.lost)
     frozen = reference_folder(config)
     reference = reference_pool(config, spawner, frozen, (), teachers={}, on_lost=run.lost, on_retry=run.rescored)
     rows = RowStream(prepared.source(), ray.put, reference, total_steps=config.num_steps)
-    return OfflineTraining(ranks, learner, reference, rows, (*watched, *watched_reference(reference), *beside))
+    return OfflineTraining(learner, reference, rows, (*watched, *watched_reference(reference), *beside))
 
 
 def build_offline_controller(
@@ -74,7 +72,7 @@ def build_offline_controller(
     """Builds the main loop of an offline job and its collaborators. Prepares the held-out rows: call it in a thread,
     since the event loop serves the processor workers."""
     config, metrics = run.config, run.metrics
-    training.learner.observe_with(run.audit)
+    training.learner.losses.observers.append(run.audit)
     held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)
     rows = [stored(row, 0, put) for row in held_out.prompts]
     identity = {
@@ -98,7 +96,7 @@ def build_offline_controller(
         training.learner,
         CheckpointAlone(),
         parts={"stream": training.rows, "evaluator": evaluator},
-        prepare=partial(_freeze_reference, prepared, training.ranks),
+        prepare=partial(_freeze_reference, prepared, training.learner),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
     )
     return Controller(

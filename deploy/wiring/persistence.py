@@ -36,9 +36,8 @@ from mobula.cluster.metrics.sinks.trackers import TrackedRun, refuse_missing, tr
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, Durable, Recovery
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.resume import AfterRepeat, JournalRecovery, NoRecovery
-from mobula.cluster.recovery.step_learner import StepLearner
+from mobula.cluster.recovery.step_learner import DurableLearner, StepLearner
 from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal, Recovered, journal_identity
@@ -284,7 +283,7 @@ def trajectory_log(
     return TrajectoryLog(run_folder / TRAJECTORIES_FOLDER, timeout_s=config.timeouts.object_s, on_written=on_written)
 
 
-def step_learner(run: RunContext, learner: RestartableLearner, replay: ReplayBuffer, **options: Any) -> StepLearner:
+def step_learner(run: RunContext, learner: DurableLearner, replay: ReplayBuffer, **options: Any) -> StepLearner:
     """Wraps `learner` with the configured journal and trajectory log; `options` go to `StepLearner`."""
     config = run.config
     return StepLearner(

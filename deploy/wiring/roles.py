@@ -23,7 +23,7 @@ from mobula.actors.rollout.episodes import EpisodeActor, EpisodeSettings
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.base import engine_settings as settings_of_engine
 from mobula.cluster.recovery.checkpoints import newest_learner_state
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.lost_ranks import RestoredRanks
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
@@ -47,7 +47,6 @@ from mobula.learner.critic_ranks import CriticGroup, CriticRank, LearnerWithCrit
 from mobula.learner.examples import planners_of
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup, RankGroup
-from mobula.learner.offline import OfflineLearner
 from mobula.learner.policies.checkpoint.stored import pushed_tensors
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.shares import planner_of
@@ -374,8 +373,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class Training:
-    ranks: LearnerGroup  # without restarts: for the warm start, before there is a checkpoint
-    learner: RestartableLearner
+    learner: LearnerGroup
     reference: ReferencePool | NullReference
     replay: ReplayBuffer
     watched: tuple[Watched, ...]
@@ -399,13 +397,12 @@ def spawn_training(prepared: Prepared, spawner: Spawner, run: RunContext) -> Tra
     """Starts learner ranks and reference scorers, which load in the background, and creates the replay buffer."""
     config, banned = prepared.config, prepared.processor.media_token_ids
     supervised = supervised_rows(prepared)
-    ranks, learner, watched = spawn_learner(prepared, spawner, run.lost, supervised)
+    learner, watched = spawn_learner(prepared, spawner, run.lost, supervised)
     frozen = prepared.teacher_folder or reference_folder(config)
     reference = reference_pool(
         config, spawner, frozen, banned, teachers=prepared.teachers, on_lost=run.lost, on_retry=run.rescored
     )
     return Training(
-        ranks=ranks,
         learner=learner,
         reference=reference,
         replay=replay_buffer(config, run.tracer),
@@ -434,20 +431,20 @@ def spawn_learner(
     spawner: Spawner,
     on_lost: Callable[[str], None],
     supervised: SupervisedRows | None = None,
-) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
-    """Starts the learner ranks; returns the group without restarts, with restarts, and each rank for the supervisor."""
+) -> tuple[LearnerGroup, list[Watched]]:
+    """Starts the learner ranks; returns the group, and each rank for the supervisor."""
     config = prepared.config
-    ranks = learner_group(prepared, spawner, supervised)
-    learner = RestartableLearner(
-        ranks,
+    learner = learner_group(prepared, spawner, supervised)
+    learner.losses = RestoredRanks(
+        learner,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
         budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )
     watched = [
-        watched_rank(group, index, learner, config) for group in ranks.groups for index in range(len(group.workers))
+        watched_rank(group, index, learner, config) for group in learner.groups for index in range(len(group.workers))
     ]
-    return ranks, learner, watched
+    return learner, watched
 
 
 def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
@@ -481,12 +478,12 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
     return {"rollout": inference.rollouts, **rewards, **scorers}
 
 
-def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[WorkerStatus]:
-    if learner.is_restarting:
+def rank_statuses(learner: LearnerGroup) -> list[WorkerStatus]:
+    if learner.losses.is_restarting:
         state = WorkerState.WAITING
     else:
-        state = WorkerState.SERVING if ranks.is_started else WorkerState.STARTING
-    version = ranks.version if state is WorkerState.SERVING else None
+        state = WorkerState.SERVING if learner.is_started else WorkerState.STARTING
+    version = learner.version if state is WorkerState.SERVING else None
     return [
         WorkerStatus(
             f"{group.role}/{index}",
@@ -496,7 +493,7 @@ def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[Work
             learner.num_restarts,
             vitals=group.vitals[index] if index in group.vitals else None,
         )
-        for group in ranks.groups
+        for group in learner.groups
         for index in range(len(group.workers))
     ]
 
@@ -510,10 +507,9 @@ def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
     """Returns the handles of all learner ranks, which load in the background. If a rank's node is gone, blocks until
     all ranks are placed again, or raises PlacementError."""
     config, processor = prepared.config, prepared.processor
-    role = OfflineLearner if config.offline.is_on else Learner
     ranks = spawner.book_together("learner")
     env, ids = learner_environment(config), (processor.media_token_ids, processor.template_token_ids)
-    return [spawner.start(role, config, w.index, len(ranks), *ids, worker=w, env=env) for w in ranks]
+    return [spawner.start(Learner, config, w.index, len(ranks), *ids, worker=w, env=env) for w in ranks]
 
 
 def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
@@ -523,7 +519,7 @@ def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
     return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w, env=env) for w in ranks]
 
 
-def watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
+def watched_rank(ranks: RankGroup, index: int, learner: LearnerGroup, config: RunConfig) -> Watched:
     """Watches a learner rank. The loss of a rank restarts all ranks; pings of replaced ranks are ignored."""
     name = f"{ranks.role}/{index}"
 
@@ -542,4 +538,4 @@ def watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, conf
     async def close() -> None:
         await stop(ranks.workers[index], timeout_s=config.timeouts.stop_s, what=name)
 
-    return Watched(name, ping, close, on_lost=learner.lose)
+    return Watched(name, ping, close, on_lost=learner.losses.lose)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -17,15 +17,15 @@ from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row, RowError
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.demonstrations import Demonstrations
+from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.seeds import SEED_BITS, derived_seed
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
-from mobula.learner.image_teaching import ImageExample
+from mobula.learner.examples import Example
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.policies.flow.policy import CleanSequence, Noising, condition_of
 from mobula.learner.policies.trained import teaching_noising
-from mobula.learner.supervised import SupervisedExample
 
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
@@ -90,9 +90,9 @@ def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
 class Examples(Protocol):
     """Builds a training example from a prompt and a sampling seed."""
 
-    async def taught(self, prompt: Prompt, seed: int) -> Any: ...
+    async def taught(self, prompt: Prompt, seed: int) -> Example: ...
 
-    async def checked(self, prompt: Prompt, seed: int) -> Any:
+    async def checked(self, prompt: Prompt, seed: int) -> Example:
         return await self.taught(prompt, seed)
 
     def close(self) -> None:
@@ -113,20 +113,19 @@ class Solutions(Examples):
     def __init__(self, processor: ChatProcessor) -> None:
         self._processor = processor
 
-    async def taught(self, prompt: Prompt, seed: int) -> SupervisedExample:
+    async def taught(self, prompt: Prompt, seed: int) -> Example:
         _, solution = prompt.references
         answer = self._processor.encode_answer(solution)
-        return SupervisedExample(prompt, answer, np.ones(len(answer), dtype=bool))
+        return Example.of_answer(prompt, TokenActions(answer), np.ones(len(answer), dtype=bool))
 
 
 class Episodes(Examples):
     def __init__(self, demonstrations: Demonstrations) -> None:
         self._demonstrations = demonstrations
 
-    async def taught(self, prompt: Prompt, seed: int) -> SupervisedExample:
+    async def taught(self, prompt: Prompt, seed: int) -> Example:
         demonstration = await self._demonstrations.of(prompt)
-        actions = demonstration.actions
-        return SupervisedExample(prompt, actions.token_ids, demonstration.mask, actions.media, actions.media_spans)
+        return Example.of_answer(prompt, demonstration.actions, demonstration.mask)
 
     def close(self) -> None:
         self._demonstrations.close()
@@ -145,15 +144,17 @@ class Images(Examples):
             )
         self._taught, self._checked = (teaching_noising(config, num) for num in (1, CHECKED_LEVELS))
 
-    async def taught(self, prompt: Prompt, seed: int) -> ImageExample:
+    async def taught(self, prompt: Prompt, seed: int) -> Example:
         drawn = derived_seed(seed, "text") / (1 << SEED_BITS)
         return self._example(self._taught, prompt, seed, without_text=drawn < self._text_dropout)
 
-    async def checked(self, prompt: Prompt, seed: int) -> ImageExample:
+    async def checked(self, prompt: Prompt, seed: int) -> Example:
         return self._example(self._checked, prompt, seed)
 
-    def _example(self, noising: Noising, prompt: Prompt, seed: int, *, without_text: bool = False) -> ImageExample:
+    def _example(self, noising: Noising, prompt: Prompt, seed: int, *, without_text: bool = False) -> Example:
         """`without_text` uses the negative prompt, the second condition."""
         clean = self._processor.clean(prompt, derived_seed(seed, "image"))
         conditions = condition_of(prompt)
-        return ImageExample(CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed))
+        return Example.of_image(
+            CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed)
+        )

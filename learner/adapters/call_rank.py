@@ -7,32 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobula.cluster.errors import CheckpointError, DeadlineError, LostObjectError
-from mobula.cluster.records.media import MediaReader
 from mobula.cluster.training_service.interfaces import LossCall
 from mobula.configs.schema import RunConfig
 from mobula.learner.adapters.adapter import with_targets
 from mobula.learner.adapters.calls import CallBatch, CallRow, Factors, PartialResult, RowLimits, refuse_invalid
-from mobula.learner.backends import build_backend
-from mobula.learner.backends.sharded import RankRendezvous
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.policies.batch import TokenBatch, collate
 from mobula.learner.policies.families import family_of
 from mobula.learner.policies.head import PLAIN
-from mobula.learner.policies.loading import DTYPES, recompute_blocks
-from mobula.learner.policies.trained import as_policy, unread_trained_model
+from mobula.learner.rank import Rank
 from mobula.learner.shares import all_ranks
 
 T = TypeVar("T")
 OPTIMIZERS = ("adamw", "adamw_8bit")  # those with the parameters that clients send
 
 
-class CallRank(ABC):
+class CallRank(Rank, ABC):
     """Computes calls: validation, micro-batches, forward and backward passes. Subclasses own what is trained.
 
     All methods are collective, except `rendezvous_address` and `close`. Rows are split over the ranks. The model is
@@ -45,36 +39,18 @@ class CallRank(ABC):
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
         """Raises: ValueError: the configuration asks for what a training service cannot have."""
         refuse_unsupported(config)
-        self._config = config
-        self._rank = rank
-        self._world_size = world_size
-        self._rendezvous = RankRendezvous()
-        self._device = torch.device(config.resources.device)
-        self._reader = MediaReader(
-            timeout_s=config.timeouts.object_s,
-            max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
-        )
+        super().__init__(config, rank, world_size)
 
-    def rendezvous_address(self) -> str:
-        """Returns the `host:port` that all ranks `connect` to. Called on rank 0."""
-        return self._rendezvous.address(self._config.timeouts.start_s)
-
-    def connect(self, init_method: str) -> None:
-        """Loads the base model, joins the process group and shards the model over the ranks."""
-        torch.set_num_threads(self._config.resources.learner.num_threads)
-        model, weights = unread_trained_model(self._config)
+    def _build(self, join: Callable[[], None]) -> None:
+        model, weights = self._read_policy()
         assert isinstance(model, PreTrainedModel), "the configuration refuses other models"
-        model.train()  # activation checkpointing is for training mode; there is no dropout
-        recompute_blocks(model, self._config.learner.activation_checkpointing)
         text = model.config.get_text_config()
         self._limits = RowLimits(text.vocab_size, text.max_position_embeddings)
-        self._prepare(model)
-        self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
-        dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
-        self._backend = build_backend(self._config.learner, self._device, dtype, num_replicas)
         family = family_of(model.config, model.config.name_or_path)
         self._shares_prefixes = self._config.learner.shares_prompts and family.shares_prefixes
-        self._policy = self._backend.wrap(as_policy(model, self._config), weights)
+        self._prepare(model)
+        join()
+        self._shard_policy(weights)
 
     def compute(self, calls: Sequence[LossCall]) -> list[PartialResult | Exception]:
         """Runs calls as one batch; returns this rank's part of each result.
@@ -103,10 +79,6 @@ class CallRank(ABC):
             if call.has_backward:
                 self._accumulate(call.adapter, batch.leaves[number])
         return batch.results()
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     @abstractmethod
     def _prepare(self, model: PreTrainedModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from mobula.learner.adapters.calls import CallBatch, CallRow, Factors
 from mobula.learner.backends.sharded import ShardedWriter, saved_shapes, saved_tensors
 from mobula.learner.optim import local
 from mobula.learner.policies.batch import TokenBatch
-from mobula.learner.policies.trained import save_trained
 from mobula.learner.policy_weights import PolicyWeights
 from mobula.learner.state_files import read_state
 
@@ -47,9 +46,9 @@ class FullWeightsRank(CallRank):
         super().__init__(config, rank, world_size)
         self._name: str | None = None  # of the model that is trained
 
-    def connect(self, init_method: str) -> None:
-        """Loads the model, and copies this rank's shard to host memory for the next model that is created."""
-        super().connect(init_method)
+    def _build(self, join: Callable[[], None]) -> None:
+        """Also copies this rank's shard to host memory, for the next model that is created."""
+        super()._build(join)
         self._trained = self._backend.trained()
         self._initial = [shard.detach().to("cpu", copy=True) for shard in local(self._trained.values())]
         self._gradients = ShardedWriter()
@@ -108,22 +107,7 @@ class FullWeightsRank(CallRank):
     def export(self, adapter: str, folder: Path) -> None:
         """Writes a checkpoint in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered."""
         self._refuse_other(adapter)
-        tensors = self._outgoing.plain_state(self._backend)
-
-        def write() -> None:
-            try:
-                save_trained(self._model, self._config, folder, self._outgoing.described, tensors)
-            finally:
-                gather_rest()
-
-        def gather_rest() -> None:
-            """All ranks wait in each gather, also after a failed write."""
-            for _ in tensors:
-                pass
-
-        if self._rank > 0:
-            gather_rest()
-        self._write(write)
+        self._together(lambda: self._save_policy(folder))
 
     def drop(self, adapter: str) -> None:
         """Removes the optimizer state of the model, if there is one of this name."""
@@ -132,7 +116,6 @@ class FullWeightsRank(CallRank):
             self._reset()
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        self._model = model
         self._outgoing = PolicyWeights(model, self._config)
 
     def _leaves(self, name: str) -> Factors:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
-from mobula.learner.backends.sharded import ShardedWriter, gather_whole, load_sharded
-from mobula.learner.optim import build_optimizer
+from mobula.learner.backends.sharded import ShardedWriter, gather_whole
+from mobula.learner.backends.single import SingleBackend
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.reading import Weights, fill
 
@@ -25,7 +22,7 @@ MAX_WHOLE_GRADIENT_BYTES = 1 << 30  # a rank keeps whole gradients up to this be
 MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: smaller blocks are exchanged with the root
 
 
-class FSDP2Backend:
+class FSDP2Backend(SingleBackend):
     """All ranks of the default process group; weights keep their type, compute is in `dtype`.
 
     Each text and vision block is a unit of its own; what is left (embeddings, norms, head, small blocks) is the root.
@@ -40,10 +37,8 @@ class FSDP2Backend:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig, num_replicas: int = 1) -> None:
-        self._config = config
+        super().__init__(device, dtype, config)
         self._num_replicas = num_replicas
-        self._device = device
-        self._dtype = dtype
 
     def wrap(self, policy: Policy, weights: Weights = ()) -> Policy:
         self._num_ranks = dist.get_world_size()
@@ -65,22 +60,10 @@ class FSDP2Backend:
         self._trained = trained_parameters(policy)  # the shards: between forward and backward others are in their place
         return policy
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        return build_optimizer(self._policy.named_parameters(), self._config)
-
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._root.set_requires_gradient_sync(is_last or not self._keeps_whole_gradients)
         self._root.set_requires_all_reduce(is_last)
         (loss * self._num_ranks).backward()  # FSDP2 averages over ranks; the parts of a loss add up
-
-    def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_grad_norm)
-        grad_norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
-        # Skipped on all ranks or on none: shards of one parameter must take the same steps.
-        if math.isfinite(grad_norm):  # the same number on every rank
-            optimizer.step()
-        optimizer.zero_grad()
-        return grad_norm
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -90,18 +73,9 @@ class FSDP2Backend:
         finally:
             self._root.reshard()  # after a forward the root stays gathered: stale as soon as its shards change
 
-    def trained(self) -> dict[str, Tensor]:
-        return self._trained
-
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         state = self._policy.model.state_dict()
         yield from gather_whole({name: tensor for name, tensor in state.items() if wanted(name)})
-
-    def save(self, folder: Path, optimizer: torch.optim.Optimizer, version: int) -> Callable[[], None]:
-        return self._states.save(folder, self._policy, optimizer, version)
-
-    def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
-        return load_sharded(folder, self._policy, optimizer)
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
@@ -42,8 +43,10 @@ class SingleBackend:
         loss.backward()
 
     def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_grad_norm).item()
-        if math.isfinite(grad_norm):
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_grad_norm)
+        grad_norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+        # Skipped on all ranks or on none: shards of one parameter must take the same steps.
+        if math.isfinite(grad_norm):  # the same number on every rank
             optimizer.step()
         optimizer.zero_grad()
         return grad_norm

@@ -30,8 +30,8 @@ from mobula.learner.policies.checkpoint.reading import StoredWeights, Weights, u
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policies.token import TokenModel
 from mobula.learner.policy_weights import PolicyWeights
-from mobula.learner.scoring_pass import gathered
-from mobula.learner.state import Offloader
+from mobula.learner.rank import Offloader
+from mobula.learner.scoring_pass import scores_of
 
 
 class ScalarHead(nn.Module):
@@ -185,7 +185,8 @@ class Critic:
 
     def valued(self, groups: Groups) -> Groups:
         """Returns the items with the critic's current values; every rank gets the values of all items."""
-        scores = gathered(self._own_values([ValueRow.of(item) for group in groups for item in group]))
+        rows = [ValueRow.of(item) for group in groups for item in group]
+        scores = scores_of(rows, self._backend, self._step, self._values)
         return [[replace(item, values=scores[item.index]) for item in group] for group in groups]
 
     def train(self, parts: Sequence[Sequence[LearnerItem]], version: int) -> dict[str, float]:
@@ -242,15 +243,10 @@ class Critic:
         self._step = GradientStep(self._backend, self._optimizer, self._settings, self._rank, self._world_size)
         self._offloader = Offloader(self._model, self._optimizer, self._device)
 
-    def _own_values(self, rows: Sequence[ValueRow]) -> dict[int, np.ndarray]:
-        """Index of an item -> its values, float32 [T + 1], of this rank's share."""
-        own_values: dict[int, np.ndarray] = {}
-        with self._backend.inference():
-            for share in self._step.shares(rows):
-                values = self._model(collate_rows(share, self._reader, self._device).tokens).cpu().numpy()
-                for row, own in zip(share, values, strict=True):
-                    own_values[row.index] = own[: row.sequence.num_targets].copy()
-        return own_values
+    def _values(self, rows: Sequence[ValueRow]) -> list[np.ndarray]:
+        """float32 [T + 1] of each row."""
+        values = self._model(collate_rows(rows, self._reader, self._device).tokens).cpu().numpy()
+        return [own[: row.sequence.num_targets].copy() for row, own in zip(rows, values, strict=True)]
 
     def _loss(self, part_totals: Totals, meter: Meter, rows: Sequence[ValueRow]) -> Tensor:
         batch = collate_rows(rows, self._reader, self._device)

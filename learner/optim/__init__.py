@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.user_code import chosen
-from mobula.configs.schema import LearnerConfig
+from mobula.configs.schema import LearnerConfig, WarmStartConfig
 from mobula.learner.state_files import is_complete, read_index, read_state
 
 NOT_HIDDEN = ("embed", "lm_head")  # parts of a name: their rows are tokens or positions, not a linear map of features
@@ -364,3 +364,14 @@ def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:
             return config.learning_rate * (1 - progress)
         case "cosine":
             return config.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+
+
+TAUGHT_WARMUP_STEPS = 30  # of the cosine schedule of the warm start
+
+
+def taught_rate(config: WarmStartConfig, step: int) -> float:
+    """The learning rate of warm-start step `step` (from 0); a cosine ends at a tenth of the peak."""
+    if config.schedule == "constant":
+        return config.learning_rate
+    rise = min(1.0, (step + 1) / TAUGHT_WARMUP_STEPS)
+    return config.learning_rate * rise * (0.1 + 0.45 * (1 + math.cos(math.pi * step / config.num_steps)))

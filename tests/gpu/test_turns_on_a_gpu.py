@@ -11,7 +11,7 @@ from engines import LocalSender, new_learner, open_model, perturb, probe_gap, st
 
 from mobula.learner.policies.base import on_device
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-from mobula.learner.state import Offloader
+from mobula.learner.rank import Offloader
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,7 +27,7 @@ from mobula.cluster.controller import Controller
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.lost_ranks import RestoredRanks
 from mobula.cluster.recovery.resume import JournalRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
@@ -164,12 +164,12 @@ class SmallRun:
         """Run to the end; everything is stopped afterwards."""
         self._start()
         try:
-            await asyncio.gather(self._ranks.start(), self.rollout_pool.start())
+            await asyncio.gather(self._learner.start(), self.rollout_pool.start())
             return await self._controller().run()
         finally:
             self.losses.update({f"reward_{kind}": num for kind, num in self.rewards.failures.items() if num})
             self.losses.update({kind: num for kind, num in self.reference.losses.items() if num})
-            closing = (self._ranks, self.replay, self.rollout_pool, self.rewards, self.reference.pool)
+            closing = (self._learner, self.replay, self.rollout_pool, self.rewards, self.reference.pool)
             await asyncio.gather(*(role.close() for role in closing), return_exceptions=True)
 
     def _start(self) -> None:
@@ -181,9 +181,9 @@ class SmallRun:
             health=HealthChecks(interval_s=0.5, probe_interval_s=5, max_failures_in_a_row=3, no_worker_s=START_S),
             on_lost=self._lost,
         )
-        self._ranks = LearnerGroup(self._spawn_ranks, CONFIG.timeouts, ray.put)
-        self._learner = RestartableLearner(
-            self._ranks,
+        self._learner = LearnerGroup(self._spawn_ranks, CONFIG.timeouts, ray.put)
+        self._learner.losses = RestoredRanks(
+            self._learner,
             newest=lambda: newest_learner_state(self.folder / "checkpoints"),
             budget=RestartBudget(POLICY),
             on_lost=self._lost,
@@ -271,7 +271,7 @@ class SmallRun:
         regenerator = GroupRegenerator(
             self.replay, groups, dispatcher.sample_again, timeout_s=OBJECT_S, on_lost=on_lost
         )
-        self._learner.recall_with(regenerator.recall)
+        self._learner.losses.recall = regenerator.recall
         return regenerator
 
     def _records(
@@ -319,15 +319,15 @@ class SmallRun:
 
     def _watched_rank(self, index: int) -> Watched:
         async def ping() -> None:
-            asked = self._ranks.workers[index]
+            asked = self._learner.workers[index]
             try:
                 what = f"learner/{index} to answer that it is alive"
                 await answer(asked.is_alive.remote(), timeout_s=SIGN_S, what=what)
             except Exception:
-                if self._ranks.workers[index] is asked:
+                if self._learner.workers[index] is asked:
                     raise
 
-        return Watched(f"learner/{index}", ping, _nothing, self._learner.lose)
+        return Watched(f"learner/{index}", ping, _nothing, self._learner.losses.lose)
 
     def _spawn(self, role: type, name: str, *args: Any, max_concurrency: int = 1, **settings: Any) -> Any:
         options = self.shape.options_of(name)

@@ -14,7 +14,7 @@ from offline_rows import JOBS, config_of, rows
 from transformers import AutoTokenizer
 
 from mobula.configs.schema import RunConfig
-from mobula.learner.offline import OfflineLearner
+from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,7 +31,7 @@ def train(config: RunConfig, job: str, rank: int, world_size: int, out: Path) ->
     """Two steps, a checkpoint, a third step; back to the checkpoint, and the third step again."""
     tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
     groups = [rows(tokenizer, job, num=5, seed=seed) for seed in range(3)]
-    learner = OfflineLearner(config, rank, world_size, ())
+    learner = Learner(config, rank, world_size, ())
     learner.connect(met_at(learner, rank, out / "address") if world_size > 1 else "")
     seen = {"before": weights(learner), "assessed": dict(learner.assess(groups[2]))}
     seen["metrics"] = [dict(learner.update(groups[n], n + 1).metrics) for n in range(2)]

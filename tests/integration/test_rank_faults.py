@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
-from mobula.learner.state import load_algorithm
+from mobula.learner.rank import load_algorithm
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 

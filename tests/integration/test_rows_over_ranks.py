@@ -316,7 +316,7 @@ def train(rank: int, words: Sequence[str], model: Path, steps: Sequence[Sequence
         ranked.connect(met_at(ranked, rank, out / way / "address"))
         ranked.begin_rl()
         if way == "everything":
-            ranked._shares = AllGroups()
+            ranked.steps._parts = replace(ranked.steps._parts, shares=AllGroups())
         metrics = [dict(ranked.update(groups, n + 1).metrics) for n, groups in enumerate(steps)]
         seen[way] = (metrics, weights(ranked), num_bytes)
         ranked.close()

@@ -12,11 +12,12 @@ from learner_data import group, image, prompt, random_groups, tiny_config
 from taught import at_hand
 from transformers import AutoTokenizer
 
+from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup, WeightSpan
 from mobula.configs.schema import RunConfig
+from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import PEFT_PREFIX, is_factor, split_factor
-from mobula.learner.supervised import SupervisedExample
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
 
@@ -56,7 +57,7 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     finite; then back to the first checkpoint."""
     answer = updates[0][0].group.trajectories[0].actions.token_ids
     asked = prompt(tokenizer, "canary", [image(9)])
-    rows = [SupervisedExample(asked, answer, answer > 0), SupervisedExample(prompt(tokenizer, "t"), answer, answer > 0)]
+    rows = [Example.of_answer(one, TokenActions(answer), answer > 0) for one in (asked, prompt(tokenizer, "t"))]
     seen = {"before": weights(learner)}
     seen |= {"supervised": learner.supervised_step(at_hand(rows)), "accuracy": learner.answer_accuracy(at_hand(rows))}
     learner.save(out / "start")
@@ -95,7 +96,7 @@ def of_version(sampled: TrajectoryGroup, version: int) -> TrajectoryGroup:
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in learner._named_weights()}
+    return {name: tensor.cpu().clone() for name, tensor in learner._outgoing.merged(learner._backend)}
 
 
 def factors(learner: Learner) -> dict[str, torch.Tensor]:

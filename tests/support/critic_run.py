@@ -12,11 +12,12 @@ from learner_data import image, prompt
 from taught import at_hand
 from transformers import AutoTokenizer
 
+from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
 from mobula.configs.schema import RunConfig
 from mobula.learner.batch import fetch_items
+from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
-from mobula.learner.supervised import SupervisedExample
 
 WORDS = (
     "algorithm=ppo_gae",
@@ -44,7 +45,7 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     """RL begins from a supervised step; two updates, save, a third one; load, and the third one again."""
     answer = np.array([1, 2, 3], np.int32)
     asked = [prompt(tokenizer, "a", [image(9)]), prompt(tokenizer, "b")]
-    learner.supervised_step(at_hand([SupervisedExample(a, answer, answer > 0) for a in asked]))
+    learner.supervised_step(at_hand([Example.of_answer(a, TokenActions(answer), answer > 0) for a in asked]))
     before = values(learner, updates[1])
     learner.begin_rl()
     seen = {"before": before, "start": values(learner, updates[1]), "policy_before": weights(learner)}

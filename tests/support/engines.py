@@ -226,7 +226,7 @@ def new_learner(model: Model, *overrides: str) -> Learner:
 def perturb(learner: Learner, seed: int, scale: float = 0.05, only: str = "") -> None:
     """Add noise to every weight whose checkpoint name starts with `only`."""
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in learner._named_weights():
+    for name, tensor in learner._outgoing.merged(learner._backend):
         if name.startswith(only):
             tensor.add_((torch.randn(tensor.shape, generator=generator) * scale).to(tensor.device))
 
@@ -240,11 +240,11 @@ def perturb_adapters(learner: Learner, seed: int, scale: float = 0.1) -> None:
 
 def copied(learner: Learner) -> dict[str, torch.Tensor]:
     """The learner's weights of now, by checkpoint name."""
-    return {name: tensor.clone() for name, tensor in learner._named_weights()}
+    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
 
 
 def restore(learner: Learner, weights: dict[str, torch.Tensor]) -> None:
-    for name, tensor in learner._named_weights():
+    for name, tensor in learner._outgoing.merged(learner._backend):
         tensor.copy_(weights[name])
 
 

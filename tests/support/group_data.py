@@ -79,7 +79,7 @@ class OneRank:
         return self.rank.update(groups, self.rank.version + 1)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.rank._named_weights()}
+        return {name: tensor.clone() for name, tensor in self.rank._outgoing.merged(self.rank._backend)}
 
 
 def numbered(groups: Sequence[ScoredGroup], first: int) -> list[ScoredGroup]:

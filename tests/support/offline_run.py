@@ -15,7 +15,7 @@ from mobula.actors.reference.pool import NullReference
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.checkpoints import newest_learner_state
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.lost_ranks import RestoredRanks
 from mobula.cluster.roles import Reference
 from mobula.cluster.rollout.row_stream import RowStream
 from mobula.cluster.workers.status import RestartBudget
@@ -25,8 +25,8 @@ from mobula.deploy.wiring.offline import OfflineTraining, build_offline_controll
 from mobula.deploy.wiring.persistence import RunContext, build_metrics
 from mobula.deploy.wiring.preparation import prepare
 from mobula.deploy.wiring.roles import reference_folder, restart_policy
+from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.offline import OfflineLearner
 
 
 class OneScorer:
@@ -54,7 +54,7 @@ class OfflineRun:
         self.config = config
         config.run_folder.mkdir(parents=True, exist_ok=True)
         self.prepared = prepare(config, lambda value: value)
-        self.learner = OfflineLearner(config, 0, 1, ())
+        self.learner = Learner(config, 0, 1, ())
         self.ranks = LearnerGroup(lambda: [LocalHandle(self.learner)], config.timeouts, lambda value: value)
         self.reference: Reference = (
             OneScorer(config, reference_folder(config)) if config.needs_reference else NullReference()
@@ -68,14 +68,14 @@ class OfflineRun:
         )
         self.rows = RowStream(source, lambda value: value, self.reference, total_steps=config.num_steps)
         checkpoints = config.run_folder / CHECKPOINTS_FOLDER
-        restartable = RestartableLearner(
+        self.ranks.losses = RestoredRanks(
             self.ranks,
             newest=partial(newest_learner_state, checkpoints),
             budget=RestartBudget(restart_policy(config)),
             on_lost=lambda kind: None,
         )
         self.stop = stop_request(deadline_s=60)
-        self.training = OfflineTraining(self.ranks, restartable, self.reference, self.rows, ())
+        self.training = OfflineTraining(self.ranks, self.reference, self.rows, ())
 
     async def go(self) -> Metrics:
         """Train to the end; returns what was measured."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE, SUMMARY_FILE
 from mobula.cluster.metrics.summary import read_summary
+from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import GroupOutcome, Prompt, Reward
 from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
@@ -34,6 +36,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.parity import ParityGate
 from mobula.deploy.host.run_folder import make_run_folder
 from mobula.deploy.run.run_report import leave_behind
+from mobula.deploy.wiring import warm_start as taught_by
 from mobula.deploy.wiring.evaluation import identity_of
 from mobula.deploy.wiring.persistence import (
     RunContext,
@@ -47,7 +50,6 @@ from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.tiny import TINY, write_tiny
-from mobula.learner.supervised import SupervisedExample
 
 
 def config(folder: Path, *overrides: str) -> RunConfig:
@@ -233,19 +235,36 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(load_config(["experiment=digits", *paths, *(f"warm_start.{word}" for word in steps)]), lambda m: m)
 
 
+class Taught(NamedTuple):
+    """Replaces `Example`, which has no prompt."""
+
+    prompt: Prompt
+    answer_ids: np.ndarray
+    answer_mask: np.ndarray
+
+    @classmethod
+    def of_answer(cls, prompt: Prompt, actions: TokenActions, mask: np.ndarray) -> Taught:
+        return cls(prompt, actions.token_ids, mask)
+
+
+@pytest.fixture(autouse=True)
+def _with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taught_by, "Example", Taught)
+
+
 class WarmStartLearner:
     """Gets better by `gain` a step."""
 
     def __init__(self, gain: float) -> None:
-        self.batches: list[Sequence[SupervisedExample]] = []
-        self.checks: list[Sequence[SupervisedExample]] = []
+        self.batches: list[Sequence[Taught]] = []
+        self.checks: list[Sequence[Taught]] = []
         self._gain = gain
 
-    async def supervised_step(self, examples: Sequence[SupervisedExample]) -> Mapping[str, float]:
+    async def supervised_step(self, examples: Sequence[Taught]) -> Mapping[str, float]:
         self.batches.append(examples)
         return {"loss": 1.0}
 
-    async def answer_accuracy(self, examples: Sequence[SupervisedExample]) -> float:
+    async def answer_accuracy(self, examples: Sequence[Taught]) -> float:
         self.checks.append(examples)
         return self._gain * len(self.batches)
 

@@ -1,23 +1,321 @@
-"""Adapters of several users on one frozen base: each trains as if it were alone."""
+"""Adapters on one frozen base: calls, batches of several adapters, and PEFT."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from adapter_rows import ADAM, OTHER, SPEC, call_of, connected, factors_of, largest_difference, weighted, whole
+from adapter_rows import (
+    ADAM,
+    OTHER,
+    SPEC,
+    call_of,
+    connected,
+    factors_of,
+    largest_difference,
+    rows_of,
+    text_row,
+    weighted,
+    whole,
+)
+from fakes import LocalHandle
+from learner_data import image, prompt, tiny_config
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_checkpoints import write_text_policy
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from mobula.cluster.training_service.interfaces import LossCall
+from mobula.cluster.errors import CheckpointError, WorkerDiedError
+from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
+from mobula.learner.adapters.group import AdapterGroup
+from mobula.learner.adapters.rank import AdapterRank
+from mobula.learner.learner import Learner
 
-STEPS = 5
+IDS = np.array([5, 9, 11, 7, 30, 2])
+
+POLICY = {"logprobs": np.full(5, -5.0, np.float32), "advantages": np.linspace(-1, 1, 5).astype(np.float32)}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_policy(tmp_path_factory.mktemp("base") / "model", "llama")
+
+
+@pytest.fixture
+def rank(base: Path) -> AdapterRank:
+    rank = connected(base)
+    rank.create("a", SPEC)
+    rank.create("b", OTHER)
+    return rank
+
+
+def gradients_of(rank: AdapterRank, adapter: str) -> torch.Tensor:
+    return rank._adapters[adapter].gradient()
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "formula"),
+    [
+        ("importance_sampling", {}, lambda p, q, a: -math.exp(p - q) * a),
+        ("ppo", {}, lambda p, q, a: -min(math.exp(p - q) * a, min(max(math.exp(p - q), 0.8), 1.2) * a)),
+        (
+            "ppo",
+            {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
+            lambda p, q, a: -min(math.exp(p - q) * a, min(max(math.exp(p - q), 0.9), 1.05) * a),
+        ),
+        ("cispo", {"clip_high_threshold": 1.01}, lambda p, q, a: -min(math.exp(p - q), 1.01) * a * p),
+        ("dro", {"beta": 0.5}, lambda p, q, a: -(p * a - 0.25 * (p - q) ** 2)),
+    ],
+)
+def test_loss_is_the_sum_of_its_formula(rank: AdapterRank, loss: str, options: dict, formula) -> None:
+    result = whole(rank.compute([LossCall("a", [text_row(IDS, **POLICY)], loss, options)])[0])
+    columns = (result.outputs[0]["logprobs"], POLICY["logprobs"], POLICY["advantages"])
+    expected = sum(formula(*token) for token in zip(*(column.tolist() for column in columns), strict=True))
+    assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+def bad_calls() -> dict[str, tuple[LossCall, str]]:
+    good, policy = weighted(IDS), text_row(IDS, **POLICY)
+    weights = good.inputs["weights"]
+    inputs = good.inputs
+    return {
+        "no such adapter": (LossCall("c", [good], "cross_entropy"), "no adapter 'c'"),
+        "no such loss": (LossCall("a", [good], "mse"), "no loss 'mse'.*cross_entropy"),
+        "no rows": (LossCall("a", [], "cross_entropy"), "no rows"),
+        "no beta": (LossCall("a", [policy], "dro"), "dro needs the option beta"),
+        "unknown option": (LossCall("a", [good], "cross_entropy", {"beta": 1.0}), "no option 'beta'"),
+        "option of no number": (LossCall("a", [policy], "dro", {"beta": math.nan}), "beta is nan"),
+        "no weights": (LossCall("a", [text_row(IDS)], "cross_entropy"), "target_tokens, weights"),
+        "few targets": (
+            LossCall("a", [replace(good, inputs={**inputs, "target_tokens": IDS[:2]})], "cross_entropy"),
+            r"5 tokens and targets of shape \(2,\)",
+        ),
+        "few weights": (
+            LossCall("a", [replace(good, inputs={**inputs, "weights": weights[:2]})], "cross_entropy"),
+            r"weights of shape \(2,\)",
+        ),
+        "unknown target": (
+            LossCall("a", [replace(good, inputs={**inputs, "target_tokens": IDS[1:] + 10**6})], "cross_entropy"),
+            "row 0.*ids from 0 to",
+        ),
+        "unknown token": (LossCall("a", [good, weighted(IDS - 6)], "cross_entropy"), "row 1 .*tokens from -"),
+        "several targets of ppo": (
+            LossCall("a", [text_row(IDS, **{n: np.stack([v] * 2, 1) for n, v in POLICY.items()})], "ppo"),
+            "logprobs of shape",
+        ),
+        "too long": (LossCall("a", [weighted(np.ones(40_000, int))], "cross_entropy"), "39999 tokens"),
+        "infinite weight": (
+            LossCall("a", [replace(good, inputs={**inputs, "weights": weights + np.float32(np.inf)})], "cross_entropy"),
+            "loss of the call is inf",
+        ),
+        "not a number": (
+            LossCall("a", [policy, text_row(IDS, **{**POLICY, "advantages": np.full(5, np.nan, np.float32)})], "ppo"),
+            "loss of the call is nan",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_a_failed_call_fails_alone(base: Path, rank: AdapterRank, name: str) -> None:
+    bad, message = bad_calls()[name]
+    good, same_adapter = call_of("b", 1), call_of("a", 2)
+    failed, *others = rank.compute([bad, good, same_adapter])
+    with pytest.raises(ValueError, match=message):
+        raise failed if isinstance(failed, Exception) else AssertionError(failed)
+    alone = connected(base)
+    alone.create("a", SPEC)
+    alone.create("b", OTHER)
+    for found, expected in zip(others, alone.compute([good, same_adapter]), strict=True):
+        assert whole(found).metrics == pytest.approx(whole(expected).metrics, rel=1e-6)
+    for adapter in ("a", "b"):
+        torch.testing.assert_close(gradients_of(rank, adapter), gradients_of(alone, adapter), atol=1e-5, rtol=1e-5)
+
+
+def test_calls_of_one_adapter_add_up(base: Path, rank: AdapterRank) -> None:
+    rows = rows_of(4, num=4)
+    rank.compute([LossCall("a", rows[:1], "cross_entropy"), LossCall("a", rows[1:3], "cross_entropy")])
+    rank.compute([LossCall("a", rows[3:], "cross_entropy")])
+    once = connected(base)
+    once.create("a", SPEC)
+    once.compute([LossCall("a", rows, "cross_entropy")])
+    torch.testing.assert_close(gradients_of(rank, "a"), gradients_of(once, "a"), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_several_targets_at_a_position(base: Path, packing: str) -> None:
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, 250, size=(5, 3))
+    weights = rng.normal(size=(5, 3)).astype(np.float32)
+    row = text_row(IDS)
+    many = LossRow(row.prompt, {"target_tokens": targets, "weights": weights})
+    one_by_one = [
+        LossRow(row.prompt, {"target_tokens": targets[:, k], "weights": weights[:, k].copy()}) for k in range(3)
+    ]
+    found = {}
+    for name, rows in (("many", [many, weighted(IDS)]), ("one by one", [*one_by_one, weighted(IDS)])):
+        rank = connected(base, f"learner.packing={packing}")
+        rank.create("a", SPEC)
+        result = whole(rank.compute([LossCall("a", rows, "cross_entropy")])[0])
+        found[name] = result, gradients_of(rank, "a")
+    logits = AutoModelForCausalLM.from_pretrained(base)(torch.from_numpy(IDS[None, :-1])).logits[0]
+    expected = logits.log_softmax(-1).gather(1, torch.from_numpy(targets)).detach().numpy()
+    np.testing.assert_allclose(found["many"][0].outputs[0]["logprobs"], expected, atol=1e-5, rtol=0)
+    assert found["many"][0].metrics == pytest.approx(found["one by one"][0].metrics, rel=1e-5)
+    torch.testing.assert_close(found["many"][1], found["one by one"][1], atol=1e-5, rtol=1e-5)
+
+
+def test_rows_with_images(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    asked = [
+        prompt(tokenizer, "t"),
+        prompt(tokenizer, "i", [image(1), image(2, 2, 4)]),
+        prompt(tokenizer, "j", [image(3)]),
+    ]
+    rows = []
+    for one in asked:
+        targets = np.append(one.expanded_ids[1:], 7).astype(np.int64)
+        rows.append(LossRow(one, {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}))
+    rank = connected(folder)
+    rank.create("a", SPEC)
+    rank.create("b", OTHER)
+    both = rank.compute([LossCall("a", rows, "cross_entropy"), LossCall("b", rows[1:], "cross_entropy")])
+    learner = Learner(tiny_config(folder), 0, 1, ())
+    learner.connect("")
+    for one, output in zip(asked, whole(both[0]).outputs, strict=True):
+        np.testing.assert_allclose(output["logprobs"][:-1], learner.sequence_logprobs(one), atol=1e-5, rtol=0)
+    alone = connected(folder)
+    alone.create("b", OTHER)
+    alone.compute([LossCall("b", rows[1:], "cross_entropy")])
+    torch.testing.assert_close(gradients_of(rank, "b"), gradients_of(alone, "b"), atol=1e-5, rtol=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(rank: AdapterRank) -> None:
+    rank.compute([call_of("a", 0)])
+    before = factors_of(rank, "a")
+    rank._adapters["a"].parameters[0].grad.fill_(math.inf)
+    assert rank.step("a", ADAM)["skipped"] == 1.0
+    assert all(torch.equal(before[name], factor) for name, factor in factors_of(rank, "a").items())
+    rank.compute([call_of("a", 0)])
+    metrics = rank.step("a", ADAM)
+    assert (metrics["skipped"], metrics["optimizer_steps"]) == (0.0, 1.0)
+
+
+def test_a_loaded_state_goes_on_bit_equal(base: Path, rank: AdapterRank, tmp_path: Path) -> None:
+    rank.compute([call_of("a", 0)])
+    rank.step("a", ADAM)
+    rank.compute([call_of("a", 1)])
+    rank.save("a", tmp_path)
+    resumed = connected(base)
+    resumed.create("a", replace(SPEC, seed=99))
+    resumed.load("a", tmp_path, with_optimizer=True)
+    for one in (rank, resumed):
+        one.step("a", ADAM)
+        one.compute([call_of("a", 2)])
+        one.step("a", ADAM)
+    left, right = factors_of(rank, "a"), factors_of(resumed, "a")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_state_loaded_without_the_optimizer_has_no_gradient(base: Path, rank: AdapterRank, tmp_path: Path) -> None:
+    rank.compute([call_of("a", 0)])
+    rank.step("a", ADAM)
+    rank.compute([call_of("a", 1)])
+    rank.save("a", tmp_path)
+    rank.load("a", tmp_path, with_optimizer=False)
+    with pytest.raises(ValueError, match="no gradient"):
+        rank.step("a", ADAM)
+    rank.compute([call_of("a", 1)])
+    assert rank.step("a", ADAM)["optimizer_steps"] == 1.0
+
+
+def test_what_does_not_fit_is_refused(base: Path, rank: AdapterRank, tmp_path: Path) -> None:
+    rank.save("a", tmp_path)
+    with pytest.raises(ValueError, match="rank=4 and not 2.*create the adapter as the saved one"):
+        rank.load("b", tmp_path, with_optimizer=True)
+    with pytest.raises(CheckpointError, match="no saved adapter"):
+        rank.load("a", tmp_path / "elsewhere", with_optimizer=True)
+    with pytest.raises(ValueError, match="there is an adapter 'a'"):
+        rank.create("a", SPEC)
+    nothing = replace(SPEC, trains_attention=False, trains_mlp=False)
+    specs: dict[str, AdapterSpec] = {
+        "train_unembed=False": replace(SPEC, trains_unembedding=True),
+        "fits no linear layer": nothing,
+        "rank of 1 or more": replace(SPEC, rank=0),
+    }
+    for message, spec in specs.items():
+        with pytest.raises(ValueError, match=message):
+            rank.create("c", spec)
+    rank.drop("a")
+    with pytest.raises(ValueError, match=r"no adapter 'a'.*\['b'\]"):
+        rank.step("a", ADAM)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("learner=deepspeed",), ("policy.lora.rank=4",), ("policy.dropout=true", "supervision.on_logprob_gap=warn")],
+)
+def test_configurations_without_a_shared_base_are_refused(base: Path, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="with a training service: set"):
+        AdapterRank(tiny_config(base, *words), 0, 1)
+
+
+async def test_the_group_answers_as_its_ranks(base: Path, tmp_path: Path) -> None:
+    config = tiny_config(base)
+    group = AdapterGroup(lambda: [LocalHandle(AdapterRank(config, 0, 1))], config.timeouts, lambda value: value)
+    await group.start()
+    await group.create("a", SPEC)
+    bad = LossCall("a", [], "cross_entropy")
+    failed, result = await group.compute([bad, call_of("a", 0)])
+    assert isinstance(failed, ValueError)
+    alone = connected(base)
+    alone.create("a", SPEC)
+    expected = whole(alone.compute([call_of("a", 0)])[0])
+    assert not isinstance(result, Exception)
+    assert result.metrics == pytest.approx(expected.metrics, rel=1e-6)
+    assert len(result.outputs) == len(expected.outputs)
+    await group.save("a", tmp_path / "state")
+    assert await group.step("a", ADAM) == pytest.approx(alone.step("a", ADAM), rel=1e-4)
+    await group.load("a", tmp_path / "state", with_optimizer=True)
+    await group.export("a", tmp_path / "export")
+    assert (tmp_path / "export" / "adapter_config.json").is_file()
+    await group.drop("a")
+    with pytest.raises(ValueError, match="no adapter 'a'"):
+        await group.step("a", ADAM)
+
+
+async def test_lost_ranks_are_started_again_before_the_next_call(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(base)
+    spawned: list[AdapterRank] = []
+
+    def spawn() -> list[LocalHandle]:
+        spawned.append(AdapterRank(config, 0, 1))
+        return [LocalHandle(spawned[-1])]
+
+    def lose(*args: object) -> None:
+        raise WorkerDiedError("learner/0 died")
+
+    monkeypatch.setattr("mobula.learner.learner_group.kill", lambda worker: None)
+    group = AdapterGroup(spawn, config.timeouts, lambda value: value)
+    await group.start()
+    await group.create("a", SPEC)
+    spawned[0].compute = lose  # type: ignore[method-assign]
+    with pytest.raises(WorkerDiedError):
+        await group.compute([call_of("a", 0)])
+    [result] = await group.compute([call_of("a", 0)])
+    assert len(spawned) == 2
+    assert "no adapter 'a'" in str(result)
+    await group.create("a", SPEC)
+    [result] = await group.compute([call_of("a", 0)])
+    assert not isinstance(result, Exception)
+    with pytest.raises(ValueError, match="there is an adapter"):
+        await group.create("a", SPEC)
+    assert len(spawned) == 2, "a refused call restarts no rank"
+
+
+STEPS = 5
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -103,3 +401,109 @@ def test_rows_share_prefixes_within_a_call_alone(base: Path) -> None:
     assert np.abs(found["true"][0][0] - found["true"][0][3]).max() > 1e-4, "the adapters differ"
     for name in ("a", "b"):
         assert largest_difference(factors_of(found["true"][1], name), factors_of(found["false"][1], name)) < 1e-5
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def base_of_adapters_and_peft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_policy(tmp_path_factory.mktemp("base") / "model", "qwen2")
+
+
+def peft_twin(base_of_adapters_and_peft: Path, rank: AdapterRank, spec: AdapterSpec) -> PeftModel:
+    """PEFT's model with the factors of the adapter `a`."""
+    kinds = ATTENTION + (MLP if spec.trains_mlp else [])
+    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, lora_dropout=0.0, target_modules=kinds)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base_of_adapters_and_peft), config)
+    own = factors_of(rank, "a")
+    with torch.no_grad():
+        for name, parameter in twin_factors(model).items():
+            parameter.copy_(own.pop(name))
+    assert own == {}, "PEFT has the same factors"
+    return model
+
+
+def twin_factors(model: PeftModel) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            module, _, factor = name.removeprefix("base_model.model.").partition(".lora_")
+            found[f"{module}.{'AB'.index(factor[0])}"] = parameter
+    return found
+
+
+def logprobs_of(model: torch.nn.Module, row: LossRow) -> Tensor:
+    logits = model(torch.from_numpy(row.prompt.expanded_ids.astype(np.int64))[None]).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(row.inputs["target_tokens"])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["all layers", "attention"])
+def test_steps_equal_peft_with_adamw_of_torch(base_of_adapters_and_peft: Path, spec: AdapterSpec) -> None:
+    rank = connected(base_of_adapters_and_peft)
+    rank.create("a", spec)
+    rank.create("b", SPEC)
+    model = peft_twin(base_of_adapters_and_peft, rank, spec)
+    optimizer = torch.optim.AdamW(
+        twin_factors(model).values(), lr=ADAM.learning_rate, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps,
+        weight_decay=ADAM.weight_decay,
+    )  # fmt: skip
+    for n in range(4):
+        rate = ADAM.learning_rate / (n + 1)
+        call = call_of("a", n)
+        result = whole(rank.compute([call_of("b", 50 + n), call])[1])
+        for row, output in zip(call.rows, result.outputs, strict=True):
+            logprobs = logprobs_of(model, row)
+            np.testing.assert_allclose(output["logprobs"], logprobs.detach().numpy(), atol=1e-5, rtol=0)
+            (-logprobs * torch.from_numpy(row.inputs["weights"])).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin_factors(model).values(), ADAM.grad_clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = rank.step("a", replace(ADAM, learning_rate=rate))
+        assert metrics == pytest.approx(
+            {"grad_norm": norm.item(), "skipped": 0.0, "optimizer_steps": n + 1.0}, rel=1e-4
+        )
+    own = factors_of(rank, "a")
+    for name, factor in twin_factors(model).items():
+        torch.testing.assert_close(own[name], factor.detach(), atol=1e-5, rtol=0)
+
+
+def test_a_custom_loss_has_the_gradient_of_its_weights(base_of_adapters_and_peft: Path) -> None:
+    """Log-probs first, then cross-entropy with weights of minus the gradient of the loss by the log-probs."""
+    rank = connected(base_of_adapters_and_peft)
+    rank.create("a", SPEC)
+    model = peft_twin(base_of_adapters_and_peft, rank, SPEC)
+    rows = rows_of(0)
+    forward = whole(rank.compute([LossCall("a", rows, "cross_entropy", has_backward=False)])[0])
+    leaves = [torch.from_numpy(output["logprobs"].copy()).requires_grad_() for output in forward.outputs]
+    torch.cat(leaves).var().backward()
+    weighed = [
+        LossRow(row.prompt, {**row.inputs, "weights": -leaf.grad.numpy()})
+        for row, leaf in zip(rows, leaves, strict=True)
+        if leaf.grad is not None
+    ]
+    whole(rank.compute([LossCall("a", weighed, "cross_entropy")])[0])
+    torch.cat([logprobs_of(model, row) for row in rows]).var().backward()
+    own = rank._adapters["a"].factors
+    for name, factor in twin_factors(model).items():
+        module, _, number = name.rpartition(".")
+        torch.testing.assert_close(own[module][int(number)].grad, factor.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_peft_loads_an_export(base_of_adapters_and_peft: Path, tmp_path: Path) -> None:
+    rank = connected(base_of_adapters_and_peft)
+    rank.create("a", SPEC)
+    rank.compute([call_of("a", 0)])
+    rank.step("a", ADAM)
+    rank.export("a", tmp_path / "export")
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base_of_adapters_and_peft), tmp_path / "export"
+    )
+    call = call_of("a", 1, has_backward=False)
+    for row, output in zip(call.rows, whole(rank.compute([call])[0]).outputs, strict=True):
+        with torch.no_grad():
+            np.testing.assert_allclose(output["logprobs"], logprobs_of(model, row).numpy(), atol=1e-5, rtol=0)

@@ -1,8 +1,9 @@
-"""Of an offline job each rank fetches the rows that it takes through the model; totals and shares are those of all."""
+"""Each rank fetches the examples that it takes through the model, of an offline job and of the warm start."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,26 +11,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from learner_data import image, prompt, tiny_config
 from offline_rows import config_of, rows
-from ranks_in_threads import RanksInThreads, Store
+from ranks_in_threads import RanksInThreads, Store, Stored
+from transformers import AutoTokenizer
 
+from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.configs.schema import RunConfig
 from mobula.learner import examples
+from mobula.learner import examples as entries
 from mobula.learner.examples import (
     DataRows,
     Example,
+    ExampleOutline,
     SharedExample,
+    StoredExample,
+    TaughtExamples,
     collate_examples,
     fetch_examples,
     planners_of,
+    portions_of_examples,
+    stored_examples,
     totals_of,
 )
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.offline import build_objective
+from mobula.learner.policies.flow.policy import CleanSequence, Noising
 from mobula.learner.policies.head import PLAIN
-from mobula.learner.shares import Exchange, Portion, ShareFetcher, in_portions
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.shares import ELSEWHERE, Exchange, Portion, ShareFetcher, in_portions
 
 Parts = list[list[SharedExample]]
 
@@ -175,3 +187,124 @@ def test_examples_of_one_prompt_compute_it_once(folder: Path, tokenizer, store: 
 
 def with_prompt(scored: ScoredGroup, prompt: Prompt) -> ScoredGroup:
     return replace(scored, group=replace(scored.group, prompt=prompt))
+
+
+NUM_RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+    return tiny_config(folder, "learner.tokens_per_microbatch=120")
+
+
+@pytest.fixture(scope="module")
+def examples_of_taught_shares(config: RunConfig) -> list[Example]:
+    """Answers of many lengths, part of them after an image, some tokens not trained."""
+    tokenizer, rng = AutoTokenizer.from_pretrained(config.policy.model), np.random.default_rng(0)
+    made = []
+    for n in range(11):
+        answer = rng.integers(1, 250, size=rng.integers(2, 60)).astype(np.int32)
+        asked = prompt(tokenizer, f"row {n}", [image(n)] if n % 3 == 0 else [])
+        made.append(Example.of_answer(asked, TokenActions(answer), answer > 50))
+    return made
+
+
+@pytest.fixture
+def store_of_taught_shares(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store_of_taught_shares = Store()
+    monkeypatch.setattr(entries, "fetch_or_miss", store_of_taught_shares.fetch)
+    return store_of_taught_shares
+
+
+def put(value: object) -> Stored:
+    return Stored(pickle.dumps(value))
+
+
+def fetched_of_taught_shares(
+    config: RunConfig, store_of_taught_shares: Store, stored: Sequence[StoredExample], unlucky: int | None = None
+) -> list:
+    """What each rank gets."""
+
+    def fetch(rank: int, exchange: Exchange) -> list[SharedExample]:
+        entries = TaughtExamples(stored, config.learner, 1.0)
+        return ShareFetcher(rank, NUM_RANKS, exchange).fetch(entries)
+
+    return RanksInThreads(NUM_RANKS, store_of_taught_shares).each(fetch, unlucky)
+
+
+def test_each_rank_has_its_share_whole_and_the_counts_of_all(
+    config: RunConfig, examples_of_taught_shares: list[Example], store_of_taught_shares: Store
+) -> None:
+    shares = shares_of_ranks(examples_of_taught_shares, config.learner, NUM_RANKS)
+    places = {id(example.candidates[0].sequence): n for n, example in enumerate(examples_of_taught_shares)}
+    for rank, found in enumerate(
+        fetched_of_taught_shares(config, store_of_taught_shares, stored_examples(examples_of_taught_shares, put))
+    ):
+        assert [row.num_trained for row in found] == [row.num_trained for row in examples_of_taught_shares]
+        assert [row.sequence.num_tokens for row in found] == [
+            row.sequence.num_tokens for row in examples_of_taught_shares
+        ]
+        own = shares_of_ranks(found, config.learner, NUM_RANKS)[rank]
+        assert [len(share) for share in own] == [len(share) for share in shares[rank]]
+        for mine, whole in zip(own, shares[rank], strict=True):
+            for row, expected in zip(mine, whole, strict=True):
+                assert isinstance(row, Example)
+                [mine_only], [expected_only] = row.candidates, expected.candidates
+                np.testing.assert_array_equal(
+                    mine_only.sequence.token_ids, expected_only.sequence.token_ids, strict=True
+                )
+                np.testing.assert_array_equal(mine_only.mask, expected_only.mask, strict=True)
+        taken = {places[id(row.candidates[0].sequence)] for share in shares[rank] for row in share}
+        assert {n for n, row in enumerate(found) if isinstance(row, Example)} == taken
+
+
+def test_each_example_is_fetched_once(
+    config: RunConfig, examples_of_taught_shares: list[Example], store_of_taught_shares: Store
+) -> None:
+    stored = stored_examples(examples_of_taught_shares, put)
+    total = sum(len(example.content.content) for example in stored)
+    found = fetched_of_taught_shares(config, store_of_taught_shares, stored)
+    num_whole = sum(isinstance(row, Example) for rows in found for row in rows)
+    assert len(examples_of_taught_shares) <= num_whole <= len(examples_of_taught_shares) + NUM_RANKS, (
+        "a row that keeps step with other ranks comes twice"
+    )
+    assert sum(store_of_taught_shares.num_bytes.values()) < 1.5 * total
+
+
+def test_a_rank_receives_the_references_of_its_examples_alone(
+    config: RunConfig, examples_of_taught_shares: list[Example], store_of_taught_shares: Store
+) -> None:
+    stored = stored_examples(examples_of_taught_shares, put)
+    outlines, portions = portions_of_examples(stored, NUM_RANKS, config=config.learner)
+    assert all(outline.content is ELSEWHERE for outline in outlines)
+    assert sum(len(portion.references) for portion in portions) <= len(examples_of_taught_shares) + NUM_RANKS
+
+    def fetch(rank: int, exchange: Exchange) -> list[SharedExample]:
+        entries = TaughtExamples(outlines, config.learner, 1.0, portions[rank])
+        return ShareFetcher(rank, NUM_RANKS, exchange).fetch(entries)
+
+    found, expected = (
+        RanksInThreads(NUM_RANKS, store_of_taught_shares).each(fetch),
+        fetched_of_taught_shares(config, store_of_taught_shares, stored),
+    )
+    for mine, whole in zip(found, expected, strict=True):
+        assert [type(row) for row in mine] == [type(row) for row in whole]
+
+
+def test_an_example_that_one_rank_cannot_fetch_is_missed_by_all_of_them(
+    config: RunConfig, examples_of_taught_shares: list[Example], store_of_taught_shares: Store
+) -> None:
+    found = fetched_of_taught_shares(
+        config, store_of_taught_shares, stored_examples(examples_of_taught_shares, put), unlucky=2
+    )
+    assert [str(error) for error in found] == ["learner/2: examples of the warm start cannot be had"] * NUM_RANKS
+
+
+def test_images_are_shared_out_as_answers_are(config: RunConfig, store_of_taught_shares: Store) -> None:
+    noising = Noising(np.linspace(1, 0.1, 10, dtype=np.float32), np.arange(10, dtype=np.float32), "uniform", 2)
+    images = [Example.of_image(CleanSequence(np.full((4, 8, 8), n, np.float32), (), noising, n)) for n in range(6)]
+    for found in fetched_of_taught_shares(config, store_of_taught_shares, stored_examples(images, put)):
+        whole = [row for row in found if isinstance(row, Example)]
+        assert len(whole) == 2 and sum(isinstance(row, ExampleOutline) for row in found) == 4
+        assert all(of.sequence.clean[0, 0, 0] == of.sequence.seed for row in whole for of in row.candidates)

@@ -1,4 +1,4 @@
-"""What the learner keeps where, and in which types."""
+"""Memory of a learner: recomputed blocks, micro-batches and weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_data import random_groups, tiny_config
+from learner_data import prompt, random_groups, tiny_config
+from safetensors.torch import load_file
+from taught import at_hand
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import mobula.learner.backends.fsdp2 as fsdp2
+from mobula.cluster.records.actions import TokenActions
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.learner.backends.deepspeed import DeepSpeedBackend
+from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
+from mobula.learner.optim import RoundedAdamW, rounded
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 GPU = ("experiment=digits", "resources=gpu_2")
+
 PARTS = {
     "all": (),
     "without vision": ("policy.freeze=[visual.]",),
@@ -89,6 +96,7 @@ def test_deepspeed_is_asked_to_offload_what_the_key_names(overrides: tuple[str, 
 
 
 PRODUCTS = ("mm", "addmm", "bmm")
+
 SOFTMAX = "_log_softmax"
 
 
@@ -153,3 +161,140 @@ def test_gradients_are_reduced_in_float32(model: Path, monkeypatch: pytest.Monke
     config = tiny_config(model, "learner=deepspeed", "resources.dtype=bfloat16").learner
     settings = DeepSpeedBackend(torch.device("cpu"), torch.bfloat16, config)._settings()
     assert not settings.keys() & {"bf16", "fp16", "communication_data_type", "data_types"}
+
+
+BFLOAT16 = ("resources.dtype=bfloat16", "learner.master_dtype=bfloat16")
+
+LORA = ("policy.lora.rank=4", "policy.lora.alpha=8.0")
+
+
+@pytest.fixture(scope="module")
+def model_of_bfloat16_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny") / "model", seed=0)
+
+
+@pytest.fixture(params=["single", "fsdp2"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def connected(model_of_bfloat16_weights: Path, backend: str, *overrides: str) -> Learner:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    learner = Learner(tiny_config(model_of_bfloat16_weights, f"learner={backend}", *overrides), 0, 1, ())
+    learner.connect(learner.rendezvous_address() if backend == "fsdp2" else "")
+    return learner
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
+
+
+def test_rounding_keeps_values_of_bfloat16_and_the_mean_of_all_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.tensor([0.0, 1.0, -3.5, 2.0**-130, float("inf"), -float("inf")])
+    assert torch.equal(rounded(exact, generator).float(), exact)
+    for value in (1.001, -0.02003, 7e-9):
+        drawn = rounded(torch.full((100_000,), value), generator).float()
+        low, high = drawn.min().item(), drawn.max().item()
+        assert low < value < high and set(drawn.unique().tolist()) == {low, high}
+        assert drawn.mean().item() == pytest.approx(value, abs=0.01 * (high - low))
+
+
+def test_updates_that_rounding_to_the_nearest_loses_are_kept_in_the_mean() -> None:
+    weight = torch.nn.Parameter(torch.ones(10_000, dtype=torch.bfloat16))
+    nearest = weight.detach().clone()
+    optimizer = RoundedAdamW([{"params": [weight]}], lr=1e-4, betas=(0.9, 0.95), eps=1e-8)
+    for _ in range(50):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        nearest -= 1e-4
+    assert torch.equal(nearest, torch.ones_like(nearest))
+    assert weight.float().mean().item() == pytest.approx(1 - 50e-4, abs=2e-4)
+
+
+def test_weights_in_float32_take_the_steps_of_adamw() -> None:
+    torch.manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(50, 7))
+    torchs = torch.nn.Parameter(ours.detach().clone())
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizers = (
+        RoundedAdamW([{"params": [ours], "weight_decay": 0.1}], **settings),
+        torch.optim.AdamW([torchs], weight_decay=0.1, **settings),
+    )
+    for _ in range(5):
+        ours.grad = torch.randn(50, 7)
+        torchs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=1e-7)
+
+
+def test_weights_gradients_and_moments_take_half_the_memory(model_of_bfloat16_weights: Path, backend: str) -> None:
+    learner = connected(model_of_bfloat16_weights, backend, *BFLOAT16)
+    gradients = []
+    step = learner._optimizer.step
+
+    def seen() -> None:
+        gradients.extend(parameter.grad.dtype for parameter in learner._policy.parameters())
+        step()
+
+    learner._optimizer.step = seen
+    learner.update(random_groups(AutoTokenizer.from_pretrained(model_of_bfloat16_weights), 3, 4), 1)
+    moments = [t for s in learner._optimizer.state.values() for t in s.values() if t.ndim > 0]
+    held = [*learner._backend.trained().values(), *moments]
+    assert {tensor.dtype for tensor in held} == set(gradients) == {torch.bfloat16}
+
+
+def test_it_learns_as_float32_does(model_of_bfloat16_weights: Path, backend: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_of_bfloat16_weights)
+    answers = [torch.arange(n, n + 3).numpy().astype("int32") for n in range(4)]
+    rows = [Example.of_answer(prompt(tokenizer, str(n)), TokenActions(ids), ids >= 0) for n, ids in enumerate(answers)]
+    losses = {}
+    for name, overrides in {"float32": ("resources.dtype=bfloat16",), "bfloat16": BFLOAT16}.items():
+        learner = connected(model_of_bfloat16_weights, backend, "warm_start.learning_rate=0.003", *overrides)
+        losses[name] = [learner.supervised_step(at_hand(rows))["loss"] for _ in range(30)]
+    assert losses["bfloat16"][0] == pytest.approx(losses["float32"][0], rel=0.01)
+    assert losses["bfloat16"][-1] == pytest.approx(losses["float32"][-1], abs=0.1)
+    assert losses["bfloat16"][-1] < 0.3 * losses["bfloat16"][0]
+
+
+@pytest.mark.parametrize("adapters", [(), LORA])
+def test_it_resumes_bit_for_bit_and_exports_what_it_pushes(
+    model_of_bfloat16_weights: Path, backend: str, adapters: tuple[str, ...], tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_of_bfloat16_weights)
+    steps = [random_groups(tokenizer, 3, 4, seed) for seed in range(3)]
+    first = connected(model_of_bfloat16_weights, backend, *BFLOAT16, *adapters)
+    before = weights(first)
+    first.update(steps[0], 1)
+    first.save(tmp_path / "state")
+    first.update(steps[1], 2)
+    first.finish_save()
+    first.export(tmp_path / "export")
+    after = weights(first)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor.to(exported[name].dtype)) for name, tensor in after.items())
+    second = connected(model_of_bfloat16_weights, backend, *BFLOAT16, *adapters)
+    assert second.load(tmp_path / "state") == 1
+    second.update(steps[1], 2)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(second).items())
+
+
+def test_adapters_are_trained_in_float32(model_of_bfloat16_weights: Path) -> None:
+    learner = connected(model_of_bfloat16_weights, "single", *BFLOAT16, *LORA)
+    assert {tensor.dtype for tensor in learner._backend.trained().values()} == {torch.float32}
+    frozen = {p.dtype for p in learner._policy.parameters() if not p.requires_grad}
+    assert frozen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "refused", ["learner=deepspeed", "learner.optimizer=muon", "learner.ema_decay=0.9", "resources.dtype=float32"]
+)
+def test_what_needs_weights_in_float32_is_refused(refused: str) -> None:
+    words = overridden(["experiment=digits", "learner=fsdp2", *BFLOAT16], [refused])
+    with pytest.raises(ConfigError, match="learner.master_dtype=bfloat16 is trained with"):
+        load_config(words)

@@ -16,17 +16,17 @@ from taught import at_hand
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import CheckpointError, WrongGroupError
 from mobula.cluster.guard.guard import KLScale
-from mobula.cluster.records.actions import KeptSets
-from mobula.cluster.records.trajectory import FinishReason, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
+from mobula.cluster.records.actions import KeptSets, TokenActions
+from mobula.cluster.records.trajectory import FinishReason, Prompt, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
 from mobula.configs.schema import LearnerConfig, RunConfig
 from mobula.learner.backends import sharded
 from mobula.learner.batch import fetch_items
 from mobula.learner.credit import Credit
+from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.optim import learning_rate
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-from mobula.learner.supervised import SupervisedExample
 
 BANNED = (250, 251)
 
@@ -38,7 +38,7 @@ def connected(config: RunConfig, template_ids: tuple[int, ...] = ()) -> Learner:
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner._named_weights()}
+    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -62,11 +62,14 @@ def by_value(value: object) -> object:
     return value
 
 
-def examples(tokenizer, num: int) -> list[SupervisedExample]:
+def asked(tokenizer, n: int) -> Prompt:
+    return prompt(tokenizer, f"e{n}", [image(n)][: n % 2], f"What is {n}?")
+
+
+def examples(tokenizer, num: int) -> list[Example]:
     answers = [np.array([*tokenizer.encode(str(n % 10)), tokenizer.eos_token_id], dtype=np.int32) for n in range(num)]
     return [
-        SupervisedExample(prompt(tokenizer, f"e{n}", [image(n)][: n % 2], f"What is {n}?"), a, np.ones(len(a), bool))
-        for n, a in enumerate(answers)
+        Example.of_answer(asked(tokenizer, n), TokenActions(answer), answer >= 0) for n, answer in enumerate(answers)
     ]
 
 
@@ -150,14 +153,14 @@ def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokeni
     words += ("policy.dropout=true", "supervision.on_logprob_gap=warn", "learner.packing=false")
     learner = connected(tiny_config(folder, *words))
     items = fetch_items(random_groups(tokenizer, 3, 4), 0, 1.0)
-    once, again = ([item for row in learner._scored(items) for item in row] for _ in range(2))
+    once, again = ([item for row in learner.steps.scored(items) for item in row] for _ in range(2))
     for a, b in zip(once, again, strict=True):
         np.testing.assert_array_equal(a.old_logprobs, b.old_logprobs)
-        [[alone]] = learner._scored([[dataclasses.replace(a, old_logprobs=None)]])
+        [[alone]] = learner.steps.scored([[dataclasses.replace(a, old_logprobs=None)]])
         np.testing.assert_allclose(alone.old_logprobs, a.old_logprobs, atol=1e-5)
     asked = prompt(tokenizer, "a", [image(1)])
     assert np.array_equal(learner.sequence_logprobs(asked), learner.sequence_logprobs(asked))
-    drawn = [learner._forward(once)[0].logprobs for _ in range(2)]
+    drawn = [learner.steps.forward(once)[0].logprobs for _ in range(2)]
     assert not torch.equal(*drawn)
 
 
@@ -368,9 +371,10 @@ def test_supervised_loss_is_the_mean_cross_entropy_of_answers_alone(folder, toke
     learner = connected(tiny_config(folder))
     rows = examples(tokenizer, 2)
     answers = []
-    for row in rows:
-        whole = dataclasses.replace(row.prompt, expanded_ids=row.sequence.token_ids)
-        answers += learner.sequence_logprobs(whole)[row.prompt.num_tokens - 1 :].tolist()
+    for n, row in enumerate(rows):
+        [answer] = row.candidates
+        whole = dataclasses.replace(asked(tokenizer, n), expanded_ids=answer.sequence.token_ids)
+        answers += learner.sequence_logprobs(whole)[row.num_prompt_tokens - 1 :].tolist()
     assert learner.supervised_step(at_hand(rows))["loss"] == pytest.approx(-np.mean(answers), abs=1e-5)
 
 
@@ -429,8 +433,8 @@ def test_fresh_samples_that_are_lost_leave_a_step_without_a_gap(folder, tokenize
     def fail(group: TrajectoryGroup) -> None:
         raise AssertionError("nothing to score")
 
-    learner._fresh_gap._score = fail
-    learner._fresh_gap._fetched = lambda reference: None
+    learner.steps.fresh_gap._score = fail
+    learner.steps.fresh_gap._fetched = lambda reference: None
     report = learner.update([older(group) for group in current], 1, fresh=["lost"])
     assert report.version == 1 and "logprob_gap_mean" not in report.metrics
 

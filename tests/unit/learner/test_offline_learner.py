@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learner_data import add_dropout, image, prompt
+from learner_data import add_dropout, image, prompt, random_groups, tiny_config
 from offline_rows import JOBS, config_of, rows
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.cluster.runtime.placement import needed_roles
+from mobula.configs.errors import ConfigError
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
 from mobula.learner.examples import Example, all_whole, collate_examples, end_row
-from mobula.learner.offline import OfflineLearner
+from mobula.learner.learner import Learner
 from mobula.learner.policies.batch import collate
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -27,14 +32,14 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 LARGE_EPS = "learner.adam_eps=0.001"
 
 
-def connected(config: RunConfig) -> OfflineLearner:
-    learner = OfflineLearner(config, 0, 1, ())
+def connected(config: RunConfig) -> Learner:
+    learner = Learner(config, 0, 1, ())
     learner.connect("")
     return learner
 
 
-def weights(learner: OfflineLearner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner._named_weights()}
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -156,7 +161,7 @@ def test_scores_of_a_padded_batch_are_those_of_single_rows_and_have_no_dropout(t
     learner = connected(config_of(folder, "reward_model", *padded, "policy.dropout=true"))
     groups = rows(tokenizer, "reward_model")
     assert learner.assess(groups) == learner.assess(groups)
-    examples = all_whole(learner._examples(groups), Example)
+    examples = all_whole(learner.steps.examples(groups), Example)
 
     def scores(of: list[Example]) -> np.ndarray:
         with learner._backend.inference():
@@ -196,3 +201,99 @@ def test_dpo_needs_the_log_probs_of_the_reference(folder: Path, tokenizer) -> No
     groups = [replace(scored, reference_logprobs=None) for scored in rows(tokenizer, "dpo")]
     with pytest.raises(ValueError, match="set resources.reference.num_workers=1"):
         connected(config_of(folder, "dpo")).update(groups, 1)
+
+
+LORA = ("policy.lora.rank=4", "policy.lora.alpha=16.0", "algorithm.max_staleness=4", "warm_start=none")
+
+OFF = "reference.place=learner_ranks"
+
+PLACES = {
+    "loss": ("algorithm.kl.coef=0.5",),
+    "reward": ("algorithm.kl.coef=0.5", "algorithm.kl.place=reward", "algorithm.kl.estimator=k1"),
+}
+
+
+def connected_of_adapters_off(config: RunConfig) -> Learner:
+    learner = Learner(config, 0, 1, (250,))
+    learner.connect("")
+    return learner
+
+
+@pytest.mark.parametrize("words", PLACES.values(), ids=PLACES)
+def test_updates_are_those_of_a_scorer_of_the_initial_policy(folder: Path, words: tuple[str, ...]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scorer = ReferenceScorer(tiny_config(folder, *LORA, *words), (250,))
+    scorer.load(folder)
+    apart = "learner.share_prompts=false"  # micro-batches of another size share another part of the prompts
+    asking = connected_of_adapters_off(tiny_config(folder, *LORA, *words, apart, "resources.reference.num_workers=1"))
+    alone = connected_of_adapters_off(
+        tiny_config(folder, *LORA, *words, apart, OFF, "learner.tokens_per_microbatch=100")
+    )
+    for version in (1, 2, 3):
+        groups = random_groups(tokenizer, 4, 3, seed=version)
+        scored = [
+            dataclasses.replace(g, reference_logprobs=s) for g, s in zip(groups, scorer.score(groups), strict=True)
+        ]
+        expected = asking.update(scored, version).metrics
+        assert alone.update(groups, version).metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert expected["kl"] > 1e-5, "the adapters have moved, and are back on when the step is trained"
+
+
+def test_no_scorer_is_started(folder: Path) -> None:
+    words = (*LORA, *PLACES["loss"], "resources.reference.num_workers=1")
+    assert "reference" in needed_roles(tiny_config(folder, *words))
+    assert "reference" not in needed_roles(tiny_config(folder, *words, OFF))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("policy.lora.rank=0",), "policy.lora.rank above 0"),
+        (("warm_start=supervised",), "warm_start=none"),
+        (("algorithm.kl.coef=0",), "algorithm.kl.coef above 0"),
+    ],
+)
+def test_a_learner_that_is_no_reference_is_refused(folder: Path, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"reference.place=learner_ranks needs {message}.*reference.place=scorers"):
+        tiny_config(folder, *overridden((*LORA, *PLACES["loss"], OFF), words))
+
+
+PAIRED = ("policy.lora.rank=4", "policy.lora.alpha=16.0")
+
+
+def dpo_learner(folder: Path, *words: str) -> Learner:
+    learner = Learner(config_of(folder, "dpo", *PAIRED, *words), 0, 1, ())
+    learner.connect("")
+    return learner
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_updates_of_pairs_are_those_of_a_scorer(folder: Path, packing: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scorer = ReferenceScorer(config_of(folder, "dpo", *PAIRED), ())
+    scorer.load(folder)
+    asking = dpo_learner(folder)
+    alone = dpo_learner(folder, OFF, "resources.reference.num_workers=0", "learner.tokens_per_microbatch=200",
+                      f"learner.packing={packing}".lower())  # fmt: skip
+    for version in (1, 2, 3):
+        bare = [dataclasses.replace(row, reference_logprobs=None) for row in rows(tokenizer, "dpo", seed=version)]
+        scored = [dataclasses.replace(g, reference_logprobs=s) for g, s in zip(bare, scorer.score(bare), strict=True)]
+        expected = asking.update(scored, version).metrics
+        assert alone.update(bare, version).metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert dict(alone.assess(bare)) == pytest.approx(dict(asking.assess(scored)), rel=1e-3, abs=1e-5)
+    assert abs(expected["margin"]) > 1e-4, "the adapters have moved, and are back on when the step is trained"
+
+
+def test_no_scorer_of_pairs_is_started(folder: Path) -> None:
+    assert "reference" in needed_roles(config_of(folder, "dpo", *PAIRED))
+    assert "reference" not in needed_roles(config_of(folder, "dpo", *PAIRED, OFF, "resources.reference.num_workers=0"))
+
+
+def test_full_training_has_no_reference_of_its_own(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="reference.place=learner_ranks needs policy.lora.rank above 0"):
+        config_of(folder, "dpo", OFF)
+
+
+def test_a_job_that_compares_with_nothing_needs_no_reference(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="offline.job=dpo, since nothing reads a reference"):
+        config_of(folder, "sft", *PAIRED, OFF)

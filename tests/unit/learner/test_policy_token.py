@@ -287,7 +287,7 @@ def updated(folder: Path, garbage: float, *words: str) -> tuple[dict[str, torch.
     learner.connect("")
     learner.begin_rl()
     metrics = learner.update([episodes(folder, garbage)], 1).metrics
-    return {name: tensor.clone() for name, tensor in learner._named_weights()}, dict(metrics)
+    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}, dict(metrics)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_no_update_makes_a_matrix_of_all_tokens_by_the_vocabulary(tmp_path: Path
         learner.connect("")
         with MostRows(len(tokenizer)) as seen:
             learner.update(groups, 1)
-        found[chunk_tokens] = (seen.num_rows, dict(learner._named_weights()))
+        found[chunk_tokens] = (seen.num_rows, dict(learner._outgoing.merged(learner._backend)))
     num_tokens = sum(group.summary.num_tokens for group in groups)
     width = 128  # of the hidden states: the transposed weight of the layer is [128, V]
     assert found[100_000][0] >= num_tokens > width

@@ -35,7 +35,7 @@ from mobula.learner.backends.single import SingleBackend
 from mobula.learner.optim import read_average
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.saving import content
-from mobula.learner.state import load_random_state
+from mobula.learner.rank import load_random_state
 from mobula.learner.state_files import EARLIER_INDEX, INDEX, is_complete, read_state, write_state
 
 RECORDED = Path(__file__).parents[2] / "support" / "recorded_states"  # by torch 2.13 and DeepSpeed 0.19.8

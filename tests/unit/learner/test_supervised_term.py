@@ -111,7 +111,7 @@ class Run:
         self.group = LearnerGroup(lambda: [LocalHandle(self.learner)], config.timeouts, by_value, self.rows)
 
     def weights(self) -> Gradient:
-        return {name: tensor.clone() for name, tensor in self.learner._named_weights()}
+        return {name: tensor.clone() for name, tensor in self.learner._outgoing.merged(self.learner._backend)}
 
 
 def by_value(value: object) -> object:

@@ -1,19 +1,24 @@
-"""The manifest: what a push carries, in which buckets, and every way in which it may not fit."""
+"""Manifests and changes of a push."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from mobula.cluster.errors import ManifestError, PreflightError
+from mobula.cluster.errors import ManifestError, PreflightError, WeightSyncError
+from mobula.cluster.weight_sync import shared_ring
+from mobula.cluster.weight_sync.changes import Base, PushedChanges, VersionStep, apply, message, words_of
 from mobula.cluster.weight_sync.manifest import (
     ALIGNMENT_BYTES,
     Manifest,
@@ -21,9 +26,13 @@ from mobula.cluster.weight_sync.manifest import (
     checkpoint_files,
     checkpoint_manifest,
 )
+from mobula.cluster.weight_sync.transport import TransferGroup
+from mobula.learner.weight_publisher import WeightPublisher
 
 A = TensorSpec("a", (2, 3), "float32")
+
 B = TensorSpec("b", (4,), "bfloat16")
+
 C = TensorSpec("c", (2, 3), "float32")
 
 specs = st.builds(
@@ -151,3 +160,256 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: Callable[[byt
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(PreflightError, match=r"model-2\.safetensors is no whole safetensors file .*: download"):
         checkpoint_manifest(tmp_path, "float32")
+
+
+CPU = torch.device("cpu")
+
+BUCKET_BYTES = 1 << 16
+
+SHAPES = {"norm": (7,), "scalar": (), "q": (130, 64), "embedding": (1100, 1024), "bias": (33,), "head": (300, 257)}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from([torch.int16, torch.int32]), st.integers(0, 70_000), st.floats(0, 1), st.integers(0, 2**31))
+def test_a_message_restores_every_bit_with_fewer_bytes_than_the_tensor(
+    kind: torch.dtype, num_elements: int, share: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randint(-(2**15), 2**15, (num_elements,), generator=generator).to(kind)
+    now = base.clone()
+    is_changed = torch.rand(num_elements, generator=generator) < share**4  # most shares are small
+    now[is_changed] ^= 1
+    sent = message(now, base)
+    restored = base.clone()
+    apply(sent.header, sent.data, restored)
+    assert torch.equal(restored, now)
+    assert sent.num_changed == int(is_changed.sum())
+    assert sent.data.numel() <= now.nbytes
+    if not is_changed.any():
+        assert sent.data.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("positions", "num_bytes"),
+    [
+        ((0,), 3),
+        ((254,), 3),
+        ((255,), 3),
+        ((256,), 4),  # a gap of 16 bits
+        ((65_535,), 4),
+        ((65_536,), 8),  # divided
+        ((199_999,), 16),
+        ((3, 259, 199_999), 24),
+        (tuple(range(0, 200_000, 300)), 667 * 4),
+        (tuple(range(0, 200_000, 100)), 2000 * 3),
+    ],
+)
+def test_gaps_of_every_size_are_counted_in_the_narrower_width(positions: tuple[int, ...], num_bytes: int) -> None:
+    base = torch.zeros(200_000, dtype=torch.int16)
+    now = base.index_fill(0, torch.tensor(positions), 7)
+    sent = message(now, base)
+    apply(sent.header, sent.data, base)
+    assert torch.equal(base, now)
+    assert sent.data.numel() == num_bytes
+
+
+def test_signs_of_zero_and_payloads_of_nan_are_changes() -> None:
+    before = torch.tensor([0.0, float("nan"), 1.0])
+    after = before.clone()
+    after[0] = -0.0
+    after.view(torch.int32)[1] ^= 1
+    spec = TensorSpec("w", (3,), "float32")
+    sent = message(words_of(after, spec), words_of(before, spec))
+    assert sent.num_changed == 2
+    apply(sent.header, sent.data, words_of(before, spec))
+    assert torch.equal(before.view(torch.int32), after.view(torch.int32))
+
+
+def together(*calls: Callable[[], object]) -> list:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+class Pushes:
+    """Learner ranks in threads with float32 weights, a wire of `dtype`, and receivers that hold parameters."""
+
+    def __init__(self, dtype: str, num_senders: int = 1, num_receivers: int = 2) -> None:
+        self.manifest = Manifest(tuple(TensorSpec(name, shape, dtype) for name, shape in SHAPES.items()), "delta")
+        generator = torch.Generator().manual_seed(0)
+        self.master = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        self.held = [Base(self._empty()) for _ in range(num_receivers)]
+        self.senders = [self._publisher(rank, num_senders) for rank in range(num_senders)]
+        self.epoch = 0
+        self.meet()
+
+    def _publisher(self, rank: int, num_senders: int) -> WeightPublisher:
+        return WeightPublisher(
+            self.manifest,
+            lambda: iter(self.master.items()),
+            rank=rank,
+            device=CPU,
+            transport="gloo",
+            timeout_s=20.0,
+            num_ranks=num_senders,
+            num_senders=num_senders,
+        )
+
+    def _empty(self) -> dict[str, torch.Tensor]:
+        return {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in self.manifest.tensors}
+
+    def restart_learner(self) -> None:
+        self.close()
+        self.senders = [self._publisher(rank, len(self.senders)) for rank in range(len(self.senders))]
+        self.meet()
+
+    def restart_receiver(self, number: int) -> None:
+        self.held[number] = Base(self._empty())
+
+    def meet(self) -> None:
+        self.epoch += 1
+        at = self.senders[0].open_transfer(self.epoch, len(self.held))
+        joins = [lambda sender=sender: sender.join_transfer(at) for sender in self.senders]
+        members = [lambda rank=rank: TransferGroup(at, rank, CPU) for rank in range(1, 1 + len(self.held))]
+        self.groups: list[TransferGroup] = together(*joins, *members)[len(self.senders) :]
+
+    def change(self, share: float, seed: int, scale: float = 1e-2) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.master.values():
+            mask = torch.rand(tensor.shape, generator=generator) < share
+            tensor += mask * scale * torch.randn(tensor.shape, generator=generator)
+
+    def push(self, version: int, base_version: int | None, *, is_last: bool = True) -> PushedChanges:
+        step, manifest = VersionStep(version, base_version, is_last), replace(self.manifest, base_version=base_version)
+        sends = [lambda s=sender: s.send_changes(BUCKET_BYTES, self.epoch, step) for sender in self.senders]
+        receives = [
+            lambda g=group, b=base: g.receive_changes(manifest, BUCKET_BYTES, b, version)
+            for group, base in zip(self.groups, self.held, strict=True)
+        ]
+        return PushedChanges.total(together(*receives, *sends)[len(receives) :])
+
+    def assert_equal(self) -> None:
+        for base in self.held:
+            for spec in self.manifest.tensors:
+                ours = words_of(self.master[spec.name], spec)
+                assert torch.equal(words_of(base.tensors[spec.name], spec), ours), spec.name
+
+    def close(self) -> None:
+        for member in (*self.senders, *self.groups):
+            member.close()
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_senders", "same_host"),
+    [("bfloat16", 1, "memory"), ("bfloat16", 2, "network"), ("float32", 2, "memory")],
+)
+def test_a_hundred_pushes_leave_every_receiver_bit_equal(
+    dtype: str, num_senders: int, same_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if same_host == "network":
+        monkeypatch.setattr(shared_ring, "host_name", lambda: "")
+    pushes, whole = Pushes(dtype, num_senders), 0
+    shares = random.Random(0)
+    for version in range(100):
+        share = shares.choice([0.0, 1e-5, 0.01, 0.05, 0.9])
+        pushes.change(share, version, scale=shares.choice([1e-5, 1.0]))
+        sent = pushes.push(version, version - 1 if version else None)
+        pushes.assert_equal()
+        whole += version > 0 and sent.num_bytes >= pushes.manifest.num_bytes
+        if share == 0.0 and version:
+            assert (sent.num_bytes, sent.num_changed) == (8 * 3 * len(SHAPES), 0), "only headers travel"
+    assert whole < 100
+    pushes.close()
+
+
+def test_two_waves_get_the_changes_since_the_same_version() -> None:
+    pushes = Pushes("bfloat16")
+    pushes.push(0, None)
+    pushes.change(0.01, seed=1)
+    second_wave = [copy.deepcopy(base) for base in pushes.held]
+    first = pushes.push(1, 0, is_last=False)
+    pushes.assert_equal()
+    pushes.held = second_wave
+    assert pushes.push(1, 0) == first
+    pushes.assert_equal()
+    pushes.close()
+
+
+def test_a_learner_that_was_restarted_sends_whole_tensors() -> None:
+    pushes = Pushes("bfloat16")
+    pushes.push(0, None)
+    pushes.restart_learner()
+    pushes.change(0.01, seed=1)
+    assert pushes.push(1, 0).num_bytes >= pushes.manifest.num_bytes
+    pushes.assert_equal()
+    pushes.change(0.01, seed=2)
+    assert pushes.push(2, 1).num_bytes < pushes.manifest.num_bytes / 10
+    pushes.assert_equal()
+    pushes.close()
+
+
+def test_a_receiver_without_the_base_version_refuses_before_it_changes_anything() -> None:
+    pushes = Pushes("bfloat16", num_receivers=1)
+    pushes.push(2, None)
+    before = copy.deepcopy(pushes.held[0])
+    pushes.change(0.01, seed=1)
+    with pytest.raises(WeightSyncError, match="changes since version 3, and this engine has version 2: it needs whole"):
+        pushes.push(4, 3)
+    assert pushes.held[0].version == 2
+    assert all(torch.equal(tensor, before.tensors[name]) for name, tensor in pushes.held[0].tensors.items())
+    with pytest.raises(WeightSyncError, match="this engine has no whole version"):
+        Base().check(3)
+    Base().check(None)
+
+
+def test_a_receiver_whose_tensor_differs_names_it_and_has_no_version() -> None:
+    pushes = Pushes("bfloat16", num_receivers=1)
+    pushes.push(0, None)
+    pushes.held[0].tensors["q"].view(torch.int16)[5, 5] ^= 1
+    pushes.change(0.01, seed=1)
+    with pytest.raises(WeightSyncError, match=r"1 tensors differ from the learner's after .* \(q\)"):
+        pushes.push(1, 0)
+    assert pushes.held[0].version is None
+    pushes.meet()
+    pushes.push(1, None)
+    pushes.assert_equal()
+    pushes.close()
+
+
+@pytest.mark.parametrize("killed_at", ["the header of weight bucket 1", "the changes of weight bucket 0"])
+def test_a_receiver_that_dies_within_a_push_ends_it_and_whole_tensors_follow(
+    killed_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushes = Pushes("bfloat16")
+    pushes.push(0, None)
+    begin = TransferGroup._begin
+
+    def dying(group: TransferGroup, sender: int, buffer: torch.Tensor, what: str, timeout_s: float) -> object:
+        if group is pushes.groups[0] and what.startswith(killed_at):
+            raise ConnectionError("killed")
+        return begin(group, sender, buffer, what, timeout_s)
+
+    pushes.change(0.01, seed=1)
+    with monkeypatch.context() as patch, pytest.raises((WeightSyncError, ConnectionError)):
+        patch.setattr(TransferGroup, "_begin", dying)
+        pushes.push(1, 0)
+    assert [base.version for base in pushes.held] == [None, None]
+    assert pushes.senders[0]._base.version is None
+    pushes.restart_receiver(0)
+    pushes.meet()
+    pushes.push(1, 0 if pushes.held[1].version == 0 else None)
+    pushes.assert_equal()
+    pushes.close()
+
+
+def test_payloads_of_two_kinds_are_refused_by_name() -> None:
+    tensors = (TensorSpec("w", (2,), "float32"),)
+    kinds: Sequence[Manifest] = (Manifest(tensors), Manifest(tensors, "delta"))
+    for sent, expected in (kinds, kinds[::-1]):
+        message = rf"payload {sent.payload}, and the engine was started for {expected.payload} \(weight_sync.payload\)"
+        with pytest.raises(ManifestError, match=message):
+            sent.check_against(expected)

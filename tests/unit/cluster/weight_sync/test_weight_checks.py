@@ -13,11 +13,19 @@ from fakes import make_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mobula.cluster.records.trajectory import MediaSpan, Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.network import LOOPBACK
 from mobula.cluster.weight_sync.changes import GOLDEN, NUM_COLUMNS, WORD_BYTES, digest
-from mobula.cluster.weight_sync.tolerance import FreshSamples, MeasuredRounding, Rounding, Tolerance, num_copies
+from mobula.cluster.weight_sync.tolerance import (
+    FreshSamples,
+    MeasuredRounding,
+    Rounding,
+    Tolerance,
+    classes_of,
+    num_copies,
+)
 from mobula.cluster.weight_sync.transport import RendezvousStore, join_store
 from mobula.cluster.workers.status import RestartPolicy
 from mobula.configs.load import load_config
@@ -25,6 +33,7 @@ from mobula.configs.overrides import groups, leaves, own_values
 from mobula.deploy.checks.parity import tolerance_of
 
 ROW_BYTES = NUM_COLUMNS * WORD_BYTES
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -80,6 +89,7 @@ def test_memory_that_begins_within_a_word_has_the_digest_of_its_copy() -> None:
 
 
 PROBE = make_prompt("0/0/probe")
+
 SYNC = load_config(["experiment=digits"]).weight_sync
 
 
@@ -245,3 +255,21 @@ def test_members_see_what_others_of_their_prefix_wrote_and_nothing_else(store: R
     stranger.set_timeout(timedelta(milliseconds=200))
     with pytest.raises(RuntimeError):
         stranger.get("address")
+
+
+def prompt(ids: list[int], *spans: tuple[int, int]) -> Prompt:
+    tokens = np.array(ids, dtype=np.int32)
+    return Prompt("p", "p", "", tokens, tokens, (), tuple(MediaSpan(*span) for span in spans))
+
+
+def test_media_template_and_text_are_separated_by_spans_and_by_other_prompts() -> None:
+    probe = prompt([1, 2, 9, 9, 9, 5, 6, 7, 3, 4], (2, 5))
+    other = prompt([1, 2, 9, 9, 5, 8, 3, 4], (2, 4))
+    found = {name: np.flatnonzero(mask).tolist() for name, mask in classes_of(probe, [other]).items()}
+    assert found == {"media": [1, 2, 3], "template": [0, 7, 8], "text": [4, 5, 6]}
+
+
+def test_every_log_prob_has_one_class() -> None:
+    probe = prompt([1, 2, 3, 4], (1, 2))
+    for others in ([], [prompt([1, 2, 3, 4])], [prompt([7])]):
+        assert sum(mask.sum() for mask in classes_of(probe, others).values()) == 3

@@ -1,12 +1,17 @@
-"""KL estimators and distillation equal the divergences that they are to descend."""
+"""Estimators of the KL, and corrections of tokens of older weights."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from mobula.configs.load import load_config
+from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from mobula.learner.algorithms.kl import (
     KL_ESTIMATORS,
     AdaptiveCoefficient,
@@ -15,9 +20,12 @@ from mobula.learner.algorithms.kl import (
     reverse_kl,
     teacher_advantage,
 )
+from mobula.learner.algorithms.policy_losses import AGGREGATIONS, Totals, token_mean
 
 P = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+
 Q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+
 B = torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64)
 
 
@@ -90,6 +98,7 @@ def test_the_fixed_coefficient_stays() -> None:
 
 
 TAUGHT_P = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+
 TAUGHT_Q = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)
 
 EXACT = sum(p * math.log(p / q) for p, q in zip(TAUGHT_P.tolist(), TAUGHT_Q.tolist(), strict=True))
@@ -129,3 +138,143 @@ def test_distillation_of_policies_that_share_no_mass_stays_finite() -> None:
     loss = reverse_kl(logprobs, torch.tensor([-300.0, -1e-3]), torch.tensor([-200.0, -1e-3]), cap=0.0).sum()
     loss.backward()
     assert loss.isfinite() and logprobs.grad.isfinite().all()
+
+
+PARAMETERS = {
+    "none": {},
+    "decoupled": {},
+    "tis_token": {"cap": 1.5},
+    "tis_sequence": {"cap": 1.5},
+    "icepop": {"low": 0.5, "high": 1.5},
+    "mis": {"cap": 1.5},
+}
+
+
+def product(proximal: list[float], behavior: list[float]) -> float:
+    return math.prod(math.exp(p - b) for p, b in zip(proximal, behavior, strict=True))
+
+
+def each(rule: Callable[[float], float]) -> Callable[[list[float], list[float]], list[float]]:
+    return lambda proximal, behavior: [rule(math.exp(p - b)) for p, b in zip(proximal, behavior, strict=True)]
+
+
+REFERENCES: dict[str, Callable[[list[float], list[float]], list[float]]] = {
+    "none": each(lambda w: 1.0),
+    "decoupled": each(lambda w: w),
+    "tis_token": each(lambda w: min(w, 1.5)),
+    "tis_sequence": lambda p, b: [min(product(p, b), 1.5)] * len(p),
+    "icepop": each(lambda w: w if 0.5 <= w <= 1.5 else 0.0),
+    "mis": lambda p, b: [product(p, b) if product(p, b) <= 1.5 else 0.0] * len(p),
+}
+
+
+def test_every_correction_has_a_reference_and_its_parameters_are_those_of_the_configuration() -> None:
+    assert REFERENCES.keys() == PARAMETERS.keys() == CORRECTIONS.keys()
+    known = load_config(["experiment=digits"]).algorithm.corrections.model_dump()
+    for name, function in CORRECTIONS.items():
+        keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        assert keywords == list(known[name] if name in known else [])
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_equals_its_reference(name: str) -> None:
+    rng = random.Random(3)
+    for _ in range(30):
+        num = rng.randint(1, 5)
+        behavior = [-rng.uniform(0.1, 3.0) for _ in range(num)]
+        proximal = [b + rng.gauss(0, 0.5) for b in behavior]
+        rows = [torch.tensor([[*x, -1.0, -7.0]], dtype=torch.float64) for x in (proximal, behavior)]
+        rows[0].requires_grad_()
+        mask = torch.tensor([[True] * num + [False] * 2])
+        rows[0].data[~mask] = 3.0  # of padding, which has no part in a product
+        found = CORRECTIONS[name](*rows, mask, **PARAMETERS[name])
+        assert found[mask].tolist() == pytest.approx(REFERENCES[name](proximal, behavior), rel=1e-9)
+        assert not found.requires_grad
+
+
+@pytest.mark.parametrize("name", ["decoupled", "tis_token", "tis_sequence", "icepop", "mis"])
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+def test_a_log_prob_that_is_not_finite_counts_as_no_difference(name: str, strange: float) -> None:
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    found = CORRECTIONS[name](torch.tensor([[strange, -1.0]]), torch.tensor([[-1.0, -1.0]]), mask, **PARAMETERS[name])
+    assert found.tolist() == [[1.0, 1.0]]
+
+
+def test_a_rejected_token_lends_its_weight_to_no_other() -> None:
+    """The mean counts tokens before the mask: with half of them rejected, the other half weighs what it did."""
+    proximal, behavior = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -4.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    weights = CORRECTIONS["icepop"](proximal, behavior, mask, low=0.5, high=5.0)
+    assert weights.tolist() == [[1.0, 0.0]]
+    assert token_mean(weights * torch.full((1, 2), 3.0), mask, Totals(2, 1)).item() == 1.5
+
+
+def test_old_log_probs_are_the_engines_the_learners_or_between_them_by_age() -> None:
+    now = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
+    behavior, recomputed = torch.tensor([[-2.0, -2.0, -2.0]]), torch.tensor([[-1.5, -1.5, -1.5]])
+    ages = torch.tensor([[0, 1, 3]])
+    found = {name: old(now, behavior, recomputed, ages) for name, old in OLD_LOGPROBS.items()}
+    assert found["engine"] is behavior and found["recomputed"] is recomputed
+    assert found["interpolated"].tolist() == [[-2.0, -1.5, -1.25]]
+    assert not found["interpolated"].requires_grad
+
+
+def test_interpolation_is_areals_formula() -> None:
+    """log b + a (log p - log b), a = (v_prox - v_b) / (v_theta - v_b), v_prox = v_theta - 1."""
+    v_theta = 8
+    for v_b in (7, 6, 3):
+        share = ((v_theta - 1) - v_b) / (v_theta - v_b)
+        ages = torch.tensor([[v_theta - 1 - v_b]])
+        found = OLD_LOGPROBS["interpolated"](torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), None, ages)
+        assert found.item() == pytest.approx(-3.0 + share * 2.0)
+
+
+ROWS = [[1.0, 2.0], [4.0], [], [-3.0, 0.5, 8.0]]
+
+TOTALS = Totals(num_tokens=6, num_sequences=3)
+
+NORM = 7.0
+
+AGGREGATED = {
+    "token_mean": sum(sum(row) for row in ROWS) / 6,
+    "sequence_mean": sum(sum(row) / len(row) for row in ROWS if row) / 3,
+    "sequence_sum_token_norm": sum(sum(row) / NORM for row in ROWS) / 3,
+    "constant": sum(sum(row) for row in ROWS) / NORM,
+}
+
+
+def padded(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is masked is NaN."""
+    values = torch.full((len(rows), 3), math.nan, dtype=torch.float64)
+    for n, row in enumerate(rows):
+        values[n, : len(row)] = torch.tensor(row, dtype=torch.float64)
+    return values, ~values.isnan()
+
+
+def test_every_aggregation_has_a_reference() -> None:
+    assert AGGREGATED.keys() == AGGREGATIONS.keys()
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_an_aggregation_equals_its_reference(name: str) -> None:
+    assert AGGREGATIONS[name](*padded(ROWS), TOTALS, NORM).item() == pytest.approx(AGGREGATED[name])
+
+
+@pytest.mark.parametrize("split", [[1, 3], [2, 2], [1, 1, 1, 1], [4]])
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_parts_add_up_to_the_whole(name: str, split: list[int]) -> None:
+    """LightRFT defect B9: the loss was not divided by the number of accumulated micro-batches, so the gradient depended
+    on how rows were split."""
+    values, mask = padded(ROWS)
+    pairs = zip(values.split(split), mask.split(split), strict=True)
+    parts = sum(AGGREGATIONS[name](v, m, TOTALS, NORM).item() for v, m in pairs)
+    assert parts == pytest.approx(AGGREGATED[name])
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_an_empty_mask_gives_zero_loss_and_zero_gradient(name: str) -> None:
+    """LightRFT defect B3: the masked mean of a response without tokens was 0 / 0."""
+    values = torch.full((2, 3), 5.0, requires_grad=True)
+    loss = AGGREGATIONS[name](values, torch.zeros(2, 3, dtype=torch.bool), Totals(0, 0), NORM)
+    loss.backward()
+    assert loss.item() == 0 and values.grad.abs().max() == 0

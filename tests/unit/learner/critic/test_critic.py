@@ -13,15 +13,16 @@ from learner_data import add_dropout, group, image, prompt, random_groups, tiny_
 from taught import at_hand
 
 from mobula.cluster.errors import CheckpointError
+from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
 from mobula.configs.overrides import overridden
 from mobula.learner.batch import LearnerItem, fetch_items
 from mobula.learner.credit import Credit
 from mobula.learner.critic.critic import Critic, ValueRow, collate_rows
+from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
 from mobula.learner.optim import MuonWithAdamW
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-from mobula.learner.supervised import SupervisedExample
 
 PPO = ("algorithm=ppo_gae", "algorithm.kl.coef=0", "algorithm.critic.learning_rate=1e-3", "algorithm.max_staleness=99")
 Weights = dict[str, torch.Tensor]
@@ -289,7 +290,7 @@ def test_the_critic_starts_from_the_policy_that_rl_begins_with(folder, tokenizer
     learner = connected(folder, *words, "warm_start.learning_rate=0.01")
     loaded = copied(critic_of(learner)._model)
     answer = np.array([1, 2, 3], np.int32)
-    rows = [SupervisedExample(prompt(tokenizer, "t", [image(1)]), answer, answer > 0)]
+    rows = [Example.of_answer(prompt(tokenizer, "t", [image(1)]), TokenActions(answer), answer > 0)]
     learner.supervised_step(at_hand(rows))
     assert difference(loaded, copied(critic_of(learner)._model)) == 0
     learner.begin_rl()

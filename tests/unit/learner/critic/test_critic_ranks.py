@@ -1,9 +1,11 @@
-"""A critic on ranks of its own computes what one on the learner's ranks does, and is saved in the same form."""
+"""A critic on its own ranks, and the resume of a critic."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import LocalHandle
+from killed_learner import NUM_STEPS, follow
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
@@ -23,6 +26,7 @@ from mobula.configs.schema import RunConfig
 from mobula.learner.critic_ranks import CriticGroup, CriticRank, LearnerWithCritic
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 WORDS = (
     "algorithm=ppo_gae", "algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=20",
@@ -30,6 +34,7 @@ WORDS = (
     "algorithm.max_staleness=4", "algorithm.critic.learning_rate=1e-3", "algorithm.critic.warmup_steps=1",
     "num_steps=6",
 )  # fmt: skip
+
 APART = "algorithm.critic.place=own_ranks"
 
 
@@ -66,7 +71,8 @@ def apart(folder: Path, export: Path) -> LearnerWithCritic:
 
 
 def weights(group: LearnerGroup) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in group.workers[0]._role._named_weights()}
+    policy = group.workers[0]._role
+    return {name: tensor.clone() for name, tensor in policy._outgoing.merged(policy._backend)}
 
 
 async def trained(group: LearnerGroup, updates: Sequence[list[ScoredGroup]]) -> list[dict[str, float]]:
@@ -168,3 +174,60 @@ async def test_states_of_two_versions_are_no_checkpoint() -> None:
 async def test_both_groups_are_watched_by_their_roles() -> None:
     group = faked(load_config(["experiment=digits", "algorithm=ppo_gae"]), Rank())
     assert [found.role for found in group.groups] == ["learner", "critic"]
+
+
+def finished(model: Path, folder: Path, kill_after: int = 0) -> int:
+    """The exit code of a process that follows the steps."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed_learner"])
+    process = context.Process(target=follow, args=(model, folder, kill_after))
+    process.start()
+    process.join(600)
+    return process.exitcode
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny") / "model", seed=0)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert finished(model, folder) == 0
+    return torch.load(folder / "end.pt")
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("kill_after", "begun_at"), [(1, 0), (3, 2), pytest.param(4, 4, marks=pytest.mark.exhaustive)])
+def test_a_killed_learner_goes_on_bit_for_bit(
+    model: Path, uninterrupted: dict, tmp_path: Path, kill_after: int, begun_at: int
+) -> None:
+    """LightRFT defect B10: neither optimizers nor the KL controller were saved."""
+    assert finished(model, tmp_path, kill_after) == -signal.SIGKILL
+    assert finished(model, tmp_path) == 0
+    found = torch.load(tmp_path / "end.pt")
+    assert found["begun_at"] == begun_at
+    assert found["metrics"] == {v: m for v, m in uninterrupted["metrics"].items() if v > begun_at}
+    assert same(found["models"], uninterrupted["models"])
+    assert same(found["optimizers"], uninterrupted["optimizers"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_there_was_something_to_lose(uninterrupted: dict) -> None:
+    metrics = uninterrupted["metrics"]
+    coefficients = [metrics[version]["kl_coef"] for version in range(1, NUM_STEPS + 1)]
+    assert coefficients[0] == coefficients[1] == 0.1, "nothing was observed while the critic trained alone"
+    assert len(set(coefficients[1:])) == NUM_STEPS - 1
+    assert len({metrics[version]["value_loss"] for version in metrics}) == NUM_STEPS
+    assert [metrics[version]["learning_rate"] > 0 for version in metrics] == [False, True, True, True, True]

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import make_scored
+from fakes import LocalHandle, make_scored
 
 from mobula.cluster.errors import CheckpointError, DeadlineError, RestartLoopError, WeightSyncError, WorkerDiedError
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.lost_ranks import RestoredRanks
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.changes import VersionStep
+from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.cluster.workers.status import MAX_EQUAL, RestartBudget, RestartPolicy
+from mobula.configs.schema import TimeoutsConfig
+from mobula.learner.learner_group import LearnerGroup
 
 POLICY = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
 
 
-class FakeRanks:
-    """A group whose weights are the list of everything that it was trained on."""
+class FakeRank:
+    """A rank whose weights are the list of everything that it was trained on."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -37,26 +40,30 @@ class FakeRanks:
         self.is_silent = False
         self.is_alone = False  # no receiver comes to a transfer group
 
-    async def respawn(self) -> None:
+    def respawn(self) -> None:
         self.num_respawns += 1
         self.version, self.weights, self.epochs, self.is_silent = 0, [], set(), False
-        self._answer("respawn")
 
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+    async def rendezvous_address(self) -> str:
+        return "here:1"
+
+    async def connect(self, address: str) -> None:
+        self._answer("connect")
+
+    async def update(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
         if self.is_silent:
             await asyncio.Event().wait()
         self.weights += [group.summary.group_id for group in groups]  # half an update is done when a rank dies
         self._answer("update")
-        self.version += 1
+        self.version = version
         return UpdateReport(self.version, {})
 
     async def save(self, folder: Path) -> None:
         self._answer("save")
         self.saved[folder] = (self.version, list(self.weights))
 
-    async def finish_save(self) -> bool:
+    async def finish_save(self) -> None:
         self._answer("finish_save")
-        return True
 
     async def load(self, folder: Path) -> int:
         self._answer("load")
@@ -67,6 +74,9 @@ class FakeRanks:
     async def restore(self, folder: Path, version: int) -> None:
         self._answer("restore")
         self.version, self.weights = version, list(self.saved[folder][1])
+
+    async def manifest(self) -> Manifest:
+        return Manifest(())
 
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         return Rendezvous("here", 1, epoch, num_receivers + 1, "gloo", 1.0)
@@ -82,9 +92,9 @@ class FakeRanks:
         if epoch not in self.epochs:
             raise WeightSyncError(f"the learner is not in transfer group {epoch}")
 
-    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
-        self._answer("export_weights")
-        return self.version, list(self.weights)
+    async def sequence_logprobs(self, prompt: Any, num_copies: int) -> list[str]:
+        self._answer("sequence_logprobs")
+        return list(self.weights)
 
     def _answer(self, method: str) -> None:
         if self.dies_in.get(method, 0) > 0:
@@ -92,15 +102,30 @@ class FakeRanks:
             raise self.dies_of or WorkerDiedError(f"learner/1 died in {method}")
 
 
-class Bench:
-    """A restartable learner with its ranks and its checkpoints."""
+class FakeGroup(LearnerGroup):
+    """A learner group of one rank, which is the same object after a restart."""
 
-    def __init__(self, ranks: FakeRanks | None = None, policy: RestartPolicy = POLICY) -> None:
-        self.ranks = ranks or FakeRanks()
+    def __init__(self, rank: FakeRank) -> None:
+        super().__init__(lambda: [LocalHandle(rank)], TimeoutsConfig(), lambda value: value)
+        self.rank = rank
+
+    async def replaced(self, workers: Sequence[Any]) -> Sequence[Any]:
+        self.rank.respawn()
+        return workers
+
+
+class Bench:
+    """A learner that is restored, with its rank and its checkpoints."""
+
+    def __init__(
+        self, ranks: FakeRank | None = None, policy: RestartPolicy = POLICY, group: type[FakeGroup] = FakeGroup
+    ) -> None:
+        self.ranks = ranks or FakeRank()
         self.checkpoint: tuple[int, Path] | None = None
         self.lost: list[str] = []
-        self.learner = RestartableLearner(
-            self.ranks,
+        self.learner = group(self.ranks)
+        self.learner.losses = self.policy = RestoredRanks(
+            self.learner,
             newest=lambda: self.checkpoint,
             budget=RestartBudget(policy),
             on_lost=self.lost.append,
@@ -112,6 +137,9 @@ class Bench:
         await self.learner.save(folder)
         self.checkpoint = (version, folder)
 
+    async def scored(self) -> Any:
+        return await self.learner.sequence_logprobs(None)  # type: ignore[arg-type]
+
     async def meet(self, epoch: int) -> None:
         await self.learner.join_transfer(await self.learner.open_transfer(epoch, 1))
 
@@ -119,7 +147,7 @@ class Bench:
         return (await self.learner.update([make_scored(prompt_id) for prompt_id in prompt_ids])).version
 
 
-@pytest.mark.parametrize("method", ["update", "save", "export_weights"])
+@pytest.mark.parametrize("method", ["update", "save", "sequence_logprobs"])
 async def test_a_rank_that_dies_costs_nothing_but_time(method: str) -> None:
     bench = Bench()
     await bench.save()
@@ -129,7 +157,7 @@ async def test_a_rank_that_dies_costs_nothing_but_time(method: str) -> None:
         assert await bench.train(f"0/{n}/s") == n + 1
         if n in (0, 2):
             await bench.save()
-        await bench.learner.export_weights(64)
+        await bench.scored()
     assert bench.ranks.weights == [f"0/{n}/s" for n in range(4)]
     assert (bench.ranks.num_respawns, bench.lost) == (1, ["learner_died"])
 
@@ -143,7 +171,7 @@ async def test_only_steps_after_the_checkpoint_are_taken_again() -> None:
     await bench.train("0/3/s")
     bench.ranks.dies_in["update"] = 1
     await bench.train("0/4/s")
-    assert bench.learner.num_steps_repeated == 1
+    assert bench.policy.num_steps_repeated == 1
     assert bench.ranks.weights == [f"0/{n}/s" for n in range(5)]
 
 
@@ -194,7 +222,7 @@ async def test_a_silent_rank_is_not_waited_for_once_it_is_reported_lost() -> Non
     step = asyncio.create_task(bench.train("0/0/s"))
     await asyncio.sleep(0.01)
     assert not step.done()
-    bench.learner.lose(DeadlineError("learner/0 did not answer a ping"))
+    bench.policy.lose(DeadlineError("learner/0 did not answer a ping"))
     async with asyncio.timeout(5):
         assert await step == 1
     assert (bench.ranks.weights, bench.lost) == (["0/0/s"], ["learner_hung"])
@@ -203,7 +231,7 @@ async def test_a_silent_rank_is_not_waited_for_once_it_is_reported_lost() -> Non
 async def test_a_loss_that_is_noticed_between_calls_is_made_good_at_the_next_call() -> None:
     bench = Bench()
     await bench.save()
-    bench.learner.lose(WorkerDiedError("learner/0 died"))
+    bench.policy.lose(WorkerDiedError("learner/0 died"))
     assert await bench.train("0/0/s") == 1
     assert bench.ranks.num_respawns == 1
 
@@ -211,8 +239,8 @@ async def test_a_loss_that_is_noticed_between_calls_is_made_good_at_the_next_cal
 async def test_calls_that_fail_together_restore_once() -> None:
     bench = Bench()
     await bench.save()
-    bench.ranks.dies_in = {"update": 1, "export_weights": 1}
-    version, (_, weights) = await asyncio.gather(bench.train("0/0/s"), bench.learner.export_weights(64))
+    bench.ranks.dies_in = {"update": 1, "sequence_logprobs": 1}
+    version, weights = await asyncio.gather(bench.train("0/0/s"), bench.scored())
     assert version == 1
     assert bench.ranks.weights == ["0/0/s"]
     assert set(weights) <= {"0/0/s"}
@@ -236,27 +264,27 @@ async def test_the_budget_ends_it() -> None:
 
 
 async def test_a_step_that_always_hangs_ends_the_run_although_each_try_outlasts_the_window() -> None:
-    class Slow(FakeRanks):
-        async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+    class Slow(FakeRank):
+        async def update(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
             await asyncio.sleep(0.02)
-            raise DeadlineError("waited 1800 s for learner/1 to make version 1")
+            raise DeadlineError
 
     bench = Bench(Slow(), replace(POLICY, window_s=0.01))
     await bench.save()
-    with pytest.raises(WorkerDiedError, match="or at one step; last: waited 1800 s for learner/1 to make version 1"):
+    with pytest.raises(WorkerDiedError, match="or at one step; last: waited 300 s for learner/0 to make version 1"):
         async with asyncio.timeout(5):
             await bench.train("0/0/s")
     assert bench.ranks.num_respawns == POLICY.max_restarts
 
 
 async def test_a_node_that_never_returns_ends_the_run_although_each_try_outlasts_the_window() -> None:
-    class Unplaced(FakeRanks):
-        async def respawn(self) -> None:
-            self.num_respawns += 1
+    class Unplaced(FakeGroup):
+        async def replaced(self, workers: Sequence[Any]) -> Sequence[Any]:
+            self.rank.respawn()
             await asyncio.sleep(0.02)
             raise WorkerDiedError("the learner has no place: waited 30 s for the cluster to reserve learner/0")
 
-    bench = Bench(Unplaced(), replace(POLICY, window_s=0.01))
+    bench = Bench(None, replace(POLICY, window_s=0.01), Unplaced)
     await bench.save()
     bench.ranks.dies_in["update"] = 1
     with pytest.raises(WorkerDiedError, match=r"or at one step; last: .* for the cluster to reserve learner/0"):
@@ -297,8 +325,8 @@ async def test_a_checkpoint_of_another_version_is_refused() -> None:
 
 
 async def test_an_error_of_the_learner_itself_is_not_a_loss() -> None:
-    class Broken(FakeRanks):
-        async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+    class Broken(FakeRank):
+        async def update(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
             raise ValueError("the loss needs reference log-probs")
 
     bench = Bench(Broken())
@@ -347,3 +375,33 @@ async def test_restored_weights_survive_a_lost_rank_although_a_newer_checkpoint_
     bench.ranks.dies_in["update"] = 1
     assert await bench.train("0/5/s") == 6
     assert (bench.ranks.weights[-2:], bench.ranks.num_respawns) == (["0/4/s", "0/5/s"], 2)
+
+
+async def test_the_loss_of_ranks_that_are_not_restarted_is_raised() -> None:
+    rank = FakeRank()
+    group = FakeGroup(rank)
+    rank.dies_in["update"] = 1
+    with pytest.raises(WorkerDiedError, match="learner/1 died in update"):
+        await group.update([make_scored("0/0/s")])
+    assert rank.num_respawns == 0
+
+
+async def test_observers_see_each_step_once_and_each_restart() -> None:
+    class Seen(list[tuple[str, int]]):
+        def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+            self.append(("trained", version))
+
+        def repeated(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+            self.append(("repeated", version))
+
+        def restored(self, version: int) -> None:
+            self.append(("restored", version))
+
+    bench, seen = Bench(), Seen()
+    bench.learner.losses.observers.append(seen)
+    await bench.save()
+    await bench.train("0/0/s")
+    bench.ranks.dies_in["update"] = 1
+    await bench.train("0/1/s")
+    assert seen == [("trained", 1), ("restored", 0), ("repeated", 1), ("trained", 2)]
+    assert bench.learner.num_restarts == 1

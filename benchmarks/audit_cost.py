@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave
 from benchmarks.harness.report import BASELINES
 from benchmarks.replay import Load, make_group
-from mobula.cluster.audit.observer import AuditSink, RunAudit
+from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup, group_digest
@@ -69,14 +69,13 @@ async def _record_steps(groups: Sequence[TrajectoryGroup]) -> float:
     engines = {f"rollout/{n}": "checksum" for n in range(2)}
     with tempfile.TemporaryDirectory(prefix="mobula-") as folder:
         audit = RunAudit(ChainWriter(Path(folder)), Path(folder), Path(folder))
-        sink = AuditSink(audit)
         start = time.thread_time()
         for version in range(1, NUM_STEPS + 1):
             for one in scored:
                 audit.handed_out(one.summary.group_id)
             audit.trained(version, scored)
             await audit.pushed(Push(version, 1, 0.1, None, manifest_sha256="0" * 64, receivers=engines))
-            sink.emit(line)
+            audit.emit(line)
         return 1000 * (time.thread_time() - start) / NUM_STEPS
 
 

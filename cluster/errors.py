@@ -1,41 +1,7 @@
-"""The exception tree of a run.
+"""The exceptions of a run.
 
-    MobulaError
-    ├── PreflightError          the run cannot start: a preset, a path or a dataset is unusable (never raised later)
-    │   ├── PlacementError      the cluster cannot hold the resource preset
-    │   └── DatasetError        there are no training data, or a row cannot be used and may not be skipped
-    ├── SkippedSample           one sample is unusable; it is skipped, counted and named
-    │   ├── MediaError          one image is missing, corrupt, too large or not an image
-    │   ├── PromptError         one prompt is too long or its placeholders do not match its media
-    │   ├── ChangedDataError    the data no longer contain the prompt of a recorded group
-    │   └── ExcludedPromptError one prompt crashed several engines in a row with the same cause
-    ├── DeadlineError           a call was not answered in time; the message names the call
-    ├── WorkerDiedError         a role's process ended or does not answer; the message names the role
-    │   └── RestartLoopError    workers die repeatedly with one cause, which a restart does not remove
-    ├── StuckError              a worker's process answers but cannot work: it has to be replaced
-    │   └── EngineLostError     the engine inside it failed; `failure` is the cause
-    ├── LostReplyError          a role's process is healthy, but one of its replies was lost
-    ├── DependencyError         a healthy role waited for another role until its deadline
-    ├── LostObjectError         an object was lost with the node that held it
-    ├── WrongGroupError         a group has another content than its rollout actor reported
-    ├── RolloutError            a rollout actor could not finish a prompt
-    │   └── EngineDiedError     its engine ended; `failure` is the cause
-    ├── EnvironmentFailedError  an environment fails in too large a share of its episodes
-    ├── RewardError             a reward function failed, timed out or returned no finite number
-    │   └── UnscoredGroupError  a group crashed several reward workers; none of its responses has a reward
-    ├── ScoringError            a reference scorer could not fetch the images of a step
-    ├── WeightSyncError         weights could not be moved or verified
-    │   ├── ManifestError       sender and receiver disagree on names, shapes or dtypes
-    │   └── CanaryError         after a push the log-probs of engine and learner differ
-    ├── CheckpointError         a checkpoint cannot be written or is not complete
-    ├── JournalError            the journal cannot be written, or one of its steps cannot be repeated
-    ├── LogprobGapError         engine and learner compute different log-probs at equal weights
-    ├── RewardHackingError      the trained reward rises while the judge falls, and the guard stops the run
-    ├── NothingTrainedError     every optimizer step of a run was skipped
-    └── RunOverError            a command found that the run is over, or that its driver is dead
-
-User mistakes in a configuration are `ValueError`s (`mobula.configs.load.ConfigError`); this tree is for the run.
-`RunStopped` is not an error: it ends the loop after a stop request.
+User mistakes in a configuration are `ValueError`s (`mobula.configs.load.ConfigError`); these are for the run. No
+`PreflightError` is raised after its start. `RunStopped` is not an error: it ends the loop after a stop request.
 """
 
 from __future__ import annotations
@@ -50,7 +16,7 @@ class MobulaError(Exception):
 
 
 class PreflightError(MobulaError):
-    """The run cannot start."""
+    """The run cannot start: a preset, a path or a dataset is unusable."""
 
 
 class PlacementError(PreflightError):

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mobula.cluster.audit.chain import AuditKind
-from mobula.cluster.audit.writer import JournalDigests, NoRecorder, Recorder, digests_below, file_sha256, text_sha256
+from mobula.cluster.audit.chain import AuditKind, Head
+from mobula.cluster.audit.writer import ChainWriter, JournalDigests, digests_below, file_sha256
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
-from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, record_version, to_line
+from mobula.cluster.metrics.step_records import MetricsRecord, StepRecord, record_version, to_line
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
 from mobula.cluster.weight_sync.weight_sync import Push
@@ -40,11 +40,15 @@ def scored_digest(content: str, rewards: Sequence[Reward | None]) -> str:
 
 
 class RunAudit:
-    """Records steps, pushes, checkpoints, restarts and metrics of a run."""
+    """Records steps, pushes, checkpoints, restarts and metrics of a run. Implements `Sink`: each line of
+    `metrics.jsonl` is recorded before it is written."""
 
-    def __init__(self, recorder: Recorder | None = None, run_folder: Path = Path(), checkpoints: Path = Path()) -> None:
-        """`checkpoints` is the folder of the run's checkpoints. Without `recorder` nothing is written."""
-        self._recorder = recorder or NoRecorder()
+    name = "audit"
+
+    def __init__(self, chain: ChainWriter | None = None, run_folder: Path = Path(), checkpoints: Path = Path()) -> None:
+        """`checkpoints` is the folder of the run's checkpoints. Without `chain` nothing is recorded, and no file is
+        read for it."""
+        self._chain = chain
         self._run_folder = run_folder
         self._checkpoints = checkpoints
         self._rejected: list[tuple[str, str]] = []
@@ -53,77 +57,71 @@ class RunAudit:
         self._is_recovering = False
         self._journal = JournalDigests(run_folder)
 
-    @property
-    def is_on(self) -> bool:
-        """Whether records are written; otherwise no file is read for them."""
-        return not isinstance(self._recorder, NoRecorder)
+    def _record(self, kind: AuditKind, body: Mapping[str, Any]) -> None:
+        if self._chain is not None:
+            self._chain.record(kind, body)
 
     def started(self, body: Mapping[str, Any]) -> None:
         """A part of the run begins; `body` is of `mobula.deploy.run.overview`. Call it once `metrics.jsonl` has the
         lines that this part keeps."""
+        if self._chain is None:
+            return
         metrics = self._run_folder / METRICS_FILE
         content = metrics.read_bytes() if metrics.is_file() else b""
         kept = {"num_lines": content.count(b"\n"), "sha256": hashlib.sha256(content).hexdigest()}
-        files = self._journal.now() if self.is_on else {}
-        if self.is_on and (self._run_folder / SAMPLES_FILE).is_file():
-            files |= {SAMPLES_FILE: self._digest_of(SAMPLES_FILE)}
-        found = asdict(self._recorder.found)
-        self._recorder.record(AuditKind.STARTED, {**body, "found": found, "metrics": kept, "files": files})
-
-    def _digest_of(self, name: str) -> tuple[int, str]:
-        content = (self._run_folder / name).read_bytes()
-        return len(content), hashlib.sha256(content).hexdigest()
+        files = self._journal.now()
+        if (self._run_folder / SAMPLES_FILE).is_file():
+            files[SAMPLES_FILE] = _size_and_digest((self._run_folder / SAMPLES_FILE).read_bytes())
+        found = asdict(self._chain.found)
+        self._record(AuditKind.STARTED, {**body, "found": found, "metrics": kept, "files": files})
 
     def write(self, path: Path, text: str) -> None:
         """Replaces the content of a file of the run folder, after a record of its digest."""
-        if not self.is_on:
-            return write_atomically(path, text)
-        content = text.encode()
-        name = str(path.relative_to(self._run_folder))
-        self._record_written(name, len(content), hashlib.sha256(content).hexdigest())
+        self._record_written(path, text.encode())
         try:
             write_atomically(path, text)
         except OSError:
             if path.is_file():
-                self._record_written(name, *self._digest_of(name))
+                self._record_written(path, path.read_bytes())
             raise
 
-    def _record_written(self, name: str, num_bytes: int, sha256: str) -> None:
-        self._recorder.record(AuditKind.WRITTEN, {"file": name, "num_bytes": num_bytes, "sha256": sha256})
+    def _record_written(self, path: Path, content: bytes) -> None:
+        if self._chain is not None:
+            num_bytes, sha256 = _size_and_digest(content)
+            name = str(path.relative_to(self._run_folder))
+            self._record(AuditKind.WRITTEN, {"file": name, "num_bytes": num_bytes, "sha256": sha256})
 
     def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
-        """Implements `StepObserver`: the learner has trained these groups, which makes `version`."""
-        body = {
-            "version": version,
-            "source": "journal" if self._is_recovering else "new",
-            "groups": [group_entry(group) for group in groups],
-            **self._taken_prompts(),
-            "journal": self._journal.now() if self.is_on else {},
-        }
-        self._recorder.record(AuditKind.TRAINED, body)
+        """Implements `StepObserver`."""
+        prompts = self._taken_prompts()
+        if self._chain is not None:
+            body = {
+                "version": version,
+                "source": "journal" if self._is_recovering else "new",
+                "groups": [group_entry(group) for group in groups],
+                **prompts,
+                "journal": self._journal.now(),
+            }
+            self._record(AuditKind.TRAINED, body)
 
     def repeated(self, version: int, groups: Sequence[ScoredGroup]) -> None:
-        """Implements `StepObserver`: restarted ranks have trained a step again."""
         body = {"version": version, "groups": [group_entry(group) for group in groups]}
-        self._recorder.record(AuditKind.REPEATED, body)
+        self._record(AuditKind.REPEATED, body)
 
     def restored(self, version: int) -> None:
-        """Implements `StepObserver`: restarted ranks have loaded the checkpoint of `version`."""
-        self._recorder.record(AuditKind.RESTORED, {"version": version})
+        self._record(AuditKind.RESTORED, {"version": version})
 
     def regenerated(self, group: ScoredGroup, source: str) -> None:
-        self._recorder.record(AuditKind.REGENERATED, {"group": group_entry(group), "source": source})
+        self._record(AuditKind.REGENERATED, {"group": group_entry(group), "source": source})
 
     def handed_out(self, prompt_id: str) -> None:
-        """Implements `PromptObserver`: adds a prompt to the record of the next step."""
+        """Implements `PromptObserver`: the prompts are part of the record of the next step, or of the recovery."""
         self._handed_out.append(prompt_id)
 
     def left_out(self, prompt_id: str, reason: str) -> None:
-        """Implements `PromptObserver`: adds a rejected prompt to the record of the next step."""
         self._rejected.append((prompt_id, reason))
 
     def continued(self, pending: Sequence[str], settled: Sequence[str]) -> None:
-        """Implements `PromptObserver`: the prompts that a resumed run knows; part of the record of the recovery."""
         self._continued = {"pending": list(pending), "settled": list(settled)}
 
     def _taken_prompts(self) -> dict[str, Any]:
@@ -143,87 +141,78 @@ class RunAudit:
             "num_lost": push.num_lost,
             "canary_gap": push.canary_gap,
         }
-        self._recorder.record(AuditKind.PUSHED, body)
+        self._record(AuditKind.PUSHED, body)
 
     def admitted(self, engine: str, version: int) -> None:
         """A listener of `WeightSync.on_admitted`."""
-        self._recorder.record(AuditKind.ADMITTED, {"engine": engine, "version": version})
+        self._record(AuditKind.ADMITTED, {"engine": engine, "version": version})
 
     def lost(self, fault: Fault) -> None:
         """A listener of `FaultFile`."""
-        self._recorder.record(AuditKind.LOST, asdict(fault))
+        self._record(AuditKind.LOST, asdict(fault))
 
-    def emitted(self, record: MetricsRecord) -> None:
+    def emit(self, record: MetricsRecord) -> None:
+        """Raises: OSError: the chain cannot be written; the hub drops and counts this sink."""
         kind = "step" if isinstance(record, StepRecord) else "evaluation"
-        line = text_sha256(to_line(record) + "\n")
-        self._recorder.record(AuditKind.METRICS, {"version": record_version(record), "of": kind, "sha256": line})
-        if self._recorder.error is not None:
-            raise self._recorder.error
+        _, line = _size_and_digest(f"{to_line(record)}\n".encode())
+        self._record(AuditKind.METRICS, {"version": record_version(record), "of": kind, "sha256": line})
+        if self._chain is not None and self._chain.error is not None:
+            raise self._chain.error
+
+    emit_evaluation = emit
+
+    def close(self) -> None:
+        """Does nothing: records follow until `ended`."""
 
     def guarded(self, event: GuardEvent) -> None:
         """Records an action of the guard, before the version of its step is pushed."""
         kind = AuditKind.GUARDED if event.restored is None else AuditKind.ROLLED_BACK
-        self._recorder.record(kind, {**asdict(event), "strength": min(event.strength, MAX_STRENGTH)})
+        self._record(kind, {**asdict(event), "strength": min(event.strength, MAX_STRENGTH)})
 
     def logged(self, version: int, path: Path) -> None:
         """Records the file of a step in the trajectory log; a listener of `TrajectoryLog`."""
-        if self.is_on:
+        if self._chain is not None:
             file = {"file": str(path.relative_to(self._run_folder)), "num_bytes": path.stat().st_size}
-            self._recorder.record(AuditKind.LOGGED, {"version": version, **file, "sha256": file_sha256(path)})
+            self._record(AuditKind.LOGGED, {"version": version, **file, "sha256": file_sha256(path)})
 
     def checkpointed(self, version: int) -> None:
         """Records the checkpoint of `version`, which is complete."""
-        if not self.is_on:
-            return
-        manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
-        body = {"version": version, "manifest": file_sha256(manifest), "kept": versions_in(self._checkpoints)}
-        self._recorder.record(AuditKind.CHECKPOINT, {**body, "journal": self._journal.now()})
-        self._log_head(f"at the checkpoint of step {version}")
+        if self._chain is not None:
+            body = {**self._checkpoint(version), "kept": versions_in(self._checkpoints), "journal": self._journal.now()}
+            self._record(AuditKind.CHECKPOINT, body)
+            self._log_head(f"at the checkpoint of step {version}", self._chain.head)
 
     def resumed(self, version: int) -> None:
         """The run continues from the checkpoint of `version`; the steps of the journal follow."""
-        if not self.is_on:
-            return
-        manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
         self._is_recovering = True
-        self._recorder.record(AuditKind.RESUMED, {"version": version, "manifest": file_sha256(manifest)})
+        if self._chain is not None:
+            self._record(AuditKind.RESUMED, self._checkpoint(version))
+
+    def _checkpoint(self, version: int) -> dict[str, Any]:
+        manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
+        return {"version": version, "manifest": file_sha256(manifest)}
 
     def recovered(self, version: int) -> None:
         """The steps of the journal are repeated."""
         self._is_recovering = False
         continued, self._continued = self._continued, {}
-        self._recorder.record(AuditKind.RECOVERED, {"version": version, **continued})
+        self._record(AuditKind.RECOVERED, {"version": version, **continued})
 
     def ended(self, status: str, version: int) -> None:
         """This part of the run is over and its files are written. Reads them, then closes the chain."""
-        if self.is_on:
+        if self._chain is not None:
             files = digests_below(self._run_folder)
             body = {"status": status, "version": version, "files": files, "covers_all": True, **self._taken_prompts()}
-            self._recorder.record(AuditKind.ENDED, body)
-            self._log_head("at the end")
-        self._recorder.close()
+            self._record(AuditKind.ENDED, body)
+            self._log_head("at the end", self._chain.head)
+            self._chain.close()
 
-    def _log_head(self, when: str) -> None:
-        head = self._recorder.head
+    def _log_head(self, when: str, head: Head) -> None:
         _logger.info("audit %s: %d records, sha256 %s", when, head.num_records, head.sha256, extra={"file_only": True})
 
 
-class AuditSink:
-    """A metrics sink that records the lines of `metrics.jsonl` before they are written."""
-
-    name = "audit"
-
-    def __init__(self, audit: RunAudit) -> None:
-        self._audit = audit
-
-    def emit(self, record: StepRecord) -> None:
-        """Raises: OSError: the chain cannot be written; the hub drops and counts this sink."""
-        self._audit.emitted(record)
-
-    def emit_evaluation(self, record: EvaluationRecord) -> None:
-        self._audit.emitted(record)
-
-    def close(self) -> None: ...
+def _size_and_digest(content: bytes) -> tuple[int, str]:
+    return len(content), hashlib.sha256(content).hexdigest()
 
 
 class AuditedRecovery:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mobula.cluster.audit.chain import (
     AUDIT_FILE,
@@ -50,10 +50,6 @@ def file_sha256(path: Path, num_bytes: int | None = None) -> str:
             digest.update(chunk)
             num_bytes -= len(chunk)
         return digest.hexdigest()
-
-
-def text_sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_growing(name: str) -> bool:
@@ -128,43 +124,9 @@ class Found:
     head: Mapping[str, Any] | None  # `audit.head` if it counts other records than the file has, else None
 
 
-class Recorder(Protocol):
-    """Takes the records of a run, from any thread."""
-
-    @property
-    def found(self) -> Found:
-        """The chain of the earlier part."""
-        ...
-
-    @property
-    def head(self) -> Head:
-        """The newest end of the chain."""
-        ...
-
-    @property
-    def error(self) -> OSError | None:
-        """The error after which no record was written."""
-        ...
-
-    def record(self, kind: AuditKind, body: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NoRecorder:
-    """Implements `Recorder` without a file: `metrics.audit=false`."""
-
-    found = Found(0, 0, None)
-    head = Head()
-    error: OSError | None = None
-
-    def record(self, kind: AuditKind, body: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class ChainWriter:
-    """Writes each record with one call of the system, so that a killed process leaves whole records.
+    """Writes each record with one call of the system, so that a killed process leaves whole records. Any thread may
+    record.
 
     A separate thread syncs the file to disk: after a power failure the last records may be missing. An error of the
     disk is logged and ends the chain; the run continues.
@@ -178,7 +140,7 @@ class ChainWriter:
         self._close_s = close_s
         self._syncing: Future[None] | None = None
         self._thread = DaemonThread("audit")
-        self.error: OSError | None = None
+        self.error: OSError | None = None  # after which no record was written
         self._chain: int | None = None  # file descriptor; None after an error
         self._end: int | None = None
         self.found, self.head = Found(0, 0, None), Head()

@@ -17,7 +17,7 @@ from rich.console import Console
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.audit.chain import SigningKey
-from mobula.cluster.audit.observer import AuditedRecovery, AuditSink, RunAudit
+from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import write_atomically
@@ -89,7 +89,7 @@ def build_metrics(
     artifacts = [_artifacts(config, version)] if config.metrics.artifacts_per_step > 0 else []
     optional = _optional_sinks(config, console, version)
     metrics = Metrics(
-        [*([AuditSink(audit)] if audit else []), journal, EstimateSink(num_steps=config.num_steps), *optional, *sinks],
+        [*([audit] if audit else []), journal, EstimateSink(num_steps=config.num_steps), *optional, *sinks],
         time.perf_counter,
         accuracy_component=config.rewards.accuracy_component,
         samples=[samples, *artifacts],

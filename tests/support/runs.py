@@ -26,7 +26,7 @@ from fakes import (
 )
 
 from mobula.cluster.audit.chain import SigningKey
-from mobula.cluster.audit.observer import AuditedRecovery, AuditSink, RunAudit
+from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.audit.verification import Audit, verify
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.controller import Controller
@@ -341,7 +341,7 @@ def audited_run(
     bounds = {"max_staleness": max_staleness, "stragglers": "wait", "num_steps": 9, "keep": 2}
     audit.started({**PROVENANCE, "bounds": bounds})
     asyncio.run(audit.pushed(push_of(0)))
-    learner = AuditedLearner(audit, [AuditSink(audit), metrics])
+    learner = AuditedLearner(audit, [audit, metrics])
     return Run(folder, learner=learner, max_staleness=max_staleness, has_journal=True, audit=audit, **settings), audit
 
 

@@ -22,11 +22,9 @@ class HeldOutEvaluator(Protocol):
 
     def evaluating(self) -> AbstractAsyncContextManager[None]:
         """Evaluates in the background while the body runs."""
-        ...
 
     async def maybe_run(self, version: int) -> None:
         """Starts an evaluation of `version` if one is due. The version stays published until `finish` returns."""
-        ...
 
     async def finish(self) -> None: ...
 

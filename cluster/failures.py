@@ -57,7 +57,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Returns the failure of an exception."""
         stack = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.endswith(WRAPPERS)]
         innermost = stack[: -NUM_FRAMES - 1 : -1]
         message = " ".join(str(error).split())

@@ -11,14 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, BinaryIO
 
+CHUNK_BYTES = 1 << 20
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a draft that replaces `path` when the body ends, and creates its folder if needed.
-
-    The draft is synced before the rename: a file with the final name is complete even after a power failure. An error
-    removes the draft.
-    """
+    """Opens a draft that replaces `path` when the body ends, and creates its folder if needed. The draft is synced
+    before the rename: a file with the final name is complete even after a power failure. An error removes the draft."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -79,11 +78,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def append_line(path: Path, line: str, *, is_synced: bool = False) -> None:
-    """Appends `line` and a line feed; removes a last line that a killed process left incomplete.
-
-    Args:
-        is_synced: returns once the line is on disk.
-    """
+    """Appends `line` and a line feed; removes a last line that a killed process left incomplete. `is_synced`: returns
+    once the line is on disk."""
     with path.open("a+b") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
@@ -93,6 +89,18 @@ def append_line(path: Path, line: str, *, is_synced: bool = False) -> None:
         file.write(f"{line}\n".encode())
         if is_synced:
             flush(file)
+
+
+def file_sha256(path: Path, num_bytes: int | None = None) -> str:
+    """Returns the digest of a file, or of its first bytes."""
+    with path.open("rb") as file:
+        if num_bytes is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while num_bytes > 0 and (chunk := file.read(min(num_bytes, CHUNK_BYTES))):
+            digest.update(chunk)
+            num_bytes -= len(chunk)
+        return digest.hexdigest()
 
 
 def read_verified(path: Path, sha256: str, index: str) -> bytes:

@@ -47,7 +47,6 @@ def proxy_of(url: httpx.URL) -> tuple[str, str] | None:
 
 
 def proxied_transport(url: httpx.URL) -> httpx.HTTPTransport:
-    """Returns a transport for one URL."""
     variable_and_proxy = proxy_of(url)
     if variable_and_proxy is None:
         return httpx.HTTPTransport()
@@ -91,7 +90,6 @@ def _is_in_network(host: str, proxies: Mapping[str, str]) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

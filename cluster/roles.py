@@ -61,10 +61,10 @@ class UpdateReport:
 class ReplayStats:
     """The state of the replay buffer, for metrics."""
 
-    num_ready: int
-    num_taken: int
-    num_bytes: int
-    oldest_age_s: float
+    num_ready: int = 0
+    num_taken: int = 0
+    num_bytes: int = 0
+    oldest_age_s: float = 0.0
     num_rejected: Mapping[str, int] = field(default_factory=dict)  # reason -> groups
     oldest_id: str | None = None  # the group with `oldest_age_s`; None if the buffer is empty
     num_waiting: int = 0  # finished groups that wait for space in the buffer
@@ -77,31 +77,24 @@ class Prompts(Protocol):
     @property
     def cursor(self) -> int:
         """Index of the next prompt in the sequence."""
-        ...
 
     def next(self) -> Prompt:
         """Returns the next prompt. Called from one thread at a time."""
-        ...
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:
         """Returns the prompts with the ids `pending` first, in order, then continues at `cursor`."""
-        ...
 
     def index_of(self, prompt_id: str) -> int:
         """Returns the index of an id in the sequence. Raises: DatasetError: the data or the seed changed."""
-        ...
 
     def id_at(self, index: int) -> str:
         """Returns the id at an index of the sequence."""
-        ...
 
     def is_open(self, index: int) -> bool:
         """Whether the prompt at an index is handed out when it is due now."""
-        ...
 
     def prompt_at(self, index: int) -> Prompt:
         """Returns the prompt at an index, from any thread. Raises: SkippedSample: the row is unusable."""
-        ...
 
 
 class Rollouts(Protocol):
@@ -109,7 +102,6 @@ class Rollouts(Protocol):
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         """Samples one group of a prompt."""
-        ...
 
 
 class Rewards(Protocol):
@@ -125,7 +117,6 @@ class Rewards(Protocol):
             LostObjectError: the group was lost with the node that held it.
             UnscoredGroupError: workers that score the group die or hang; it counts as a group without rewards.
         """
-        ...
 
 
 class Reference(Protocol):
@@ -133,7 +124,6 @@ class Reference(Protocol):
 
     async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns the groups with `reference_logprobs` set."""
-        ...
 
 
 class Learner(Protocol):
@@ -141,7 +131,6 @@ class Learner(Protocol):
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         """Trains one step on these groups. The report has the version that it made."""
-        ...
 
 
 class Weights(Protocol):
@@ -149,12 +138,9 @@ class Weights(Protocol):
 
     def settling(self) -> AbstractAsyncContextManager[None]:
         """Inside the body `publish` returns once the weights are sent; actors may still load them."""
-        ...
 
     async def settled(self) -> None:
         """Waits until every rollout actor serves the last published version, or is lost."""
-        ...
 
     async def publish(self, version: int) -> int:
         """Sends `version` to every rollout actor, verifies it, and returns the version."""
-        ...

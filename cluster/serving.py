@@ -308,7 +308,6 @@ async def refuse(send: Send, refusal: RefusalError) -> None:
 
 
 async def reply(send: Send, status: int, body: bytes, headers: Mapping[str, str], kind: str = JSON) -> None:
-    """Sends a whole response."""
     pairs = {"Content-Type": kind, "Content-Length": str(len(body)), **headers}
     encoded = [(name.encode(), value.encode()) for name, value in pairs.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})

@@ -22,10 +22,9 @@ from mobula.configs.near_paths import near
 
 T = TypeVar("T")
 
-PACKAGE = Path(__file__).parents[1]
-"""The directory of `mobula`, which contains `examples/`."""
+PACKAGE = Path(__file__).parents[1]  # the directory of `mobula`, which contains `examples/`
+# Environment variable of workers: the working directory of the command. Paths are relative to it.
 FOLDER_VARIABLE = "MOBULA_COMMAND_FOLDER"
-"""Environment variable of workers: the working directory of the command. Paths are relative to it."""
 REFERENCE = re.compile(r"[^:\s]+:[A-Za-z_][\w.]*")
 NO_OPTIONS: Mapping[str, Any] = {}
 _IMPORTING = threading.RLock()  # reentrant: an imported file may load another file

@@ -80,7 +80,6 @@ def groups() -> Mapping[str, tuple[str, ...]]:
 
 
 def option_file(group: str, option: str) -> Path:
-    """The file of an existing option."""
     return next(file for root in roots() if (file := root / group / f"{option}.yaml").is_file())
 
 
@@ -225,7 +224,6 @@ OTHER_TRAINERS = Path(__file__).with_name("other_trainers.yaml")
 
 @cache
 def translations() -> tuple[Translation, ...]:
-    """All entries of `other_trainers.yaml`."""
     entries = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))["keys"]
     return tuple(
         Translation(ours, {name: entry[name] for name in TRAINERS if name in entry}, entry.get("note", ""))
@@ -346,7 +344,6 @@ class Override:
 
 
 def read_overrides(texts: Sequence[str]) -> list[Override]:
-    """Parses overrides."""
     overrides: dict[str, Override] = {}
     for text in texts:
         override = _read(text)
@@ -449,7 +446,6 @@ def _read(text: str) -> Override:
 
 
 def _text(name: str, value: str) -> str:
-    """Parses the value of a key that takes text or a path."""
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
         try:
             quoted = OverridesParser.create().parse_override(f"{name}={value}").value()

@@ -122,7 +122,6 @@ class AuditRecord:
 
     @property
     def name(self) -> str:
-        """The record for a message: its number and kind, and its version if it has one."""
         version = f", version {self.body['version']}" if "version" in self.body else ""
         return f"record {self.seq} ({self.kind}{version})"
 
@@ -349,7 +348,6 @@ def check_signatures(chain: ChainFile, key: SigningKey | None) -> Iterator[Audit
 
 
 def read_chain(folder: Path) -> ChainFile:
-    """Reads the chain of a run folder."""
     path, end = folder / AUDIT_FILE, folder / HEAD_FILE
     try:
         # The end first: a run that goes on writes it after the record.

@@ -108,7 +108,6 @@ class History:
 
     @property
     def version(self) -> int:
-        """The newest version of the line."""
         return max(self.steps, default=0)
 
     def add(self, record: AuditRecord) -> None:
@@ -150,7 +149,8 @@ class History:
         """Compares the files that a new part found with the digests of earlier parts, and goes on from them."""
         for name, cover in found.items():
             known = self.covers.get(name)
-            if known is not None and cover.is_whole and cover.sha256 not in _digests(known):
+            expected = [each.sha256 for each in (known, known and known.instead) if each is not None]
+            if known is not None and cover.is_whole and cover.sha256 not in expected:
                 self._find(f"when {cover.record.name} was written, {name} was not as {known.record.name} has it")
             elif known is not None and not cover.is_whole:
                 found[name] = replace(cover, earlier=replace(known, is_whole=False))
@@ -305,6 +305,7 @@ class History:
         return Descent(made, tuple(reversed(steps)))
 
 
+# Kind of a record -> what it changes, and what the replay reads of its body: key -> type
 REPLAY: Mapping[str, tuple[Callable[[History, AuditRecord], None], Mapping[str, Any]]] = {
     AuditKind.STARTED: (
         History._started,
@@ -327,7 +328,6 @@ REPLAY: Mapping[str, tuple[Callable[[History, AuditRecord], None], Mapping[str, 
     AuditKind.ROLLED_BACK: (History._rolled_back, {"version": int, "restored": int, "text": str}),
     AuditKind.ENDED: (History._end, {"status": str, "files": dict}),
 }
-"""Kind of a record -> what it changes, and what the replay reads of its body: key -> type."""
 
 
 def _check_body(record: AuditRecord, fields: Mapping[str, Any]) -> None:
@@ -359,12 +359,7 @@ def _covers(record: AuditRecord, files: Mapping[str, Any]) -> dict[str, Cover]:
     return covers
 
 
-def _digests(cover: Cover) -> list[str]:
-    return [cover.sha256, *([cover.instead.sha256] if cover.instead else [])]
-
-
 def replayed(chain: ChainFile) -> History:
-    """Replays the undamaged records of a chain."""
     history = History()
     for record in chain.records:
         history.add(record)
@@ -410,7 +405,6 @@ class PromptLedger:
             self._rejected[str(prompt_id)] = str(reason)
 
     def continued(self, pending: Iterable[str], settled: Iterable[str]) -> None:
-        """Applies the prompts that a resumed run knows."""
         for prompt_id in map(str, pending):
             self._hand_out(prompt_id)
         for prompt_id in map(str, settled):

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from mobula.cluster.audit.chain import AuditKind, Head
-from mobula.cluster.audit.writer import ChainWriter, JournalDigests, digests_below, file_sha256
-from mobula.cluster.files import write_atomically
+from mobula.cluster.audit.writer import ChainWriter, JournalDigests, digests_below
+from mobula.cluster.files import file_sha256, write_atomically
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from mobula.cluster.metrics.step_records import MetricsRecord, StepRecord, record_version, to_line
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
+from mobula.cluster.rollout.dispatcher import PromptObserver
 from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.cluster.workers.faults import Fault
 
@@ -39,7 +40,7 @@ def scored_digest(content: str, rewards: Sequence[Reward | None]) -> str:
     return hashlib.sha256(f"{content}{json.dumps(values)}".encode()).hexdigest()
 
 
-class RunAudit:
+class RunAudit(PromptObserver):
     """Records steps, pushes, checkpoints, restarts and metrics of a run. Implements `Sink`: each line of
     `metrics.jsonl` is recorded before it is written."""
 
@@ -51,6 +52,7 @@ class RunAudit:
         self._chain = chain
         self._run_folder = run_folder
         self._checkpoints = checkpoints
+        # Prompts are part of the record of the next step, or of the recovery.
         self._rejected: list[tuple[str, str]] = []
         self._handed_out: list[str] = []
         self._continued: dict[str, list[str]] = {}
@@ -115,7 +117,6 @@ class RunAudit:
         self._record(AuditKind.REGENERATED, {"group": group_entry(group), "source": source})
 
     def handed_out(self, prompt_id: str) -> None:
-        """Implements `PromptObserver`: the prompts are part of the record of the next step, or of the recovery."""
         self._handed_out.append(prompt_id)
 
     def left_out(self, prompt_id: str, reason: str) -> None:
@@ -125,7 +126,6 @@ class RunAudit:
         self._continued = {"pending": list(pending), "settled": list(settled)}
 
     def _taken_prompts(self) -> dict[str, Any]:
-        """Returns the prompts that were handed out and rejected since the last call."""
         taken = {"handed_out": self._handed_out, "rejected": self._rejected}
         self._handed_out, self._rejected = [], []
         return taken
@@ -215,8 +215,8 @@ def _size_and_digest(content: bytes) -> tuple[int, str]:
     return len(content), hashlib.sha256(content).hexdigest()
 
 
-class AuditedRecovery:
-    """Implements `Recovery` around another: records checkpoints and resumes."""
+class AuditedRecovery(Recovery):
+    """Records checkpoints and resumes of another recovery."""
 
     def __init__(self, recovery: Recovery, audit: RunAudit) -> None:
         self._recovery = recovery

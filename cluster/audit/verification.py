@@ -33,12 +33,12 @@ from mobula.cluster.audit.writer import (
     FORMERLY_UNCOVERED,
     RUN_LOG,
     TRAJECTORIES,
-    file_sha256,
     files_below,
     is_segment,
     is_uncovered,
 )
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import file_sha256
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, STATE_FILE, checkpoint_folder, versions_in
 from mobula.cluster.workers.faults import FAULTS_FILE, Fault, fault_line

@@ -25,31 +25,19 @@ from mobula.cluster.audit.chain import (
     split,
 )
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import CHUNK_BYTES, file_sha256
 from mobula.cluster.runtime.concurrency import DaemonThread
 
 if TYPE_CHECKING:
     from hashlib import _Hash
 
 CHECKPOINTS, TRAJECTORIES, JOURNAL, LOGS, RUN_LOG = "checkpoints", "trajectories", "journal", "logs", "run.log"
-CHUNK_BYTES = 1 << 20
 
 # No record has these: the chain itself, files of a process that runs, and files that other commands write, or write
 # again, after the run.
 UNCOVERED_FOLDERS = ("replay", "export", "mlruns", "trackio", "wandb", "diagnosis")
 UNCOVERED_FILES = (AUDIT_FILE, HEAD_FILE, "run.lock", "cluster.json", "scale.json", "report.html", "diagnosis.json")
 FORMERLY_UNCOVERED = (LOGS, RUN_LOG, "tensorboard", "traces")  # by a last record without `covers_all`
-
-
-def file_sha256(path: Path, num_bytes: int | None = None) -> str:
-    """Returns the digest of a file, or of its first bytes."""
-    with path.open("rb") as file:
-        if num_bytes is None:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256()
-        while num_bytes > 0 and (chunk := file.read(min(num_bytes, CHUNK_BYTES))):
-            digest.update(chunk)
-            num_bytes -= len(chunk)
-        return digest.hexdigest()
 
 
 def is_growing(name: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mobula.cluster.errors import LogprobGapError, MobulaError, RewardHackingError
-from mobula.cluster.guard.signs import Level, Moments, Observer, Series, Sign, StepValues, metrics_of, reward_and_judge
+from mobula.cluster.guard.signs import Level, Moments, Observer, Series, Sign, Window, metrics_of, reward_and_judge
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.guard_events import GuardEvent, GuardLog
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
@@ -30,15 +30,12 @@ class KLScale:
         return self._steps[-1][1] if self._steps else 1.0
 
     def at(self, version: int) -> float:
-        """The factor for the step that makes `version`."""
         return next((factor for first, factor in reversed(self._steps) if first <= version), 1.0)
 
     def set_from(self, version: int, factor: float) -> None:
-        """Sets the factor of the steps that make `version` and later ones."""
         self._steps = [*(step for step in self._steps if step[0] < version), (version, factor)]
 
     def state(self) -> list[list[float]]:
-        """Returns the state for a checkpoint, as JSON."""
         return [[first, factor] for first, factor in self._steps]
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
@@ -69,22 +66,22 @@ class Watch:
     strength: float = 0.0  # largest of the signs, at the newest look
     firing: set[str] = field(default_factory=set)  # signs that fired at the newest look
 
-    def observe(self, values: StepValues) -> list[Alarm]:
+    def observe(self, values: Window) -> list[Alarm]:
         """Adds a step; returns the alarms if it completes a window, the strongest first."""
         if not self.series.add(values):
             return []
         self.num_looks += 1
-        alarms, agreeing, strengths = [], [values.step], [0.0]
+        alarms, agreeing, strengths = [], [values.last], [0.0]
         for sign in self.signs:
             windows = [w for w in self.series.windows if all(q in w.moments for q in sign.quantities)]
-            if len(windows) < 2 or self.num_looks < 2 or windows[-1].last != values.step:
+            if len(windows) < 2 or self.num_looks < 2 or windows[-1].last != values.last:
                 continue
             verdict = sign.judge(windows, Level(self.false_alarm_rate, self.num_looks))
             strengths.append(verdict.strength)
             agreeing.append(verdict.agreeing)
             if verdict.is_alarm:
                 is_new = sign.name not in self.firing
-                alarms.append(Alarm(sign.name, values.step, verdict.strength, verdict.agreeing, verdict.text, is_new))
+                alarms.append(Alarm(sign.name, values.last, verdict.strength, verdict.agreeing, verdict.text, is_new))
         self.firing = {alarm.sign for alarm in alarms}
         self.agreeing, self.strength = min(agreeing), max(strengths)
         return sorted(alarms, key=lambda alarm: -alarm.strength)
@@ -96,7 +93,6 @@ class Watch:
         self.firing.clear()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         known = {"num_looks": self.num_looks, "agreeing": self.agreeing, "strength": min(self.strength, 1e9)}
         return {**known, "firing": sorted(self.firing), "series": self.series.state()}
 
@@ -114,7 +110,6 @@ class Restorable(Protocol):
 
     async def restore(self, folder: Path, version: int) -> None:
         """Loads the learner state in `folder`, which becomes `version`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +144,6 @@ class GuardAction(Protocol):
         Raises:
             RewardHackingError: the run has to stop.
         """
-        ...
 
 
 class Warn:
@@ -235,7 +229,6 @@ class Guard(Protocol):
 
     async def inspect(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
         """Called after the update and before its version is pushed. Returns the report with the guard's metrics."""
-        ...
 
 
 class NoGuard:
@@ -263,11 +256,11 @@ class RunGuard:
     kl_scale: KLScale
     identity: str  # of rewards and settings of the guard: the state of a run with another one is not used
     on_event: Callable[[GuardEvent], None] = lambda event: None
+    # Gets the version that has older weights: groups of earlier versions are to be rejected
     on_rollback: Callable[[int], None] = lambda version: None
-    """Gets the version that has older weights: groups of earlier versions are to be rejected."""
 
     def __post_init__(self) -> None:
-        self._evaluated: list[StepValues] = []
+        self._evaluated: list[Window] = []
         self._since = 0  # version of the newest rollback: groups of earlier weights are not counted
 
     @property
@@ -289,10 +282,9 @@ class RunGuard:
         """Takes the rewards of each prompt of a held-out evaluation; the next step's inspection looks at them."""
         if self.held_out is not None:
             values = reward_and_judge(rewards, self.observer.judge_weights)
-            self._evaluated.append(StepValues(version, {q: Moments.of(v) for q, v in values.items() if v}))
+            self._evaluated.append(Window(version, version, {q: Moments.of(v) for q, v in values.items() if v}))
 
     async def inspect(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
-        """Looks at a step and acts."""
         self.log.forget_from(update.version)  # of an earlier part of the run that lost this step
         measured, alarms = await self._look(groups, update.version)
         chosen = max(alarms, key=lambda alarm: (self.actions[alarm.sign].severity, alarm.strength), default=None)
@@ -315,7 +307,6 @@ class RunGuard:
         return self._with_metrics(update, measured)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         return {
             "identity": self.identity,
             "watch": self.watch.state(),
@@ -341,11 +332,11 @@ class RunGuard:
             values = await asyncio.to_thread(self.observer.observe, version, groups, since=self._since)
         except MobulaError as error:  # the texts of a drift sign must not end the run
             _logger.warning("step %d is not looked at: its groups cannot be read: %s", version, error)
-            values = StepValues(version, {})
+            values = Window(version, version, {})
         measured, alarms = metrics_of(values), self.watch.observe(values)
         evaluated, self._evaluated = self._evaluated, []
         for evaluation in evaluated:
-            if self.held_out is not None and evaluation.step >= self._since:
+            if self.held_out is not None and evaluation.last >= self._since:
                 measured |= metrics_of(evaluation)
                 alarms += self.held_out.observe(evaluation)
         return measured, alarms
@@ -400,33 +391,31 @@ CAUSES = (
 )
 
 
+@dataclass(eq=False, kw_only=True)
 class LogprobGuard:
     """Raises or warns if learner and engine compute different log-probs of a step's tokens at equal weights."""
 
-    def __init__(self, *, dtype: str, limit: float, rounding: Rounding, stops: bool) -> None:
-        """`limit` is the maximum mean gap in nat for `resources.dtype=dtype`; `rounding` may widen it."""
-        self._dtype = dtype
-        self._limit = limit
-        self._rounding = rounding
-        self._stops = stops
+    dtype: str  # `resources.dtype`
+    limit: float  # maximum mean gap, in nat
+    rounding: Rounding  # may widen the limit
+    stops: bool
 
     def check(self, report: UpdateReport) -> None:
-        """Checks the report of a step."""
         gap = report.metrics.get(MetricName.LOGPROB_GAP_MEAN)
-        if gap is not None and not gap <= self._rounding.widened(self._limit):  # `not <=`: a NaN is over the limit
+        if gap is not None and not gap <= self.rounding.widened(self.limit):  # `not <=`: a NaN is over the limit
             message = self._message(gap, report)
-            if self._stops:
+            if self.stops:
                 raise LogprobGapError(message)
             _logger.warning("%s", message)
 
     def _message(self, gap: float, report: UpdateReport) -> str:
         largest = report.metrics.get(MetricName.LOGPROB_GAP_MAX, gap)
-        limit = self._rounding.widened(self._limit)
-        widened = "" if limit == self._limit else f", widened to {limit:.3g} by the rounding of the model"
+        limit = self.rounding.widened(self.limit)
+        widened = "" if limit == self.limit else f", widened to {limit:.3g} by the rounding of the model"
         causes = "; ".join(f"({n}) {cause}" for n, cause in enumerate(CAUSES, 1))
         return (
             f"step {report.version}: log-probs of the learner differ from those that its engines recorded at equal "
             f"weights by {gap:.3g} nat in the mean, {largest:.3g} at most "
-            f"(supervision.max_logprob_gap.{self._dtype}={self._limit:g}{widened}). Likely causes: {causes}. "
+            f"(supervision.max_logprob_gap.{self.dtype}={self.limit:g}{widened}). Likely causes: {causes}. "
             "Find the cause, raise the limit if it is rounding, or go on with supervision.on_logprob_gap=warn"
         )

@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Protocol
 
+from mobula.cluster.metrics.report.samples import repeated_words
 from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
 
 
@@ -61,29 +62,15 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class StepValues:
-    """The group means of one step, or of one evaluation (`step` is its version)."""
-
-    step: int
-    moments: Mapping[Quantity, Moments]
-
-
-@dataclass(frozen=True)
 class Window:
-    """The pooled groups of the steps `first` to `last`."""
+    """The pooled groups of the steps `first` to `last`, or of an evaluation (its version is both)."""
 
     first: int
     last: int
     moments: Mapping[Quantity, Moments]
 
     @classmethod
-    def of(cls, steps: Sequence[StepValues]) -> Window:
-        """The window of consecutive steps."""
-        return cls.pooled([cls(values.step, values.step, values.moments) for values in steps])
-
-    @classmethod
     def pooled(cls, windows: Sequence[Window]) -> Window:
-        """One window of all their groups."""
         quantities = dict.fromkeys(quantity for window in windows for quantity in window.moments)
         moments = {
             quantity: sum((w.moments[quantity] for w in windows if quantity in w.moments), start=Moments())
@@ -102,16 +89,16 @@ class Series:
 
     num_steps: int
     windows: list[Window] = field(default_factory=list)
-    pending: list[StepValues] = field(default_factory=list)
+    pending: list[Window] = field(default_factory=list)
 
-    def add(self, values: StepValues) -> bool:
+    def add(self, values: Window) -> bool:
         """Adds a step; returns whether it completes a window. A step without a group is left out."""
         if not any(moments.num for moments in values.moments.values()):
             return False
         self.pending.append(values)
         if len(self.pending) < self.num_steps:
             return False
-        self.windows.append(Window.of(self.pending))
+        self.windows.append(Window.pooled(self.pending))
         self.pending.clear()
         return True
 
@@ -121,22 +108,20 @@ class Series:
         self.pending.clear()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         return {"windows": [_plain(window) for window in self.windows], "pending": [_plain(v) for v in self.pending]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.windows = [Window(row["first"], row["last"], _moments(row)) for row in state["windows"]]
-        self.pending = [StepValues(row["last"], _moments(row)) for row in state["pending"]]
+        self.windows, self.pending = ([_window(row) for row in state[key]] for key in ("windows", "pending"))
 
 
-def _plain(row: Window | StepValues) -> dict[str, Any]:
-    first, last = (row.first, row.last) if isinstance(row, Window) else (row.step, row.step)
-    moments = {quantity.value: [m.num, m.mean, m.m2] for quantity, m in row.moments.items()}
-    return {"first": first, "last": last, "moments": moments}
+def _plain(window: Window) -> dict[str, Any]:
+    moments = {quantity.value: [m.num, m.mean, m.m2] for quantity, m in window.moments.items()}
+    return {"first": window.first, "last": window.last, "moments": moments}
 
 
-def _moments(row: Mapping[str, Any]) -> dict[Quantity, Moments]:
-    return {Quantity(name): Moments(*values) for name, values in row["moments"].items()}
+def _window(row: Mapping[str, Any]) -> Window:
+    moments = {Quantity(name): Moments(*values) for name, values in row["moments"].items()}
+    return Window(row["first"], row["last"], moments)
 
 
 MIN_GROUPS = 8  # of a window, for the test to be defined
@@ -190,9 +175,7 @@ def pooled_deviation(a: Moments, b: Moments) -> float:
 
 def difference(a: Moments, b: Moments, margin: float = 0.0) -> Difference:
     """How far the mean of `b` is above that of `a` by more than `margin` (Welch's t, Welch-Satterthwaite degrees).
-
-    Windows with fewer than `MIN_GROUPS` groups differ by 0.
-    """
+    Windows with fewer than `MIN_GROUPS` groups differ by 0."""
     if min(a.num, b.num) < MIN_GROUPS:
         return Difference(0.0, 1.0)
     excess = b.mean - a.mean - margin
@@ -229,14 +212,21 @@ class Sign(Protocol):
 
     def judge(self, windows: Sequence[Window], level: Level) -> SignVerdict:
         """Compares the newest of at least two windows, all with `quantities`, with the earlier ones."""
-        ...
 
 
 class Drift:
     """It is an alarm if the mean of the newest window is further from that of the first than a margin allows, by more
     than the critical value times the standard error."""
 
-    def __init__(self, name: str, quantity: Quantity, *, rise: float | None, fall: float | None, ratio: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        quantity: Quantity,
+        *,
+        rise: float | None = None,
+        fall: float | None = None,
+        ratio: bool = False,
+    ) -> None:
         """`rise` and `fall` are margins (None: that direction is free), with `ratio` as shares of the first mean."""
         self.name = name
         self.quantities: tuple[Quantity, ...] = (quantity,)
@@ -340,35 +330,16 @@ def _shown(window: Window, quantity: Quantity) -> str:
     return f"{moments.mean:.3f} ± {moments.standard_error:.3f}"
 
 
-def length(limit: float) -> Drift:
-    """Mean tokens above `limit` times, or below 1 / `limit` of, those of the first window; `limit` > 1."""
-    return Drift("length", Quantity.LENGTH, rise=limit - 1, fall=1 - 1 / limit, ratio=True)
-
-
-def repetition(limit: float) -> Drift:
-    """The share of repeated n-grams rises by more than `limit`."""
-    return Drift("repetition", Quantity.REPETITION, rise=limit, fall=None, ratio=False)
-
-
-def language(limit: float) -> Drift:
-    """The share of letters outside the response's most frequent script rises by more than `limit`."""
-    return Drift("language", Quantity.SCRIPT_MIX, rise=limit, fall=None, ratio=False)
-
-
-def format_share(limit: float) -> Drift:
-    """The mean of the components with function `format` falls by more than `limit`."""
-    return Drift("format", Quantity.FORMAT, rise=None, fall=limit, ratio=False)
-
-
+# Name of a sign, a key of `guard.limits` -> the sign with that limit.
 DRIFTS: Mapping[str, Callable[[float], Drift]] = {
-    "length": length,
-    "repetition": repetition,
-    "language": language,
-    "format": format_share,
+    # Mean tokens above `limit` times, or below 1 / `limit` of, those of the first window; `limit` > 1.
+    "length": lambda limit: Drift("length", Quantity.LENGTH, rise=limit - 1, fall=1 - 1 / limit, ratio=True),
+    # The share of repeated n-grams, or of letters outside a response's most frequent script, rises by more than it.
+    "repetition": lambda limit: Drift("repetition", Quantity.REPETITION, rise=limit),
+    "language": lambda limit: Drift("language", Quantity.SCRIPT_MIX, rise=limit),
+    # The mean of the components with function `format` falls by more than `limit`.
+    "format": lambda limit: Drift("format", Quantity.FORMAT, fall=limit),
 }
-
-"""Name of a sign, a key of `guard.limits` -> the sign with that limit."""
-
 TEXTS = frozenset({Quantity.REPETITION, Quantity.SCRIPT_MIX})  # need the responses' texts
 
 GROUPS = "guard_groups"  # metric: groups behind reward and judge
@@ -392,7 +363,7 @@ class Observer:
     fetch: Callable[..., list[Any]]
     timeout_s: float
 
-    def observe(self, step: int, groups: Sequence[ScoredGroup], *, since: int = 0) -> StepValues:
+    def observe(self, step: int, groups: Sequence[ScoredGroup], *, since: int = 0) -> Window:
         """Returns the means of `groups`, without those that weights before version `since` sampled in part. Fetches
         texts: call it in a thread."""
         groups = [group for group in groups if group.summary.oldest_version >= since]
@@ -403,7 +374,7 @@ class Observer:
         }
         if self.quantities & TEXTS:
             values |= self._texts(groups)
-        return StepValues(step, {q: Moments.of(values[q]) for q in sorted(self.quantities) if values[q]})
+        return Window(step, step, {q: Moments.of(values[q]) for q in sorted(self.quantities) if values[q]})
 
     def _formats(self, rewards: Sequence[Reward]) -> list[float]:
         return [r.components[name] for r in rewards for name in self.format_components if name in r.components]
@@ -440,13 +411,6 @@ def _judged(reward: Reward, weights: Mapping[str, float]) -> float | None:
     return math.fsum(parts) if parts else None
 
 
-def repeated_words(text: str, ngram: int) -> float:
-    """1 - distinct n-grams of words / n-grams; 0 for fewer than `ngram` + 1 words."""
-    words = text.split()
-    num = len(words) - ngram + 1
-    return 1 - len({tuple(words[i : i + ngram]) for i in range(num)}) / num if num > 1 else 0.0
-
-
 def script_mix(text: str) -> float:
     """Share of the letters outside the most frequent script (Unicode names: LATIN, CYRILLIC, CJK, ...)."""
     scripts = Counter(script for character in text if (script := _script(character)))
@@ -459,7 +423,7 @@ def _script(character: str) -> str:
     return unicodedata.name(character, "").partition(" ")[0] if character.isalpha() else ""
 
 
-def metrics_of(values: StepValues) -> dict[str, float]:
+def metrics_of(values: Window) -> dict[str, float]:
     """Returns the metrics of a step: mean and standard error of each quantity, and the numbers of groups."""
     metrics: dict[str, float] = {}
     for quantity, moments in values.moments.items():
@@ -472,5 +436,4 @@ def metrics_of(values: StepValues) -> dict[str, float]:
 
 
 def _means(groups: Sequence[Sequence[float]]) -> list[float]:
-    """Means of the groups that have a value."""
     return [math.fsum(values) / len(values) for values in groups if values]

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 POSTER_SIDE = 512  # pixels at most
 
 
+@dataclass(eq=False)
 class ArtifactWriter:
     """Writes the images of the first `per_step` responses of a step: the first of each group, then the second of each.
 
@@ -31,24 +33,23 @@ class ArtifactWriter:
     components, and the poster of a video. A run that resumes from `version` removes later rows.
     """
 
-    def __init__(
-        self, folder: Path, *, per_step: int, frame_rate: int, version: int, fetch: Fetch, timeout_s: float
-    ) -> None:
-        self._folder = folder
-        self._per_step = per_step
-        self._frame_rate = frame_rate
-        self._fetch = fetch
-        self._timeout_s = timeout_s
-        self._rows = [row for row in read_artifacts(folder) if row["step"] <= version]
+    folder: Path
+    _: KW_ONLY
+    per_step: int
+    frame_rate: int
+    version: int
+    fetch: Fetch
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._rows = [row for row in read_artifacts(self.folder) if row["step"] <= self.version]
 
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
         """Writes files of the groups of one step. Returns no samples."""
-        chosen = list(islice(_in_turn(groups), self._per_step))
+        chosen = list(islice(_in_turn(groups), self.per_step))
         wanted = list({id(group): group for group, _ in chosen}.values())
         references = [group.group for group in wanted]
-        fetched: list[TrajectoryGroup] = self._fetch(
-            references, timeout_s=self._timeout_s, what=f"images of step {step}"
-        )
+        fetched: list[TrajectoryGroup] = self.fetch(references, timeout_s=self.timeout_s, what=f"images of step {step}")
         groups_by_id = {id(group): whole for group, whole in zip(wanted, fetched, strict=True)}
         for group, sibling in chosen:
             trajectory = groups_by_id[id(group)].trajectories[sibling]
@@ -58,24 +59,22 @@ class ArtifactWriter:
                 described = {"step": step, "trajectory_id": trajectory.trajectory_id}
                 described["prompt"] = groups_by_id[id(group)].prompt.text
                 self._rows.append(described | row | _scores(group.rewards[sibling]))
-        write_atomically(
-            self._folder / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
-        )
+        write_atomically(self.folder / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows))
         return ()
 
     def _written(self, name: str, response: Response) -> dict[str, object]:
         frames = response.images
-        kind, content = (".png", frames[0]) if len(frames) == 1 else (".mp4", as_mp4(frames, self._frame_rate))
-        path = self._folder / f"{name}{kind}"
+        kind, content = (".png", frames[0]) if len(frames) == 1 else (".mp4", as_mp4(frames, self.frame_rate))
+        path = self.folder / f"{name}{kind}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        file = path.relative_to(self._folder).as_posix()
+        file = path.relative_to(self.folder).as_posix()
         row = {"file": file, "sha256": hashlib.sha256(content).hexdigest(), "num_frames": len(frames)}
         if len(frames) == 1:
             return row
         poster = path.with_suffix(".jpg")
         poster.write_bytes(_poster(frames[0]))
-        return row | {"poster": poster.relative_to(self._folder).as_posix()}
+        return row | {"poster": poster.relative_to(self.folder).as_posix()}
 
 
 def as_mp4(frames: Sequence[bytes], rate: int) -> bytes:
@@ -104,7 +103,6 @@ def _poster(frame: bytes) -> bytes:
 
 
 def refuse_without_encoder() -> None:
-    """Checks that videos can be written."""
     if find_spec("av") is None:
         raise ValueError(
             "metrics.artifacts_per_step writes videos with PyAV, which is not installed: pip install mobula[video], or "

@@ -25,7 +25,6 @@ class Metric(StrEnum):
 
     @property
     def text(self) -> str:
-        """The description with its unit."""
         return f"{self.help} [{self.unit}]" if self.unit else self.help
 
 
@@ -37,16 +36,10 @@ class MetricName(Metric):
     REWARD_MAX = "reward_max", "Highest reward in one step"
     REWARD_MIN = "reward_min", "Lowest reward in one step"
     ACCURACY = "accuracy", "Mean of rewards.accuracy_component over the trained responses"
-    SAMPLED_REWARD_MEAN = (
-        "sampled_reward_mean",
-        "Mean reward over all sampled responses: trained groups, and groups rejected since the previous step",
-    )
+    SAMPLED_REWARD_MEAN = "sampled_reward_mean", "Mean reward over all sampled responses: trained and rejected groups"
     SAMPLED_ACCURACY = "sampled_accuracy", "As sampled_reward_mean, of rewards.accuracy_component"
     NUM_SAMPLED_GROUPS = "num_sampled_groups", "Trained groups, and groups rejected since the previous step"
-    UNSCORED_FRACTION = (
-        "unscored_fraction",
-        "Share of sampled responses without a reward, such as failed episodes; no mean counts them",
-    )
+    UNSCORED_FRACTION = "unscored_fraction", "Share of sampled responses without a reward, which no mean counts"
     KL = "kl", "Estimated divergence of the policy from the reference", "nat/token"
     ENTROPY = "entropy", "Entropy of the policy's token distribution", "nat/token"
     LOSS = "loss", "Loss of the update"
@@ -65,63 +58,32 @@ class MetricName(Metric):
     EXPLAINED_VARIANCE = "explained_variance", "Share of the variance of returns that the critic explains"
     VALUE_CLIP_FRACTION = "value_clip_fraction", "Share of trained tokens with a clipped value"
     CRITIC_GRAD_NORM = "critic_grad_norm", "Global gradient norm of the critic before clipping"
-    LOGPROB_GAP_MEAN = (
-        "logprob_gap_mean",
-        "Mean absolute log-prob difference of engine and learner with equal weights: tokens of version lag 0",
-        "nat",
-    )
-    LOGPROB_GAP_MAX = (
-        "logprob_gap_max",
-        "Largest absolute log-prob difference of engine and learner with equal weights: tokens of version lag 0",
-        "nat",
-    )
+    LOGPROB_GAP_MEAN = "logprob_gap_mean", "Mean absolute log-prob gap of engine and learner at version lag 0", "nat"
+    LOGPROB_GAP_MAX = "logprob_gap_max", "Largest absolute log-prob gap of engine and learner at version lag 0", "nat"
     LOGPROB_GAP_FIRST = "logprob_gap_first", "As logprob_gap_mean, of the first token of each response", "nat"
     LOGPROB_GAP_LAST = "logprob_gap_last", "As logprob_gap_mean, of the last token of each response", "nat"
-    LOGPROB_GAP_TEMPLATE = (
-        "logprob_gap_template",
-        "As logprob_gap_mean, of the tokenizer's added tokens in responses: end of text, tool calls, thinking",
-        "nat",
-    )
-    POLICY_CHANGE = (
-        "policy_change",
-        "Mean absolute log-prob difference of a few trained tokens before and after the update",
-        "nat",
-    )
+    LOGPROB_GAP_TEMPLATE = "logprob_gap_template", "As logprob_gap_mean, of tokens that the tokenizer adds", "nat"
+    POLICY_CHANGE = "policy_change", "Mean absolute log-prob change of a few trained tokens by the update", "nat"
     WEIGHT_CHANGE = "weight_change", "Norm of the change of the update divided by the norm of the weights"
-    LOGPROB_DRIFT_MEAN = (
-        "logprob_drift_mean",
-        "Mean absolute log-prob difference between the learner and the older weights that sampled a token",
-        "nat",
-    )
+    LOGPROB_DRIFT_MEAN = "logprob_drift_mean", "Mean absolute log-prob gap of learner and sampling weights", "nat"
     RESPONSE_LENGTH = "response_length", "Mean number of tokens of a response", "tokens"
     TRUNCATED_FRACTION = "truncated_fraction", "Share of responses truncated at sampler.max_tokens"
     UNIFORM_FRACTION = "uniform_fraction", "Share of sampled groups with equal rewards (no gradient)"
     UNIFORM_RIGHT_FRACTION = "uniform_right_fraction", "As uniform_fraction, with an accuracy of at least 0.5"
     UNIFORM_WRONG_FRACTION = "uniform_wrong_fraction", "As uniform_fraction, with an accuracy below 0.5"
-    STALENESS = (
-        "staleness",
-        "Mean age of trained tokens: version before the step minus version that sampled",
-        "versions",
-    )
+    STALENESS = "staleness", "Mean age of trained tokens: version before the step minus their own", "versions"
     STALENESS_MAX = "staleness_max", "Age of the oldest trained token", "versions"
     OVER_AGE_TOKENS = "over_age_tokens", "Tokens beyond algorithm.max_staleness: masked or reweighted", "tokens"
     DROPPED_LENGTH = "dropped_length", "Mean length of responses dropped as over-age, since the start", "tokens"
     NUM_GROUPS = "num_groups", "Groups trained on in one step"
     NUM_SAMPLES = "num_samples", "Responses trained on in one step"
     NUM_TOKENS = "num_tokens", "Generated tokens trained on in one step", "tokens"
-    SHARED_PROMPT_SHARE = (
-        "shared_prompt_share",
-        "Share of the tokens of prompts and responses that another row of their forward pass computed",
-    )
+    SHARED_PROMPT_SHARE = "shared_prompt_share", "Share of tokens that another row of their forward pass computed"
     SAMPLES_PER_S = "samples_per_s", "Responses trained on per second of the whole step", "1/s"
     TOKENS_PER_S = "tokens_per_s", "Generated tokens trained on per second of the whole step", "tokens/s"
     BYTES_PER_TRAJECTORY = "bytes_per_trajectory", "Bytes of one trajectory in the object store, media excluded", "B"
     MEDIA_BYTES_UNIQUE = "media_bytes_unique", "Bytes of all media stored since the start, each counted once", "B"
-    MEDIA_BYTES_REFERENCED = (
-        "media_bytes_referenced",
-        "Bytes of the media of trained samples with one copy for each sample",
-        "B",
-    )
+    MEDIA_BYTES_REFERENCED = "media_bytes_referenced", "Bytes of the media of trained samples, one copy for each", "B"
     QUEUE_READY = "queue_ready", "Groups in the replay buffer that are ready for a step"
     QUEUE_TAKEN = "queue_taken", "Groups in the replay buffer that are leased to a step"
     QUEUE_BYTES = "queue_bytes", "Bytes of groups in the replay buffer", "B"
@@ -179,11 +141,7 @@ class LiveName(Metric):
     PHASE_SECONDS = "phase_seconds", "Time since the start of the phase", "s"
     STEP = "step", "Current or last step; 0 before the first step"
     TOTAL_STEPS = "total_steps", "Planned steps of the run"
-    LAST_STEP_TIME = (
-        "last_step_time",
-        "End of the last step in seconds since the epoch; before it, the start of the run",
-        "s",
-    )
+    LAST_STEP_TIME = "last_step_time", "End of the last step, or start of the run, in seconds since the epoch", "s"
     IN_FLIGHT = "in_flight", "Prompts in flight"
     IN_FLIGHT_OLDEST_AGE_S = "in_flight_oldest_age_s", "Age of the oldest prompt in flight", "s"
     WORKERS = "workers", "Workers of a role by state", "", "state"
@@ -213,16 +171,11 @@ class SplitName(Metric):
     EVALUATION_VERSION = "evaluation_version", "Weight version of the newest evaluation"
 
 
-ALL_REASONS = "all"
-"""Reason of the sum in a counter's Ray gauge; present from the start, with 0."""
+ALL_REASONS = "all"  # reason of the sum in a counter's Ray gauge; present from the start, with 0
 
 
 def describe(name: str) -> str:
     """Returns the text of a Ray gauge with its unit; for unknown names, of a number that the learner reports."""
-    for metric in (*MetricName, *LiveName, *SplitName):
-        if metric == name:
-            return metric.text
-    for counter in CounterName:
-        if f"{counter}_total" == name:
-            return counter.text
-    return f"{name}, as the learner reports it"
+    texts = {f"{counter}_total": counter.text for counter in CounterName}
+    texts |= {metric.value: metric.text for metric in (*SplitName, *LiveName, *MetricName)}
+    return texts.get(name, f"{name}, as the learner reports it")

@@ -23,12 +23,7 @@ MOST = 0.9  # a property of at least this share of responses is a likely cause
 
 
 class SignalWatch:
-    """Warns once in each series of idle steps: the update changes nothing, or all rewards are equal.
-
-    Example:
-        if (warning := watch.look(record, groups)) is not None:
-            logger.warning("%s", warning)
-    """
+    """Warns once in each series of idle steps: the update changes nothing, or all rewards are equal."""
 
     def __init__(self, *, learns_from_rewards: bool, fetch: Callable[..., list[Any]], timeout_s: float) -> None:
         """`learns_from_rewards` is False for offline jobs and distillation; `fetch` reads the object store."""
@@ -146,7 +141,6 @@ class GuardLog:
         append_line(self._path, _line(event), is_synced=True)
 
     def at(self, version: int) -> list[GuardEvent]:
-        """Returns the events of one version."""
         return [event for event in self.events if event.version == version]
 
     def forget_from(self, version: int) -> None:

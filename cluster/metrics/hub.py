@@ -8,12 +8,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mobula.cluster.errors import RunStopped
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.sinks.base import FanOut, Sink
+from mobula.cluster.metrics.sinks.base import SampleSink, Sink
 from mobula.cluster.metrics.step_records import (
     EvaluationRecord,
     MetricsRecord,
@@ -122,7 +122,6 @@ class Samples(Protocol):
 
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
         """Selects responses from the groups of one step and returns them."""
-        ...
 
 
 class MeasuredStep:
@@ -164,11 +163,9 @@ class MeasuredStep:
         self._seconds.update(seconds)
 
     def progress(self) -> Progress:
-        """Returns the current phase."""
         return Progress(self._step, self._phase, self._clock() - self._phase_start)
 
     def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
-        """Records the trained groups and the result of the step."""
         assert groups, f"step {self._step} recorded no groups"
         self.groups, self.replay, self._update = groups, replay, update.metrics
 
@@ -194,6 +191,7 @@ class MeasuredStep:
         )
 
 
+@dataclass(eq=False)
 class Metrics:
     """The hub of all metrics: keeps the run's totals and emits one `StepRecord` per successful step.
 
@@ -201,35 +199,25 @@ class Metrics:
     sample that cannot be fetched is logged and counted. Neither ends the run.
     """
 
-    def __init__(
-        self,
-        sinks: Sequence[Sink],
-        clock: Clock,
-        *,
-        accuracy_component: str,
-        samples: Sequence[Samples] = (),
-        watchers: Sequence[RaySink] = (),
-        signal: SignalWatch | None = None,
-        tracer: RunTracer = UNTRACED,
-        start_up: StartUp | None = None,
-    ) -> None:
-        """`watchers` get the run's status between steps; `signal` detects that nothing is learned; `start_up` has the
-        phases before this call."""
+    sinks: Sequence[Sink]
+    clock: Clock
+    _: KW_ONLY
+    accuracy_component: str
+    samples: Sequence[Samples] = ()
+    watchers: Sequence[RaySink] = ()  # get the run's status between steps
+    signal: SignalWatch | None = None  # detects that nothing is learned
+    tracer: RunTracer = UNTRACED
+    start_up: StartUp = field(default_factory=lambda: StartUp(time.perf_counter()))  # has the phases before this call
+
+    def __post_init__(self) -> None:
         self.totals = RunTotals()
-        self.start_up = start_up or StartUp(clock(), clock)
-        self._watchers = watchers
-        self._sinks = FanOut(sinks, on_dropped=lambda name: self.count(CounterName.DROPPED_SINKS, name))
-        self._clock = clock
-        self._accuracy_component = accuracy_component
-        self._samples = samples
-        self._signal = signal
-        self._tracer = tracer
+        self._sinks = list(self.sinks)  # that have not failed
         self._observed: dict[str, float] = {}
         self._counters: dict[str, Counter[str]] = {}
         self._sources: dict[str, Mapping[str, int]] = {}
         self._rejected: list[Sequence[Reward | None]] = []  # rewards of groups rejected since the newest step
         self._scope: MeasuredStep | None = None
-        self._outside, self._outside_start = STARTING, clock()
+        self._outside, self._outside_start = STARTING, self.clock()
 
     def resume(self, records: Sequence[MetricsRecord]) -> None:
         """Restores totals and counters of an earlier part of this run from the records that `JsonlSink` kept."""
@@ -238,8 +226,8 @@ class Metrics:
                 self.totals.add_evaluation(record)
             else:
                 self.totals.add(record)
-                if self._signal is not None:
-                    self._signal.look(record, ())
+                if self.signal is not None:
+                    self.signal.look(record, ())
                 self._counters = {name: Counter(reasons) for name, reasons in record.counters.items()}
                 self._observed = {name: record.values[name] for name in LASTING if name in record.values}
 
@@ -248,16 +236,16 @@ class Metrics:
         """Measures the step that makes version `step`. Emits nothing if the body raises, or if an earlier part of this
         run has recorded the step (a resume repeats steps). A step that was recorded before the run was stopped is
         emitted, because it is not repeated."""
-        scope = self._scope = MeasuredStep(step, self._clock, self._accuracy_component, self._tracer)
+        scope = self._scope = MeasuredStep(step, self.clock, self.accuracy_component, self.tracer)
         try:
-            with self._tracer.step(step):
+            with self.tracer.step(step):
                 yield scope
         except RunStopped:
             if scope.replay is not None:
                 self._emit(step, scope)
             raise
         finally:
-            self._scope, self._outside, self._outside_start = None, ENDING, self._clock()
+            self._scope, self._outside, self._outside_start = None, ENDING, self.clock()
         self._emit(step, scope)
 
     def _emit(self, step: int, scope: MeasuredStep) -> None:
@@ -268,9 +256,9 @@ class Metrics:
         scope.rejected, self._rejected = self._rejected, []
         record = scope.finish(self._observed, self._counters)
         self.totals.add(record)
-        self._sinks.emit(record)
+        self._each(lambda sink: sink.emit(record))
         if samples:
-            self._sinks.emit_samples(samples)
+            self._each(lambda sink: sink.emit_samples(samples) if isinstance(sink, SampleSink) else None)
         self._warn_of_idle_steps(record, scope.groups)
 
     def seconds(self) -> Mapping[str, float]:
@@ -282,21 +270,19 @@ class Metrics:
         if self._scope is not None:
             progress = self._scope.progress()
         else:
-            progress = Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
+            progress = Progress(self.totals.version, self._outside, self.clock() - self._outside_start)
         if self.totals.num_steps == 0:
             return progress
         step_s = self.totals.seconds["total"] / self.totals.num_steps
         return replace(progress, step_s=step_s, tokens_per_s=self.totals.last_values[MetricName.TOKENS_PER_S])
 
     def post(self, status: RunStatus) -> None:
-        """Passes the run status to every watcher."""
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.post(status)
 
     def record_evaluation(self, record: EvaluationRecord) -> None:
-        """Records the accuracy of one version on one suite."""
         self.totals.add_evaluation(record)
-        self._sinks.emit_evaluation(record)
+        self._each(lambda sink: sink.emit_evaluation(record))
 
     def rejected(self, rewards: Sequence[Reward | None]) -> None:
         """Includes a finished group that is not trained in the next step's means over all sampled groups."""
@@ -335,17 +321,25 @@ class Metrics:
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Warnings for the end of the run."""
-        conclusion = None if self._signal is None else self._signal.conclusion()
+        conclusion = None if self.signal is None else self.signal.conclusion()
         return () if conclusion is None else (conclusion,)
 
     def close(self) -> None:
-        """Flushes and closes every sink."""
-        self._sinks.close()
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception:  # a full disk or a lost tracker must not end the run
+                _logger.exception("metrics sink %s failed and is dropped; the run goes on without it", sink.name)
+                self._sinks.remove(sink)
+                self.count(CounterName.DROPPED_SINKS, sink.name)
 
     def _kept_samples(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
         try:
-            return [sample for keeper in self._samples for sample in keeper.offer(step, groups)]
+            return [sample for keeper in self.samples for sample in keeper.offer(step, groups)]
         except Exception:  # a sample of the report must not end the run
             _logger.exception("step %d: a report sample could not be kept", step)
             self.count(CounterName.DROPPED_SAMPLES, "error")
@@ -360,7 +354,7 @@ class Metrics:
 
     def _warn_of_idle_steps(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> None:
         try:
-            warning = None if self._signal is None else self._signal.look(record, groups)
+            warning = None if self.signal is None else self.signal.look(record, groups)
         except Exception:  # a sample of a warning must not end the run
             _logger.exception("step %d: the samples of a warning cannot be fetched", record.step)
             return

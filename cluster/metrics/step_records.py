@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from mobula.cluster.metrics.definitions import MetricName
 
@@ -237,7 +238,6 @@ class BeforeAfter:
 
     @classmethod
     def of(cls, records: Sequence[EvaluationRecord]) -> BeforeAfter:
-        """Pairs the records of one suite, sorted by version."""
         if len(records) < 2:
             return cls(records[0] if records else None, None)
         first, last = records[0], records[-1]
@@ -264,6 +264,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 MetricsRecord = StepRecord | EvaluationRecord
+_Reader = TypeAdapter[StepRecord] | TypeAdapter[EvaluationRecord]
+_READERS: Mapping[str, _Reader] = {"step": TypeAdapter(StepRecord), "evaluation": TypeAdapter(EvaluationRecord)}
 
 
 @dataclass(frozen=True)
@@ -294,22 +296,9 @@ def from_line(line: str) -> MetricsRecord:
     """The inverse of `to_line`."""
     row = json.loads(line)
     kind = row.pop("kind")
-    if kind == "evaluation":
-        accuracy, low, high = (float(row[key]) for key in ("accuracy", "low", "high"))
-        suite, values = row.get("suite", HELD_OUT), _floats(row.get("values", {}))  # older files have neither
-        later = (row.get("num_unscored", 0), row.get("identity", {}))
-        return EvaluationRecord(row["version"], accuracy, low, high, row["num"], suite, values, *later)
-    if kind != "step":
+    if kind not in _READERS:
         raise ValueError(f"a metrics line of kind {kind!r} is unknown: this file is not a metrics.jsonl of Mobula")
-    return StepRecord(
-        step=row["step"],
-        seconds=_floats(row["seconds"]),
-        values=_floats(row["values"]),
-        staleness={int(lag): tokens for lag, tokens in row["staleness"].items()},
-        components=_floats(row["components"]),
-        counters=row["counters"],
-        correlations=_floats(row.get("correlations", {})),  # older files have none
-    )
+    return _READERS[kind].validate_python(row)
 
 
 def strict(value: Any) -> Any:
@@ -319,10 +308,6 @@ def strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def _floats(row: Mapping[str, float | str]) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items()}
 
 
 class RunTotals:
@@ -387,11 +372,3 @@ class RunTotals:
     def maximum(self, name: MetricName) -> float | None:
         """Returns the largest value over all steps; None if no step has one."""
         return self._maxima.get(name)
-
-    @property
-    def samples_per_s(self) -> float | None:
-        return self.num_samples / self.seconds["total"] if self.seconds["total"] > 0 else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self.num_tokens / self.seconds["total"] if self.seconds["total"] > 0 else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import CounterName, MetricName
@@ -134,7 +135,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(RunFacts):
     """The whole run with its resumed parts. A number is None if it was not measured.
 
     `accuracy_before` is the held-out accuracy of the first evaluated version, `accuracy_after` of the newest later
@@ -148,7 +149,6 @@ class Summary:
 
     accuracy_before: float | None
     accuracy_after: float | None
-    seed: int
     num_steps: int
     optimizer_steps: int
     samples_per_s: float | None
@@ -163,11 +163,6 @@ class Summary:
     response_length: float | None
     rejected_length: Mapping[str, float]
     over_age_tokens: int
-    sampler: str
-    learner_backend: str
-    learner_ranks: int
-    rollout_actors: int
-    train_prompts: int | None
     media_bytes_unique: int | None
     media_bytes_referenced: int
     status: Status
@@ -177,7 +172,7 @@ class Summary:
     canary_max: float | None
     values_before: Mapping[str, float] = field(default_factory=dict)  # further metrics of the same evaluation
     values_after: Mapping[str, float] = field(default_factory=dict)
-    warnings: Sequence[str] = ()  # why the run may have learned nothing, newest last
+    warnings: tuple[str, ...] = ()  # why the run may have learned nothing, newest last
     start_up: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds, of the newest part of the run
     error: str = ""  # that ended the run, in one line: class, message and innermost stack frames
     counted_before: str = ""
@@ -189,7 +184,7 @@ def summarize(
     metrics: Metrics, facts: RunFacts, *, status: Status, version: int, wall_s: float, error: str = ""
 ) -> Summary:
     """Returns the summary of the current state of `metrics`; `error` ended the run."""
-    totals = metrics.totals
+    totals, total_s = metrics.totals, metrics.totals.seconds["total"]
     pair = BeforeAfter.of(totals.evaluations)
     before, after = pair.before, pair.after
     return Summary(
@@ -198,8 +193,8 @@ def summarize(
         **asdict(facts),
         num_steps=totals.num_steps,
         optimizer_steps=totals.optimizer_steps,
-        samples_per_s=totals.samples_per_s,
-        tokens_per_s=totals.tokens_per_s,
+        samples_per_s=totals.num_samples / total_s if total_s > 0 else None,
+        tokens_per_s=totals.num_tokens / total_s if total_s > 0 else None,
         seconds=dict(totals.seconds),
         logprob_gap_mean=totals.logprob_gap_mean,
         logprob_gap_max=totals.maximum(MetricName.LOGPROB_GAP_MAX),
@@ -229,13 +224,11 @@ def summarize(
 
 
 def rejected_length(metrics: Metrics) -> dict[str, float]:
-    """Returns reason -> mean tokens of the responses that were rejected for it."""
     tokens = metrics.counts(CounterName.REJECTED_TOKENS)
     return {reason: tokens[reason] / num for reason, num in metrics.counts(CounterName.REJECTED_RESPONSES).items()}
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Writes the summary atomically."""
     write_atomically(path, json.dumps(strict(asdict(summary)), indent=2, allow_nan=False) + "\n")
 
 
@@ -246,10 +239,7 @@ def read_summary(path: Path) -> Summary:
     later = {f.name for f in fields(Summary) if f.default is not MISSING or f.default_factory is not MISSING}
     if not known - later <= set(row) <= known:  # files of earlier versions have no later keys
         raise ValueError(f"{path} holds no summary: these keys are missing or unknown: {sorted(known ^ set(row))}")
-    row["warnings"] = tuple(row.get("warnings", ()))
-    row["staleness"] = {int(lag): tokens for lag, tokens in row["staleness"].items()}
-    row |= {key: float(value) for key, value in row.items() if value in ("nan", "inf", "-inf")}
-    return Summary(**row)
+    return TypeAdapter(Summary).validate_python(row)
 
 
 def _media_bytes_unique(metrics: Metrics) -> int | None:

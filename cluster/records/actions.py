@@ -11,8 +11,8 @@ import numpy as np
 
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 
+# One array of all siblings for transport: concatenated, or one array per sibling
 Column = np.ndarray | list[np.ndarray]
-"""One array of all siblings for transport: concatenated, or one array per sibling."""
 
 MAX_BYTES_PACKED = 1 << 20  # of a column that is sent as one array
 
@@ -26,7 +26,6 @@ class KeptSets:
 
     @classmethod
     def of(cls, is_kept: np.ndarray) -> KeptSets:
-        """Builds the sets from a bool [T, V] array."""
         return cls(is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32))
 
     @classmethod
@@ -35,7 +34,6 @@ class KeptSets:
         return cls(np.zeros(num_steps, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
     def between(self, start: int, end: int) -> KeptSets:
-        """Returns the sets of the steps [start, end)."""
         first, last = self.counts[:start].sum(), self.counts[:end].sum()
         return KeptSets(self.counts[start:end], self.ids[first:last])
 
@@ -64,44 +62,35 @@ class Actions(Protocol):
     @property
     def num_steps(self) -> int:
         """T"""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """Size of the arrays."""
-        ...
 
     def content(self) -> Sequence[np.ndarray]:
         """Returns the arrays, for a digest."""
-        ...
 
     def stretch(self, start: int, end: int) -> Self:
         """Returns the steps [start, end)."""
-        ...
 
     def followed_by(self, more: Self) -> Self:
         """Returns these steps followed by `more`."""
-        ...
 
     @property
     def media(self) -> tuple[MediaHandle, ...]:
         """Media of the environment's observations between the steps."""
-        ...
 
     @property
     def media_spans(self) -> tuple[MediaSpan, ...]:
         """The steps that each of `media` fills."""
-        ...
 
     @classmethod
     def packed(cls, siblings: Sequence[Self]) -> Any:
         """Packs the actions of all `siblings` for transport."""
-        ...
 
     @classmethod
     def unpacked(cls, column: Any, num_steps: Sequence[int]) -> list[Self]:
         """Restores the siblings from `packed`; `num_steps` are their lengths."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -160,7 +149,6 @@ class TokenActions:
 
     @classmethod
     def unpacked(cls, column: Column | CutColumn | MediaColumn, num_steps: Sequence[int]) -> list[TokenActions]:
-        """Restores the siblings from `column`; `num_steps` are their lengths."""
         if isinstance(column, MediaColumn):
             bare = cls.unpacked(column.tokens, num_steps)
             return [replace(own, media=m, media_spans=s) for own, (m, s) in zip(bare, column.media, strict=True)]

@@ -17,16 +17,11 @@ from PIL.PngImagePlugin import PngImageFile
 
 from mobula.cluster.runtime.object_store import fetch, fetch_at_hand
 
-IMAGE_SIZES = "image_sizes"
+IMAGE_SIZES = "image_sizes"  # [width, height] of each image file of the prompt, upright
 
 
-"""[width, height] of each image file of the prompt, upright."""
-
-
+# [width, height] of each image after the model's processor, for model families with coordinates in these pixels
 SHOWN_SIZES = "shown_image_sizes"
-
-
-"""[width, height] of each image after the model's processor, for model families with coordinates in these pixels."""
 
 
 # Only pure image formats: Pillow would also run PostScript and read several plain-text formats.
@@ -137,7 +132,6 @@ class MediaKeeper(Protocol):
 
     def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
         """Returns the handle stored under `key`; calls `process` if there is none."""
-        ...
 
 
 class MediaStore:
@@ -156,7 +150,6 @@ class MediaStore:
         self.num_bytes_unique = 0  # of all media ever stored
 
     def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
-        """Returns the handle stored under `key`; calls `process` if there is none."""
         with self._lock:
             handle = self._handles.get(key)
             if handle is None:
@@ -166,7 +159,6 @@ class MediaStore:
             return handle
 
     def find(self, key: str) -> MediaHandle | None:
-        """Returns the handle stored under `key`; None if there is none."""
         with self._lock:
             return self._handles.get(key)
 

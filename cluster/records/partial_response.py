@@ -84,8 +84,8 @@ class SampledSequence:
         return SampledSequence(self.actions.stretch(0, end), self.logprobs[:end], spans, None)
 
 
+# An empty response, for steps of any kind
 NOTHING = SampledSequence(TokenActions(np.empty(0, dtype=np.int32)), np.empty(0, dtype=np.float32), (), None)
-"""An empty response, for steps of any kind."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class TokenChunk:
     is_restart: bool = False  # the sibling was started again: earlier chunks are void
 
 
+# Takes new chunks, and all siblings including them
 Emit = Callable[[Sequence[TokenChunk], Sequence[SampledSequence]], None]
-"""Takes new chunks, and all siblings including them."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,6 @@ def shifted(spans: Sequence[WeightSpan], by: int) -> tuple[WeightSpan, ...]:
 
 
 def clipped(spans: Sequence[WeightSpan], start: int, end: int) -> tuple[WeightSpan, ...]:
-    """Returns the parts of `spans` within [start, end)."""
     within = (WeightSpan(s.version, max(s.start, start), min(s.end, end)) for s in spans)
     return tuple(span for span in within if span.start < span.end)
 

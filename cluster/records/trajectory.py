@@ -233,7 +233,6 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the trajectory was cut before its end."""
         return self.finish_reason in (FinishReason.LENGTH, FinishReason.TRUNCATED)
 
     @property
@@ -374,10 +373,8 @@ class GroupSummary:
         return min(self.tokens_by_version)
 
 
+# Report of an actor on a group: the summary, and the responses if they are small
 GroupReport = tuple[GroupSummary, tuple[Response, ...] | None]
-
-
-"""Report of an actor on a group: the summary, and the responses if they are small."""
 
 
 class Generated(NamedTuple):
@@ -417,7 +414,6 @@ class ScoredGroup:
 
     @property
     def scored_rewards(self) -> tuple[Reward, ...]:
-        """The rewards of the scored siblings."""
         return tuple(reward for reward in self.rewards if reward is not None)
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -19,12 +18,12 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from mobula.cluster.errors import CheckpointError, MobulaError, PreflightError
-from mobula.cluster.files import sync, sync_folder
+from mobula.cluster.files import file_sha256, sync, sync_folder
 from mobula.cluster.replay.run_identity import same_identity
 from mobula.cluster.workers.supervisor import background_tasks
 from mobula.configs.schema.run import Resume
@@ -45,15 +44,12 @@ class Durable(Protocol):
 
     async def save(self, folder: Path) -> None:
         """Copies the state and writes it to `folder` in the background."""
-        ...
 
     async def finish_save(self) -> bool:
         """Waits until the last copy is on disk. Returns False if the copy was lost with a rank."""
-        ...
 
     async def load(self, folder: Path) -> int:
         """Restores the state written by `save` and returns its version."""
-        ...
 
 
 class Resumable(Protocol):
@@ -61,36 +57,23 @@ class Resumable(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, as JSON."""
-        ...
 
     def restore(self, version: int, state: dict[str, Any]) -> None: ...
 
 
-class Recovery(Protocol):
-    """Repeats the steps between a checkpoint and the end of the run (`mobula.cluster.recovery.resume`)."""
+class Recovery:
+    """Repeats the steps between a checkpoint and the end of the run (`mobula.cluster.recovery.resume`). This base
+    repeats none: later steps are sampled and trained again."""
 
     async def begin(self) -> None:
         """Called at the start of a new run."""
-        ...
 
     async def recover(self, version: int) -> int:
         """Called once learner and parts are restored from the checkpoint of `version`. Returns the version reached."""
-        ...
+        return version
 
     async def saved(self, version: int) -> None:
         """Called when the checkpoint of `version` is complete."""
-        ...
-
-
-class CheckpointAlone:
-    """Resumes from the checkpoint alone; later steps are sampled and trained again."""
-
-    async def begin(self) -> None: ...
-
-    async def recover(self, version: int) -> int:
-        return version
-
-    async def saved(self, version: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -109,62 +92,43 @@ class CheckpointSchedule:
         return is_between or version == self.total_steps
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves and resumes one run."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        learner: Durable,
-        parts: Mapping[str, Resumable],
-        prepare: Callable[[], Awaitable[None]],
-        finish: Callable[[], Awaitable[None]],
-        identity: Mapping[str, Any],
-        resume: Resume,
-        schedule: CheckpointSchedule,
-        recovery: Recovery | None = None,
-        before_resume: Callable[[], Awaitable[None]] | None = None,
-        on_accepted: Callable[[], None] = lambda: None,
-        kept: Callable[[Sequence[int]], Collection[int]] = lambda versions: (),
-    ) -> None:
-        """`prepare` makes version 0 of a new run (the warm start). `finish` runs after the last checkpoint (the export
-        of the trained policy). `identity` is `run_identity(config)`. Without `recovery` a run resumes from its
-        checkpoint alone. `before_resume` is awaited before the learner loads a checkpoint or makes version 0.
-        `on_accepted` is called once the checkpoint is loaded, or before version 0 of a new run is made. `kept` chooses
-        checkpoints that are kept in addition to the newest, from the versions of all complete ones."""
-        self._folder = folder
-        self._learner = learner
-        self._parts = parts
-        self._prepare = prepare
-        self._finish = finish
-        self._identity = dict(identity)
-        self._resume = resume
-        self._schedule = schedule
-        self._recovery = recovery or CheckpointAlone()
-        self._before_resume = before_resume
-        self._on_accepted = on_accepted
-        self._kept = kept
+    folder: Path
+    _: KW_ONLY
+    learner: Durable
+    parts: Mapping[str, Resumable]
+    prepare: Callable[[], Awaitable[None]]  # makes version 0 of a new run (the warm start)
+    finish: Callable[[], Awaitable[None]]  # runs after the last checkpoint (the export of the trained policy)
+    identity: Mapping[str, Any]  # `run_identity(config)`
+    resume_mode: Resume
+    schedule: CheckpointSchedule
+    recovery: Recovery = field(default_factory=Recovery)
+    before_resume: Callable[[], Awaitable[None]] | None = None  # before a checkpoint is loaded or version 0 is made
+    on_accepted: Callable[[], None] = lambda: None  # once a checkpoint is loaded, or before version 0 is made
+    # chooses checkpoints that are kept in addition to the newest, from the versions of all complete ones
+    kept: Callable[[Sequence[int]], Collection[int]] = lambda versions: ()
+
+    def __post_init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[Path | None] | None = None
         self._is_overdue = False
         self._newest: int | None = None  # version of the newest complete checkpoint
 
     async def resume(self) -> int:
-        """Restores the run and returns its version.
-
-        The newest complete checkpoint is loaded and the steps of the journal are repeated. Without a checkpoint
-        version 0 is prepared and saved.
-        """
-        latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
-        await asyncio.to_thread(_remove_leftovers, self._folder)
-        if self._before_resume is not None:
-            await self._before_resume()
+        """Restores the run and returns its version. The newest complete checkpoint is loaded and the steps of the
+        journal are repeated. Without a checkpoint version 0 is prepared and saved."""
+        latest = await asyncio.to_thread(find_resumable, self.folder, self.resume_mode, self.identity)
+        await asyncio.to_thread(_remove_leftovers, self.folder)
+        if self.before_resume is not None:
+            await self.before_resume()
         if latest is None:
             self._accept()
-            await self._recovery.begin()
-            with self._disk_explained("version 0"):
-                await self._prepare()
+            await self.recovery.begin()
+            with self._explained("version 0"):
+                await self.prepare()
             await self.save(0)
             return 0
         state = json.loads((latest / STATE_FILE).read_text())
@@ -172,16 +136,16 @@ class Checkpoints:
         assert version == state["version"], f"the learner loaded version {version} from {latest}"
         # Learner first: its version is checked before any part of the driver is changed.
         self._newest = version
-        for name in self._parts.keys() & state["parts"].keys():  # a part that was off starts from its initial state
-            self._parts[name].restore(version, state["parts"][name])
+        for name in self.parts.keys() & state["parts"].keys():  # a part that was off starts from its initial state
+            self.parts[name].restore(version, state["parts"][name])
         self._accept()
         _logger.info("resumed from %s", latest)
-        reached = await self._recovery.recover(version)
+        reached = await self.recovery.recover(version)
         if reached > version:
             await self.maybe_save(reached)  # the run may have been killed before this checkpoint
-        elif reached == self._schedule.total_steps:
-            with self._disk_explained(FINISHED):
-                await self._finish()  # repeated: the export records no progress
+        elif reached == self.schedule.total_steps:
+            with self._explained(FINISHED):
+                await self.finish()  # repeated: the export records no progress
         return reached
 
     @asynccontextmanager
@@ -202,17 +166,17 @@ class Checkpoints:
         Inside `writing` it returns once the state is copied; one checkpoint is written at a time. For the last version
         it returns once the checkpoint is written. If a copy is lost with a learner rank, the next step is saved.
         """
-        is_last = version == self._schedule.total_steps
-        await self._finish_write(is_waiting=is_last or self._schedule.is_due(version))
-        if self._schedule.is_due(version) or self._is_overdue:
+        is_last = version == self.schedule.total_steps
+        await self._finish_write(is_waiting=is_last or self.schedule.is_due(version))
+        if self.schedule.is_due(version) or self._is_overdue:
             if is_last or self._tasks is None:
                 await self.save(version)
             else:
                 draft, state = await self._copy(version)
                 self._running = self._tasks.create_task(self._write(draft, state), name=f"write step {version}")
         if is_last:
-            with self._disk_explained(FINISHED):
-                await self._finish()
+            with self._explained(FINISHED):
+                await self.finish()
 
     async def ensure_saved(self, version: int) -> None:
         """Saves `version` before a stop, unless its checkpoint exists."""
@@ -239,33 +203,33 @@ class Checkpoints:
         """Returns the draft folder, to which the learner writes, and a copy of the driver's state."""
         state = {
             "version": version,
-            "identity": self._identity,
-            "parts": {name: part.state() for name, part in self._parts.items()},
+            "identity": self.identity,
+            "parts": {name: part.state() for name, part in self.parts.items()},
         }
-        draft = self._folder / f".tmp-{version}-{secrets.token_hex(4)}"
-        with self._explained(draft, version):
+        draft = self.folder / f".tmp-{version}-{secrets.token_hex(4)}"
+        with self._explained(f"the checkpoint of step {version}", draft):
             (draft / _LEARNER).mkdir(parents=True)
-            await self._learner.save(draft / _LEARNER)
+            await self.learner.save(draft / _LEARNER)
         return draft, state
 
     async def _write(self, draft: Path, state: Mapping[str, Any]) -> Path | None:
         """Completes a checkpoint and returns its path; None if the learner's copy was lost."""
         version = state["version"]
-        with self._explained(draft, version):
-            if not await self._learner.finish_save():
+        with self._explained(f"the checkpoint of step {version}", draft):
+            if not await self.learner.finish_save():
                 _logger.warning("the checkpoint of step %d was lost with a learner rank and is written again", version)
                 await asyncio.to_thread(shutil.rmtree, draft)
                 return None
             path = await asyncio.to_thread(self._complete, draft, version, state)
         self._is_overdue, self._newest = False, version
         # After the rename: the journal may drop only steps that a complete checkpoint contains.
-        await self._recovery.saved(version)
+        await self.recovery.saved(version)
         _logger.info("checkpoint of step %d: %s", version, path)
         return path
 
     async def _load(self, path: Path) -> int:
         try:
-            return await self._learner.load(path / _LEARNER)
+            return await self.learner.load(path / _LEARNER)
         except MobulaError:
             raise
         except Exception as error:
@@ -276,51 +240,42 @@ class Checkpoints:
             ) from error
 
     def _accept(self) -> None:
-        with self._disk_explained("the configuration"):
-            self._on_accepted()
+        with self._explained("the configuration"):
+            self.on_accepted()
 
     @contextmanager
-    def _explained(self, draft: Path, version: int) -> Iterator[None]:
-        """Removes the draft of a failed checkpoint, which may have filled the disk. Raises an error with the reason."""
+    def _explained(self, what: str, draft: Path | None = None) -> Iterator[None]:
+        """Raises an error with the reason if `what` cannot be written. Removes the draft of a failed checkpoint, which
+        may have filled the disk."""
         try:
             yield
         except Exception as error:
-            if not (isinstance(error, OSError) or _is_full_disk(error)):
+            is_os_error = isinstance(error, OSError)
+            if not (_is_full_disk(error) or (is_os_error and draft is not None)):
                 raise
-            shutil.rmtree(draft, ignore_errors=True)
-            self._refuse(f"the checkpoint of step {version}", error)
-
-    @contextmanager
-    def _disk_explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if not _is_full_disk(error):
-                raise
-            self._refuse(what, error)
-
-    def _refuse(self, what: str, error: Exception) -> NoReturn:
-        reason = str(error) if isinstance(error, OSError) else f"no space left ({str(error).splitlines()[-1]})"
-        raise CheckpointError(
-            f"{what} could not be written below {self._folder}: {reason}; free disk space or set folder=... to another "
-            "disk, then go on with resume=auto"
-        ) from error
+            if draft is not None:
+                shutil.rmtree(draft, ignore_errors=True)
+            reason = str(error) if is_os_error else f"no space left ({str(error).splitlines()[-1]})"
+            raise CheckpointError(
+                f"{what} could not be written below {self.folder}: {reason}; free disk space or set folder=... to "
+                "another disk, then go on with resume=auto"
+            ) from error
 
     def _complete(self, draft: Path, version: int, state: Mapping[str, Any]) -> Path:
         (draft / STATE_FILE).write_text(json.dumps(state, indent=1))
         _write_manifest(draft)
-        path = checkpoint_folder(self._folder, version)
+        path = checkpoint_folder(self.folder, version)
         if path.exists():
             _remove(path)  # damaged: a complete checkpoint would have been resumed
         os.rename(draft, path)
-        sync(self._folder)
+        sync(self.folder)
         self._prune()
         return path
 
     def _prune(self) -> None:
-        complete = [path for path in _newest_first(self._folder) if fault_of(path, with_hashes=False) is None]
-        kept = self._kept([_version(path) for path in complete])
-        for path in complete[self._schedule.keep :]:
+        complete = [path for path in _newest_first(self.folder) if fault_of(path, with_hashes=False) is None]
+        kept = self.kept([_version(path) for path in complete])
+        for path in complete[self.schedule.keep :]:
             if _version(path) != 0 and _version(path) not in kept:
                 _remove(path)
 
@@ -446,7 +401,7 @@ def fault_of(path: Path, *, with_hashes: bool = True) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != num_bytes:
                 return f"{name} has {file.stat().st_size} bytes instead of {num_bytes}"
-            if with_hashes and _sha256(file) != sha256:
+            if with_hashes and file_sha256(file) != sha256:
                 return f"{name} was changed after it was written (sha256)"
         name = STATE_FILE
         state = json.loads((path / name).read_text())
@@ -464,14 +419,9 @@ def fault_of(path: Path, *, with_hashes: bool = True) -> str | None:
 def _write_manifest(folder: Path) -> None:
     """Lists and syncs every file below `folder`, then writes and syncs the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {str(f.relative_to(folder)): {"num_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
+    entries = {str(f.relative_to(folder)): {"num_bytes": f.stat().st_size, "sha256": file_sha256(f)} for f in files}
     (folder / MANIFEST_FILE).write_text(json.dumps({"files": entries}, indent=1))
     sync_folder(folder)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _remove(path: Path) -> None:

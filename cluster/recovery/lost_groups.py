@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from mobula.cluster.errors import LostObjectError
@@ -25,48 +25,38 @@ from mobula.cluster.runtime.object_store import fetch_or_miss
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class GroupRegenerator:
     """Replaces the lost groups of a step and keeps the others."""
 
-    def __init__(
-        self,
-        replay: ReplayBuffer,
-        groups: LiveGroups,
-        sample_again: Callable[[str], Awaitable[ScoredGroup]],
-        *,
-        timeout_s: float,
-        on_lost: Callable[[str], None],
-        on_replaced: Callable[[ScoredGroup, str], None] = lambda group, source: None,
-    ) -> None:
-        """`sample_again(prompt_id)` returns a scored group. `timeout_s` bounds the check of one group. `on_lost` is
-        called for each group that is sampled again, `on_replaced` with each new group and its source: `journal` or
-        `sampled`."""
-        self._replay = replay
-        self._groups = groups
-        self._sample_again = sample_again
-        self._timeout_s = timeout_s
-        self._on_lost = on_lost
-        self._on_replaced = on_replaced
+    replay: ReplayBuffer
+    groups: LiveGroups
+    sample_again: Callable[[str], Awaitable[ScoredGroup]]  # (prompt id): returns a scored group
+    _: KW_ONLY
+    timeout_s: float  # of the check of one group
+    on_lost: Callable[[str], None]  # called for each group that is sampled again
+    # gets each new group and its source: `journal` or `sampled`
+    on_replaced: Callable[[ScoredGroup, str], None] = lambda group, source: None
 
     async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns the groups of a step that is not trained yet, in order. Regenerated groups, and groups that lost only
         their reference log-probs, have no reference log-probs."""
         lost = [group for group in groups if await self._is_lost(group.group)]
-        recorded = await self._replay.recall(_ids(lost)) if lost else {}
+        recorded = await self.replay.recall(_ids(lost)) if lost else {}
         new = {group.summary.group_id: group for group in await run_all(*(self._replace(g, recorded) for g in lost))}
         whole = [new.get(group.summary.group_id, group) for group in groups]
         return [replace(g, reference_logprobs=None) if await self._is_lost(g.reference_logprobs) else g for g in whole]
 
     async def recall(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Reads the groups of a trained step from the journal, with their log-probs."""
-        recorded = await self._replay.recall(_ids(groups))
+        recorded = await self.replay.recall(_ids(groups))
         missing = [group_id for group_id in _ids(groups) if group_id not in recorded]
         if missing:
             raise LostObjectError(
                 f"groups {', '.join(missing)} were trained and then lost with their node, and no journal has them: "
                 "go on with resume=auto, and set replay.journal=true"
             )
-        return [await asyncio.to_thread(self._groups.revive, recorded[group_id]) for group_id in _ids(groups)]
+        return [await asyncio.to_thread(self.groups.revive, recorded[group_id]) for group_id in _ids(groups)]
 
     async def _replace(self, lost: ScoredGroup, recorded: Mapping[str, RecordedGroup]) -> ScoredGroup:
         group_id = lost.summary.group_id
@@ -74,18 +64,18 @@ class GroupRegenerator:
         if is_recorded:
             # Without log-probs: the journal has log-probs of trained steps only, and this step is scored again.
             bare = replace(recorded[group_id], reference_logprobs=None)
-            group = await asyncio.to_thread(self._groups.revive, bare)
+            group = await asyncio.to_thread(self.groups.revive, bare)
         else:
             _logger.warning("group %s was lost with its node and is sampled again", group_id)
-            self._on_lost(LostObjectError.__name__)
-            group = await self._sample_again(group_id)
-        await self._replay.exchange(group)
-        self._on_replaced(group, "journal" if is_recorded else "sampled")
+            self.on_lost(LostObjectError.__name__)
+            group = await self.sample_again(group_id)
+        await self.replay.exchange(group)
+        self.on_replaced(group, "journal" if is_recorded else "sampled")
         return group
 
     async def _is_lost(self, reference: Any) -> bool:
         try:
-            await asyncio.to_thread(fetch_or_miss, [reference], timeout_s=self._timeout_s, what="a group of a step")
+            await asyncio.to_thread(fetch_or_miss, [reference], timeout_s=self.timeout_s, what="a group of a step")
         except LostObjectError:
             return True
         return False

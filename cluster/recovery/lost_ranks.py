@@ -34,15 +34,12 @@ class StepObserver(Protocol):
 
     def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Called when the ranks have trained `groups`, which makes `version`."""
-        ...
 
     def repeated(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Called when restarted ranks have trained a step again."""
-        ...
 
     def restored(self, version: int) -> None:
         """Called when restarted ranks have loaded the checkpoint of `version`."""
-        ...
 
 
 class RestorableRanks(Protocol):
@@ -52,7 +49,6 @@ class RestorableRanks(Protocol):
 
     async def respawn(self) -> None:
         """Kills every rank and starts all of them again."""
-        ...
 
     async def load(self, folder: Path) -> int: ...
 
@@ -214,7 +210,6 @@ class RestoredRanks(RaisedLoss):
             self._lost.exception()  # marks it as retrieved: no call may be in progress to do so
 
     async def _restart(self, error: Exception) -> None:
-        """Restarts all ranks until they are back."""
         self._break_off(error)
         while True:
             fault = report_loss("the learner", error, "it is started again and restored")
@@ -245,7 +240,6 @@ class RestoredRanks(RaisedLoss):
             return
 
     async def _bring_back(self, error: Exception) -> None:
-        """Restores the ranks to their version before the loss."""
         newest = await asyncio.to_thread(self._newest)
         if newest is None:
             raise NotRestartableError(f"the learner was lost before its first checkpoint: {error}") from error

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +32,7 @@ class DurableLearner(Learner, Durable, Protocol):
     """The learner group."""
 
 
+@dataclass(eq=False)
 class StepLearner:
     """Implements `mobula.cluster.roles.Learner` and `Durable` around the learner group, which restarts lost ranks.
 
@@ -40,92 +42,73 @@ class StepLearner:
     the log cannot write is counted and does not end the run.
     """
 
-    def __init__(
-        self,
-        learner: DurableLearner,
-        *,
-        journal: ReplayBuffer | None = None,
-        log: TrajectoryLog | None = None,
-        max_waiting: int = 1,
-        on_log_failed: Callable[[str], None] = lambda kind: None,
-        before: Sequence[Callable[[], Awaitable[None]]] = (),
-        regenerate: Regenerate | None = None,
-        check: Callable[[UpdateReport], None] = lambda report: None,
-        seconds: Callable[[], Mapping[str, float]] = lambda: {},
-        tracer: RunTracer = UNTRACED,
-    ) -> None:
-        """`journal` is the replay buffer that writes the journal. `on_log_failed` gets the type of each error of the
-        log. The functions of `before` are awaited before each update; `check` gets each report. `regenerate` replaces
-        the lost groups of a step; without it their loss ends the run. `seconds` returns the phases of the step so far.
-        """
-        self._learner = learner
-        self._journal = journal
-        self._log = log
-        self._max_waiting = max_waiting
-        self._on_log_failed = on_log_failed
-        self._before = before
-        self._regenerate = regenerate
-        self._check = check
-        self._seconds = seconds
-        self._tracer = tracer
+    learner: DurableLearner
+    _: KW_ONLY
+    journal: ReplayBuffer | None = None  # writes the journal
+    log: TrajectoryLog | None = None
+    max_waiting: int = 1
+    on_log_failed: Callable[[str], None] = lambda kind: None  # gets the type of each error of the log
+    before: Sequence[Callable[[], Awaitable[None]]] = ()  # awaited before each update
+    regenerate: Regenerate | None = None  # replaces the lost groups of a step; without it their loss ends the run
+    check: Callable[[UpdateReport], None] = lambda report: None  # gets each report
+    seconds: Callable[[], Mapping[str, float]] = lambda: {}  # returns the phases of the step so far
+    tracer: RunTracer = UNTRACED
+
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-log")
         self._waiting: deque[tuple[int, asyncio.Future[Path]]] = deque()
         self._version = 0  # of the learner
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Trains on a new step.
-
-        Lost groups are regenerated and the step is trained again. The caller's list keeps the lost groups, and the
-        metrics of the step are computed from them.
-        """
-        for call in self._before:
+        """Trains on a new step. Lost groups are regenerated and the step is trained again. The caller's list keeps the
+        lost groups, and the metrics of the step are computed from them."""
+        for call in self.before:
             await call()
-        with self._tracer.span([group.summary.group_id for group in groups], Stage.TRAINED) as attributes:
+        with self.tracer.span([group.summary.group_id for group in groups], Stage.TRAINED) as attributes:
             for num_lost in range(MAX_NODES_LOST + 1):
                 try:
                     report = await self._recorded(groups)
                     break
                 except LostObjectError as error:  # the learner has not changed yet
-                    if self._regenerate is None or num_lost == MAX_NODES_LOST:
+                    if self.regenerate is None or num_lost == MAX_NODES_LOST:
                         raise
                     _logger.warning("groups of a step are regenerated before it is trained: %s", error)
-                    groups = await self._regenerate(groups)
+                    groups = await self.regenerate(groups)
             attributes["version"] = report.version
-        self._check(report)
+        self.check(report)
         return report
 
     async def repeat(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         """Trains on a step that is already in the journal."""
-        report = await self._learner.update(groups)
+        report = await self.learner.update(groups)
         self._version = report.version
-        if self._log is not None:
-            await self._flush(self._max_waiting - 1)
-            writing = asyncio.get_running_loop().run_in_executor(self._thread, self._log.append, report.version, groups)
+        if self.log is not None:
+            await self._flush(self.max_waiting - 1)
+            writing = asyncio.get_running_loop().run_in_executor(self._thread, self.log.append, report.version, groups)
             self._waiting.append((report.version, writing))
         return report
 
     async def save(self, folder: Path) -> None:
         # A run that resumes from this checkpoint does not repeat the earlier steps, so it could not log them.
         await self._flush(0)
-        await self._learner.save(folder)
+        await self.learner.save(folder)
 
     async def finish_save(self) -> bool:
-        return await self._learner.finish_save()
+        return await self.learner.finish_save()
 
     async def load(self, folder: Path) -> int:
-        self._version = await self._learner.load(folder)
+        self._version = await self.learner.load(folder)
         return self._version
 
     async def _recorded(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Trains on a step and writes it to the journal at the same time."""
-        if self._journal is None:
+        if self.journal is None:
             return await self.repeat(groups)
         version = self._version + 1
         # At the same time: the journal waits for the disk while the ranks compute.
-        report, missed = await run_all(self.repeat(groups), self._commit(self._journal, version, groups))
+        report, missed = await run_all(self.repeat(groups), self._commit(self.journal, version, groups))
         assert report.version == version, f"the learner made version {report.version} instead of {version}"
         # Regenerated groups would differ from the trained ones: try once more, or stop.
-        if missed is not None and (again := await self._commit(self._journal, version, groups)) is not None:
+        if missed is not None and (again := await self._commit(self.journal, version, groups)) is not None:
             raise JournalError(
                 f"version {version} was made from groups that the journal could not fetch: {again}; "
                 "go on with resume=auto, which repeats the step"
@@ -137,7 +120,7 @@ class StepLearner:
     ) -> LostObjectError | None:
         """Writes a step. Returns the error of a group that the journal could not fetch: the learner may have it."""
         try:
-            await journal.commit(version, groups, self._seconds())
+            await journal.commit(version, groups, self.seconds())
         except LostObjectError as error:
             return error
         return None
@@ -150,4 +133,4 @@ class StepLearner:
                 await writing
             except (OSError, MobulaError, pa.ArrowException) as error:
                 _logger.warning("step %d is missing in the trajectory log: %s", version, error)
-                self._on_log_failed(type(error).__name__)
+                self.on_log_failed(type(error).__name__)

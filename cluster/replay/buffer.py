@@ -7,8 +7,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from mobula.cluster.errors import ChangedDataError, DeadlineError, JournalError,
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import GroupOutcome, Prompt, ScoredGroup, TrajectoryGroup
 from mobula.cluster.replay.journal import NO_SECONDS, Seconds
-from mobula.cluster.replay.journal_writer import GroupJournal, NoJournal
+from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Prompts, ReplayStats
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
 
@@ -80,6 +80,7 @@ class _Entry:
     written: asyncio.Task[None]  # done once the group is on disk in the journal
 
 
+@dataclass(eq=False, kw_only=True)
 class ReplayBuffer:
     """A FIFO queue of finished groups, from which training steps lease groups.
 
@@ -90,31 +91,16 @@ class ReplayBuffer:
     returns once the step and its groups are on disk. `clock` is monotonic, in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        journal: GroupJournal | None = None,
-        max_bytes: float = math.inf,
-        min_ready: int = 1,
-        room_s: float | None = None,
-        take_s: float | None = None,
-        close_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        tracer: RunTracer = UNTRACED,
-    ) -> None:
-        """Groups wait for room while more than `max_bytes` are held and `min_ready` groups (one step) are ready.
+    journal: GroupJournal = field(default_factory=GroupJournal)
+    max_bytes: float = math.inf  # groups wait for room while more are held and `min_ready` groups are ready
+    min_ready: int = 1  # groups of one step
+    room_s: float | None = None  # of that wait; None waits without limit, in all three
+    take_s: float | None = None  # of the wait of `take` for groups
+    close_s: float | None = None  # of the wait of `close` for the journal
+    clock: Callable[[], float] = time.monotonic
+    tracer: RunTracer = UNTRACED
 
-        Timeouts in seconds: `room_s` of that wait, `take_s` of the wait of `take` for groups, `close_s` of the wait of
-        `close` for the journal; None waits without limit.
-        """
-        self._journal = journal or NoJournal()
-        self._max_bytes = max_bytes
-        self._min_ready = min_ready
-        self._room_s = room_s
-        self._take_s = take_s
-        self._close_s = close_s
-        self._clock = clock
-        self._tracer = tracer
+    def __post_init__(self) -> None:
         self._held: dict[str, _Entry] = {}  # by group id, oldest first; reserved, ready or leased
         self._reserved: set[str] = set()
         self._ready: dict[str, None] = {}  # in order
@@ -136,12 +122,12 @@ class ReplayBuffer:
         if group_id in self._seen or group_id in self._waiting:
             self._num_rejected[DUPLICATE] += 1
             return
-        self._tracer.begin(group_id, Stage.BUFFERED)
+        self.tracer.begin(group_id, Stage.BUFFERED)
         self._count_if_oversized(group)
         if not self._has_room_for(group):
             await self._wait_for_room(group)
         self._seen.add(group_id)
-        self._held[group_id] = _Entry(group, self._clock(), self._write_down(group))
+        self._held[group_id] = _Entry(group, self.clock(), self._write_down(group))
         self._reserved.add(group_id)
         self._num_bytes += group.summary.num_bytes
 
@@ -160,36 +146,30 @@ class ReplayBuffer:
         """Counts a finished group as rejected and removes it if it is reserved. A later `put` of the group is a
         duplicate."""
         group_id = outcome.group_id
-        self._tracer.finish(group_id, outcome=reason)
+        self.tracer.finish(group_id, outcome=reason)
         self._seen.add(group_id)
         if group_id in self._reserved:
             self._reserved.remove(group_id)
             self._forget(group_id)
         self._num_rejected[reason] += 1
-        await self._journal.rejected(outcome, reason)
-
-    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
-        """Records a held-out evaluation in the journal, as JSON."""
-        await self._journal.evaluated(version, evaluation)
+        await self.journal.rejected(outcome, reason)
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
-        """Waits until `num_groups` groups are ready and leases the oldest.
-
-        The caller cancels the take if the producer dies. A cancelled take holds no lease.
-        """
+        """Waits until `num_groups` groups are ready and leases the oldest. The caller cancels the take if the producer
+        dies. A cancelled take holds no lease."""
         try:
             # All leases are taken after the wait, without an await: a cancelled take holds none.
-            async with asyncio.timeout(self._take_s):
+            async with asyncio.timeout(self.take_s):
                 await self._until(lambda: len(self._ready) >= num_groups)
         except TimeoutError as error:
             raise DeadlineError(
-                f"waited {self._take_s:g} s for the replay buffer to hold {num_groups} finished groups, it has "
+                f"waited {self.take_s:g} s for the replay buffer to hold {num_groups} finished groups, it has "
                 f"{len(self._ready)}"
             ) from error
         taken = list(islice(self._ready, num_groups))
         for group_id in taken:
             del self._ready[group_id]
-            self._tracer.end(group_id, Stage.BUFFERED)
+            self.tracer.end(group_id, Stage.BUFFERED)
         self._leased.update(taken)
         self._changed.set()
         return [self._held[group_id].group for group_id in taken]
@@ -203,14 +183,14 @@ class ReplayBuffer:
                 # Retry: the learner has fetched the group, so it may be available.
                 held.written = self._write_down(held.group)
         await asyncio.gather(*(held.written for held in leased))
-        await self._journal.trained(version, groups, seconds)
+        await self.journal.trained(version, groups, seconds)
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         """Removes the groups of a completed step and frees their bytes."""
         for group in groups:
             self._end_lease(group.summary.group_id)
             self._forget(group.summary.group_id)
-            self._tracer.finish(group.summary.group_id, outcome=Stage.TRAINED.value)
+            self.tracer.finish(group.summary.group_id, outcome=Stage.TRAINED.value)
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
         """Returns the groups of a failed step to the front of the queue, in the given order."""
@@ -219,20 +199,12 @@ class ReplayBuffer:
         self._ready = {**dict.fromkeys(group.summary.group_id for group in groups), **self._ready}
         self._changed.set()
 
-    async def resume(self, version: int, group_ids: Sequence[str]) -> None:
-        """Records that the run resumes from `version` with these finished groups. Must be the first call."""
-        await self._journal.resumed(version, group_ids)
-
-    async def forget(self, version: int) -> None:
-        """Removes journal records that the checkpoint of `version` covers."""
-        await self._journal.forget(version)
-
     async def recall(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
         """Returns the journal records of these groups, in any state. First waits for pending writes, successful or
         not."""
         under_way = [self._held[group_id].written for group_id in group_ids if group_id in self._held]
         await asyncio.gather(*under_way, return_exceptions=True)
-        return await self._journal.read(group_ids)
+        return await self.journal.read(group_ids)
 
     async def exchange(self, group: ScoredGroup) -> None:
         """Replaces the lost group with the same id."""
@@ -247,7 +219,7 @@ class ReplayBuffer:
             num_ready=len(self._ready),
             num_taken=len(self._leased),
             num_bytes=self._num_bytes,
-            oldest_age_s=self._clock() - oldest[1].since_s if oldest else 0.0,
+            oldest_age_s=self.clock() - oldest[1].since_s if oldest else 0.0,
             num_rejected=dict(self._num_rejected),
             oldest_id=oldest[0] if oldest else None,
             num_waiting=len(self._waiting),
@@ -258,33 +230,33 @@ class ReplayBuffer:
         """Waits for writes to the journal in progress, then drops every reference."""
         writing = [held.written for held in self._held.values()]
         if writing:
-            await asyncio.wait(writing, timeout=self._close_s)
+            await asyncio.wait(writing, timeout=self.close_s)
         self._held.clear()
         try:
-            await self._journal.close()
+            await self.journal.close()
         except (JournalError, OSError):  # the run is over: do not mask its result or error
             _logger.warning("the journal was not closed: groups that were not trained may be missing", exc_info=True)
 
     def _write_down(self, group: ScoredGroup) -> asyncio.Task[None]:
         """Writes a group to the journal in the background. The journal skips groups that it already has."""
-        writing = asyncio.ensure_future(self._journal.finished(group))
+        writing = asyncio.ensure_future(self.journal.finished(group))
         writing.add_done_callback(_retrieve)
         return writing
 
     def _has_room_for(self, group: ScoredGroup) -> bool:
         # With less than a step ready, waiting for room would wait for a step that cannot begin.
-        return len(self._ready) < self._min_ready or self._num_bytes + group.summary.num_bytes <= self._max_bytes
+        return len(self._ready) < self.min_ready or self._num_bytes + group.summary.num_bytes <= self.max_bytes
 
     async def _wait_for_room(self, group: ScoredGroup) -> None:
         group_id = group.summary.group_id
         self._waiting.add(group_id)
         try:
-            async with asyncio.timeout(self._room_s):
+            async with asyncio.timeout(self.room_s):
                 await self._until(lambda: self._has_room_for(group))
         except TimeoutError as error:
             raise DeadlineError(
-                f"waited {self._room_s:g} s for the replay buffer to make room for group {group_id} "
-                f"(timeouts.backpressure_s): it holds {self._num_bytes} bytes, replay.max_bytes={self._max_bytes:.0f}"
+                f"waited {self.room_s:g} s for the replay buffer to make room for group {group_id} "
+                f"(timeouts.backpressure_s): it holds {self._num_bytes} bytes, replay.max_bytes={self.max_bytes:.0f}"
             ) from error
         finally:
             self._waiting.remove(group_id)
@@ -295,7 +267,7 @@ class ReplayBuffer:
             await self._changed.wait()
 
     def _count_if_oversized(self, group: ScoredGroup) -> None:
-        if group.summary.num_bytes <= self._max_bytes:
+        if group.summary.num_bytes <= self.max_bytes:
             return
         if self._num_oversized == 0:
             _logger.warning(
@@ -303,7 +275,7 @@ class ReplayBuffer:
                 "(others like it are only counted)",
                 group.summary.group_id,
                 group.summary.num_bytes,
-                self._max_bytes,
+                self.max_bytes,
             )
         self._num_oversized += 1
 

@@ -51,6 +51,30 @@ class JournalRecord:
     body: Mapping[str, Any]
     rows: pa.RecordBatch
 
+    @property
+    def group_id(self) -> str:
+        """Of a finished or rejected group."""
+        return self.body["group_id"]
+
+    @property
+    def reason(self) -> str | None:
+        """Why the group was rejected; None of a finished one."""
+        return self.body.get("reason")
+
+    def group(self) -> RecordedGroup:
+        """Reads a finished group."""
+        return from_batch(self.rows)
+
+    def outcome(self) -> GroupOutcome:
+        """Returns a finished or rejected group as observers see it."""
+        if self.kind is RecordKind.FINISHED:
+            found = self.rows.column("reward").to_pylist(maps_as_pydicts="strict")
+            num_tokens = sum(int(mask.sum()) for mask in arrays(self.rows, "action_mask") if mask is not None)
+            rewards = tuple(Reward(**reward) for reward in found if reward is not None)
+            return GroupOutcome(self.group_id, rewards, self.rows.num_rows, num_tokens)
+        values = {key: value for key, value in self.body.items() if key not in ("reason", "rewards")}
+        return GroupOutcome(**values, rewards=tuple(Reward(**reward) for reward in self.body.get("rewards", ())))
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -189,12 +213,10 @@ def finished(group: TrajectoryGroup, rewards: Sequence[Reward | None]) -> Journa
 
 
 def rejected(outcome: GroupOutcome, reason: str) -> JournalRecord:
-    """Builds the record of a group that will not be trained."""
     return JournalRecord(RecordKind.REJECTED, {**asdict(outcome), "reason": reason}, _NO_ROWS)
 
 
 def evaluated(version: int, evaluation: Mapping[str, Any]) -> JournalRecord:
-    """Builds the record of an evaluation of `version`, as JSON."""
     return JournalRecord(RecordKind.EVALUATED, {"version": version, "evaluation": evaluation}, _NO_ROWS)
 
 
@@ -221,49 +243,13 @@ def resumed(version: int, group_ids: Sequence[str]) -> JournalRecord:
 
 
 @dataclass(frozen=True)
-class FinishedGroup:
-    """A finished group in the journal."""
-
-    group_id: str
-    rows: pa.RecordBatch
-
-    def read(self) -> RecordedGroup:
-        return from_batch(self.rows)
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A group when it was finished, or rejected for `reason`."""
-
-    record: JournalRecord
-
-    @property
-    def group_id(self) -> str:
-        return self.record.body["group_id"]
-
-    @property
-    def reason(self) -> str | None:
-        return self.record.body["reason"] if self.record.kind is RecordKind.REJECTED else None
-
-    def read(self) -> GroupOutcome:
-        body, rows = self.record.body, self.record.rows
-        if self.record.kind is RecordKind.FINISHED:
-            found = rows.column("reward").to_pylist(maps_as_pydicts="strict")
-            num_tokens = sum(int(mask.sum()) for mask in arrays(rows, "action_mask") if mask is not None)
-            rewards = tuple(Reward(**reward) for reward in found if reward is not None)
-            return GroupOutcome(self.group_id, rewards, rows.num_rows, num_tokens)
-        values = {key: value for key, value in body.items() if key not in ("reason", "rewards")}
-        return GroupOutcome(**values, rewards=tuple(Reward(**reward) for reward in body.get("rewards", ())))
-
-
-@dataclass(frozen=True)
 class TrainedStep:
     """The groups that made a version, in training order."""
 
     version: int
-    groups: tuple[FinishedGroup, ...]
+    groups: tuple[JournalRecord, ...]
     rows: pa.RecordBatch  # reference log-probs
-    arrivals: tuple[Arrival, ...] = ()  # since the step before, in order
+    arrivals: tuple[JournalRecord, ...] = ()  # groups finished or rejected since the step before, in order
     seconds: Seconds = field(default_factory=dict)  # before the update
 
     @property
@@ -272,7 +258,7 @@ class TrainedStep:
 
     def read(self) -> list[RecordedGroup]:
         """Returns the groups with the reference log-probs of their training."""
-        groups = [group.read() for group in self.groups]
+        groups = [record.group() for record in self.groups]
         if self.rows.num_rows == 0:
             return groups
         logprobs = (array for array in arrays(self.rows, "reference_logprobs") if array is not None)  # none is missing
@@ -288,9 +274,9 @@ class Recovered:
 
     version: int
     steps: tuple[TrainedStep, ...] = ()  # after `version`, without a gap
-    finished: tuple[FinishedGroup, ...] = ()  # not trained in these steps or before, in order of completion
+    finished: tuple[JournalRecord, ...] = ()  # not trained in these steps or before, in order of completion
     rejected: tuple[str, ...] = ()
-    arrivals: tuple[Arrival, ...] = ()  # since the last step, in order
+    arrivals: tuple[JournalRecord, ...] = ()  # since the last step, in order
     evaluations: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by version
     num_torn: int = 0  # segments with a damaged or incomplete end
 
@@ -319,18 +305,11 @@ class Journal:
 
     def recover(self, version: int) -> Recovered:
         """Returns the complete content with this identity after the checkpoint of `version`."""
-        ledger = _Ledger()
-        for segment in self._segments():
-            self._tell_of_losses(segment)
-            ledger.add(segment, is_ours=self._is_ours(segment))
-        return ledger.beyond(version)
+        return self._ledger(tells=True).beyond(version)
 
     def read(self, group_ids: Iterable[str]) -> dict[str, RecordedGroup]:
         """Returns the groups found on disk. Trained groups have the reference log-probs of their training."""
-        ledger = _Ledger()
-        for segment in self._segments():
-            ledger.add(segment, is_ours=self._is_ours(segment))
-        return ledger.read(set(group_ids))
+        return self._ledger().read(set(group_ids))
 
     def append(self, records: Sequence[JournalRecord]) -> None:
         """Writes records in order and waits until they are on disk. Skips groups that are already on disk."""
@@ -366,7 +345,6 @@ class Journal:
             self._writer = None
 
     def _opened(self) -> _Held:
-        """Returns the index of the files, read once."""
         if self._held is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._held = _Held()
@@ -388,8 +366,17 @@ class Journal:
         self._writer.write(record)
         held.add(record)
 
+    def _ledger(self, *, tells: bool = False) -> _Ledger:
+        ledger = _Ledger()
+        for segment in self._segments():
+            if tells:
+                self._tell_of_losses(segment)
+            for record in _of_identity(segment.records, is_ours=self._is_ours(segment)):
+                ledger.apply(record)
+            ledger.num_torn += segment.num_torn_bytes > 0
+        return ledger
+
     def _segments(self) -> Iterator[Segment]:
-        """Yields the segments on disk, oldest first."""
         return (read_segment(self.folder, number) for number in segment_numbers(self.folder))
 
     def _is_ours(self, segment: Segment) -> bool:
@@ -410,19 +397,14 @@ class Journal:
 class _Ledger:
     """State of the journal after its records, applied in order."""
 
-    finished: dict[str, pa.RecordBatch] = field(default_factory=dict)
+    finished: dict[str, JournalRecord] = field(default_factory=dict)
     rejected: dict[str, None] = field(default_factory=dict)
     steps: dict[int, JournalRecord] = field(default_factory=dict)
     evaluations: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    arrivals: dict[tuple[str, RecordKind], tuple[int, Arrival]] = field(default_factory=dict)  # with their place
+    arrivals: dict[tuple[str, RecordKind], tuple[int, JournalRecord]] = field(default_factory=dict)  # with their place
     places: dict[int, int] = field(default_factory=dict)  # version made -> place of its step among all records
     num_records: int = 0
     num_torn: int = 0
-
-    def add(self, segment: Segment, *, is_ours: bool) -> None:
-        for record in _of_identity(segment.records, is_ours=is_ours):
-            self._apply(record)
-        self.num_torn += segment.num_torn_bytes > 0
 
     def beyond(self, version: int) -> Recovered:
         steps: list[TrainedStep] = []
@@ -437,7 +419,7 @@ class _Ledger:
         return Recovered(
             version=version,
             steps=tuple(steps),
-            finished=tuple(FinishedGroup(i, rows) for i, rows in self.finished.items() if i not in settled),
+            finished=tuple(record for group_id, record in self.finished.items() if group_id not in settled),
             rejected=tuple(self.rejected),
             arrivals=self._arrived(since, self.num_records),
             evaluations=self.evaluations,
@@ -445,22 +427,22 @@ class _Ledger:
         )
 
     def read(self, group_ids: set[str]) -> dict[str, RecordedGroup]:
-        groups = {group_id: from_batch(rows) for group_id, rows in self.finished.items() if group_id in group_ids}
+        groups = {group_id: record.group() for group_id, record in self.finished.items() if group_id in group_ids}
         for version, record in self.steps.items():
             if group_ids.intersection(_ids(record)) and self._is_whole(record):
                 step = self._step(version).read()
                 groups.update({group.group.group_id: group for group in step if group.group.group_id in group_ids})
         return groups
 
-    def _apply(self, record: JournalRecord) -> None:
+    def apply(self, record: JournalRecord) -> None:
         self.num_records += 1
         if record.kind in (RecordKind.FINISHED, RecordKind.REJECTED):
-            self.arrivals.setdefault((record.body["group_id"], record.kind), (self.num_records, Arrival(record)))
+            self.arrivals.setdefault((record.group_id, record.kind), (self.num_records, record))
         match record.kind:
             case RecordKind.FINISHED:
-                self.finished[record.body["group_id"]] = record.rows
+                self.finished[record.group_id] = record
             case RecordKind.REJECTED:
-                self.rejected[record.body["group_id"]] = None
+                self.rejected[record.group_id] = None
             case RecordKind.TRAINED:
                 self.steps[record.body["version"]] = record
                 self.places[record.body["version"]] = self.num_records
@@ -470,27 +452,25 @@ class _Ledger:
                 self._void(record.body["version"], _ids(record))
 
     def _void(self, version: int, kept: Iterable[str]) -> None:
-        """Removes steps and groups voided by a resume from `version` with the groups `kept`."""
         self.steps = {made: step for made, step in self.steps.items() if made <= version}
         used = {*kept, *(group_id for step in self.steps.values() for group_id in _ids(step))}
-        self.finished = {group_id: rows for group_id, rows in self.finished.items() if group_id in used}
+        self.finished = {group_id: record for group_id, record in self.finished.items() if group_id in used}
         self.arrivals = {
             key: value for key, value in self.arrivals.items() if key[0] in used or key[1] is RecordKind.REJECTED
         }
         self.evaluations = {made: found for made, found in self.evaluations.items() if made <= version}
         self.num_torn = 0  # reported at that resume
 
-    def _arrived(self, start: int, end: int) -> tuple[Arrival, ...]:
+    def _arrived(self, start: int, end: int) -> tuple[JournalRecord, ...]:
         """Returns the groups that were finished or rejected between two places, in order."""
-        return tuple(arrival for place, arrival in self.arrivals.values() if start < place <= end)
+        return tuple(record for place, record in self.arrivals.values() if start < place <= end)
 
     def _is_whole(self, step: JournalRecord) -> bool:
         return all(group_id in self.finished for group_id in _ids(step))
 
     def _step(self, version: int) -> TrainedStep:
         record = self.steps[version]
-        groups = tuple(FinishedGroup(group_id, self.finished[group_id]) for group_id in _ids(record))
-        return TrainedStep(version, groups, record.rows)
+        return TrainedStep(version, tuple(self.finished[group_id] for group_id in _ids(record)), record.rows)
 
 
 class _Held:
@@ -512,12 +492,12 @@ class _Held:
         """Whether the record is of a finished group that is already on disk."""
         if record.kind is not RecordKind.FINISHED:
             return False
-        return any(record.body["group_id"] in groups for groups in self._segments.values())
+        return any(record.group_id in groups for groups in self._segments.values())
 
     def add(self, record: JournalRecord) -> None:
         match record.kind:
             case RecordKind.FINISHED:
-                self._segments[self.newest].add(record.body["group_id"])
+                self._segments[self.newest].add(record.group_id)
             case RecordKind.TRAINED:
                 self._versions.update(dict.fromkeys(_ids(record), record.body["version"]))
                 self._marks[record.body["version"]] = self.newest

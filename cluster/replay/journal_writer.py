@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mobula.cluster.errors import JournalError
 from mobula.cluster.records.arrow import RecordedGroup
@@ -32,8 +32,8 @@ MAX_TOGETHER = 32  # records in one write, whose groups are in memory together
 MAX_LATE = 8  # concurrent waits for unavailable groups
 
 
-class GroupJournal(Protocol):
-    """Log of the buffer's groups. Every call returns once its records are on disk."""
+class GroupJournal:
+    """Log of the buffer's groups. Every call returns once its records are on disk. This base writes nothing."""
 
     async def finished(self, group: ScoredGroup) -> None: ...
 
@@ -47,31 +47,9 @@ class GroupJournal(Protocol):
 
     async def forget(self, version: int) -> None:
         """Removes records that the checkpoint of `version` covers."""
-        ...
 
     async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
         """Returns the records of the groups found in the journal."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class NoJournal:
-    """Implements `GroupJournal` without writing anything."""
-
-    async def finished(self, group: ScoredGroup) -> None: ...
-
-    async def rejected(self, outcome: GroupOutcome, reason: str) -> None: ...
-
-    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
-
-    async def trained(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None: ...
-
-    async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
-
-    async def forget(self, version: int) -> None: ...
-
-    async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
         return {}
 
     async def close(self) -> None: ...
@@ -86,7 +64,8 @@ class _Draft:
     what: str = ""  # they are
 
 
-class JournalWriter:
+@dataclass(eq=False)
+class JournalWriter(GroupJournal):
     """Writes a `Journal` on its own thread, so that the event loop never waits for a disk.
 
     Records that arrive while the thread is busy share the next fetch and sync (group commit). Other threads wait for
@@ -94,20 +73,14 @@ class JournalWriter:
     does not answer in time raises an error and does not block the exit of the process.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        timeout_s: float,
-        write_s: float | None = None,
-        start_thread: Callable[[], Executor] | None = None,
-    ) -> None:
-        """`timeout_s` bounds the fetch of one group, `write_s` each disk access (None: unbounded). `start_thread`
-        returns an executor that runs one job at a time."""
-        self._journal = journal
-        self._timeout_s = timeout_s
-        self._write_s = write_s
-        self._thread = DaemonThread("journal") if start_thread is None else start_thread()
+    journal: Journal
+    _: KW_ONLY
+    timeout_s: float  # of the fetch of one group
+    write_s: float | None = None  # of each disk access; None: unbounded
+    start_thread: Callable[[], Executor] | None = None  # returns an executor that runs one job at a time
+
+    def __post_init__(self) -> None:
+        self._thread = DaemonThread("journal") if self.start_thread is None else self.start_thread()
         self._late = ThreadPoolExecutor(MAX_LATE, thread_name_prefix="journal-late")
         self._waiting: list[tuple[_Draft, asyncio.Future[bool]]] = []
         self._writing: asyncio.Task[None] | None = None
@@ -133,13 +106,13 @@ class JournalWriter:
         await self._append(_Draft(lambda: resumed(version, group_ids)))
 
     async def forget(self, version: int) -> None:
-        await self._on_thread(self._journal.forget, version)
+        await self._on_thread(self.journal.forget, version)
 
     async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
-        return await self._on_thread(self._journal.read, group_ids)
+        return await self._on_thread(self.journal.read, group_ids)
 
     async def close(self) -> None:
-        await self._on_thread(self._journal.close)
+        await self._on_thread(self.journal.close)
         self._thread.shutdown(wait=False)
         self._late.shutdown(wait=False)
 
@@ -177,14 +150,14 @@ class JournalWriter:
         """Writes the drafts whose groups are available, on the writer's thread; returns whether each was written."""
         fetched = fetch_at_hand([draft.references for draft in drafts], wait_s=WAIT_S)
         made = [_made(draft, values) for draft, values in zip(drafts, fetched, strict=True)]
-        self._journal.append([record for record in made if record is not None])
+        self.journal.append([record for record in made if record is not None])
         return [record is not None for record in made]
 
     def _made_alone(self, draft: _Draft) -> JournalRecord:
-        return draft.make(*fetch_or_miss(draft.references, timeout_s=self._timeout_s, what=draft.what))
+        return draft.make(*fetch_or_miss(draft.references, timeout_s=self.timeout_s, what=draft.what))
 
     async def _on_thread(self, work: Callable[..., T], *args: Any) -> T:
-        deadline = asyncio.timeout(self._write_s)
+        deadline = asyncio.timeout(self.write_s)
         try:
             async with deadline:
                 # A hung disk blocks its thread; this deadline ends the run instead.
@@ -193,7 +166,7 @@ class JournalWriter:
             if not deadline.expired():
                 raise
             raise JournalError(
-                f"waited {self._write_s:g} s for the journal below {self._journal.folder} (timeouts.object_s): see "
+                f"waited {self.write_s:g} s for the journal below {self.journal.folder} (timeouts.object_s): see "
                 "whether its disk answers, then go on with resume=auto, or set replay.journal=false"
             ) from error
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from mobula.cluster.user_code import user_files
 from mobula.configs.on_resume import DECLARED, OnResume, on_resume
 from mobula.configs.schema.run import RunConfig
 
+# Keys of files and folders that must not change; a model may be a hub name
 PATHS = ("data.path", "policy.model", "algorithm.supervised.path", "algorithm.distillation.teacher")
-"""Keys of files and folders that must not change; a model may be a hub name."""
 
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
@@ -19,7 +21,9 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
     omitted."""
     values = config.model_dump(mode="json")
     off = tuple(_off(config))
-    return {key: _at(values, key) for key in DECLARED[OnResume.REFUSED] if not key.startswith(off)}
+    return {
+        key: reduce(getitem, key.split("."), values) for key in DECLARED[OnResume.REFUSED] if not key.startswith(off)
+    }
 
 
 def same_identity(value: Any, key: str = "") -> Any:
@@ -53,12 +57,6 @@ def _off(config: RunConfig) -> Iterator[str]:
         yield "algorithm.supervised.max_tokens"
     if config.learner.backend != "deepspeed":
         yield from ("learner.zero_stage", "resources.learner.num_workers")
-
-
-def _at(values: Mapping[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -22,23 +23,21 @@ from mobula.cluster.runtime.object_store import fetch
 IMAGES_FOLDER = "images"  # of captured sessions, beside the log: the image files, under their keys
 
 
+@dataclass(eq=False)
 class TrajectoryLog:
     """Writes and reads the log of one run. If the process is killed, a step's file is complete or absent."""
 
-    def __init__(
-        self, folder: Path, *, timeout_s: float, on_written: Callable[[int, Path], None] = lambda step, path: None
-    ) -> None:
-        """`timeout_s` bounds the fetch of one step's groups. `on_written` gets each step with its file, on the thread
-        that has written it."""
-        self.folder = folder
-        self._timeout_s = timeout_s
-        self._on_written = on_written
+    folder: Path
+    _: KW_ONLY
+    timeout_s: float  # of the fetch of one step's groups
+    # gets each step with its file, on the thread that has written it
+    on_written: Callable[[int, Path], None] = lambda step, path: None
 
     def append(self, step: int, groups: Sequence[ScoredGroup]) -> Path:
         """Writes the groups that made version `step`. A step that is repeated after a resume replaces its file."""
         what = f"{len(groups)} groups of step {step} to log"
-        values = fetch([group.group for group in groups], timeout_s=self._timeout_s, what=what)
-        references = fetch([group.reference_logprobs for group in groups], timeout_s=self._timeout_s, what=what)
+        values = fetch([group.group for group in groups], timeout_s=self.timeout_s, what=what)
+        references = fetch([group.reference_logprobs for group in groups], timeout_s=self.timeout_s, what=what)
         rows = [
             row
             for scored, group, reference in zip(groups, values, references, strict=True)
@@ -47,11 +46,10 @@ class TrajectoryLog:
         path = self._path(step)
         with replacing(path) as file:
             pq.write_table(pa.Table.from_batches([record_batch(rows)]), file, compression="zstd")
-        self._on_written(step, path)
+        self.on_written(step, path)
         return path
 
     def steps(self) -> list[int]:
-        """Returns the recorded steps, oldest first."""
         return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.parquet"))
 
     def check(self, steps: Iterable[int]) -> None:
@@ -123,10 +121,8 @@ def recorded_steps(log: TrajectoryLog) -> range:
 async def train_again(
     learner: Learner, log: TrajectoryLog, groups: LiveGroups, on_step: Callable[[UpdateReport], None]
 ) -> int:
-    """Trains every recorded step, starting from version 0 of the learner. Returns the final version.
-
-    With the run's own configuration this reproduces the weights (see `mobula.cluster.recovery.resume`).
-    """
+    """Trains every recorded step, starting from version 0 of the learner. Returns the final version. With the run's own
+    configuration this reproduces the weights (see `mobula.cluster.recovery.resume`)."""
 
     def revived(step: int) -> list[ScoredGroup]:
         return [groups.revive(recorded) for recorded in log.read(step)]

@@ -7,8 +7,8 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence, Set
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, TypeVar
 
 from mobula.cluster.errors import (
     DeadlineError,
@@ -25,7 +25,7 @@ from mobula.cluster.errors import (
 from mobula.cluster.failures import in_one_line
 from mobula.cluster.records.trajectory import Generated, GroupOutcome, GroupSummary, Prompt, Reward, ScoredGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
-from mobula.cluster.replay.journal import Arrival
+from mobula.cluster.replay.journal import JournalRecord
 from mobula.cluster.roles import Prompts, Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests, PromptPrefetcher
 from mobula.cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
@@ -33,39 +33,25 @@ from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
 from mobula.cluster.workers.supervisor import background_tasks
 
 
-@dataclass
-class _Line:
-    first: str
-    plural: str
-    count: int = 0
-
-
 class RepeatedEvents:
-    """Needs a running event loop.
-
-    Example:
-        events = RepeatedEvents(logger, window_s=1.0)
-        for prompt in prompts:
-            events.note("failed and are retried: no output", f"prompt {prompt}", "prompts")
-
-    logs "64 prompts failed and are retried: no output (first: prompt 0/3/s3)" once, a second after the first of them.
-    """
+    """Logs equal events as one line, `window_s` after the first of them, such as "64 prompts failed and are retried: no
+    output (first: prompt 0/3/s3)". Needs a running event loop."""
 
     def __init__(self, logger: logging.Logger, window_s: float) -> None:
         self._logger = logger
         self._window_s = window_s
-        self._lines: dict[str, _Line] = {}  # by event
+        self._subjects: dict[str, list[str]] = {}  # by event
 
     def note(self, event: str, subject: str, plural: str) -> None:
         """Counts `event` of `subject`; `plural` names its kind in the log line."""
-        if event not in self._lines:
-            self._lines[event] = _Line(subject, plural)
-            asyncio.get_running_loop().call_later(self._window_s, self._write, event)
-        self._lines[event].count += 1
+        if event not in self._subjects:
+            self._subjects[event] = []
+            asyncio.get_running_loop().call_later(self._window_s, self._write, event, plural)
+        self._subjects[event].append(subject)
 
-    def _write(self, event: str) -> None:
-        line = self._lines.pop(event)
-        self._logger.warning("%d %s %s (first: %s)", line.count, line.plural, event, line.first)
+    def _write(self, event: str, plural: str) -> None:
+        subjects = self._subjects.pop(event)
+        self._logger.warning("%d %s %s (first: %s)", len(subjects), plural, event, subjects[0])
 
 
 # RolloutDispatcher: prompt -> gate -> rollout actor -> rewards -> replay, many groups at once.
@@ -111,6 +97,7 @@ class AdmissionFilter:
         return len(marks) == 1 or len({reward.value for reward in rewards}) == 1
 
 
+@dataclass(eq=False)
 class RetryingRollouts:
     """Rollouts that retry a failed prompt, on any actor.
 
@@ -121,28 +108,20 @@ class RetryingRollouts:
 
     RETRIED = (RolloutError, WorkerDiedError, DeadlineError, LostReplyError, DependencyError)
 
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        in_flight_requests: InFlightRequests,
-        *,
-        max_retries: int,
-        on_retry: Callable[[str], None],
-        on_sampled: Callable[[GroupSummary], None] = lambda summary: None,
-    ) -> None:
-        """`on_sampled` gets the summary of each group."""
-        self._rollouts = rollouts
-        self._in_flight_requests = in_flight_requests
-        self._max_retries = max_retries
-        self._on_retry = on_retry
-        self._on_sampled = on_sampled
+    rollouts: Rollouts
+    in_flight_requests: InFlightRequests
+    _: KW_ONLY
+    max_retries: int
+    on_retry: Callable[[str], None]  # gets the kind of each failure that is retried
+    on_sampled: Callable[[GroupSummary], None] = lambda summary: None  # gets the summary of each group
+
+    def __post_init__(self) -> None:
         self._log = RepeatedEvents(_logger, LOG_WINDOW_S)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """Samples a group."""
-        with self._in_flight_requests.held(prompt, settings):
-            generated = await self.retried(prompt, lambda: self._rollouts.generate(prompt, settings))
-        self._on_sampled(generated.summary)
+        with self.in_flight_requests.held(prompt, settings):
+            generated = await self.retried(prompt, lambda: self.rollouts.generate(prompt, settings))
+        self.on_sampled(generated.summary)
         return generated
 
     async def retried(self, prompt: Prompt, work: Callable[[], Awaitable[Result]]) -> Result:
@@ -153,20 +132,20 @@ class RetryingRollouts:
                 return await work()
             except EngineDiedError as error:
                 # Not counted for this prompt: others shared the engine. The pool bounds such losses.
-                self._on_retry(type(error).__name__)
+                self.on_retry(type(error).__name__)
             except self.RETRIED as error:
                 # A retry may go to an actor of the same node before the pool knows of its death.
                 now = asyncio.get_running_loop().time()
                 is_repeated = isinstance(error, WorkerDiedError) and now - last_death_s < LOST_TOGETHER_S
                 last_death_s = now if isinstance(error, WorkerDiedError) else last_death_s
                 num_failed += 0 if is_repeated else 1
-                if num_failed > self._max_retries:
+                if num_failed > self.max_retries:
                     raise RolloutError(
                         f"prompt {prompt.prompt_id} (sample {prompt.sample_id}) failed {num_failed} times, last with "
                         f"{type(error).__name__}: {error}; take the sample out of the data, or raise "
-                        f"max_rollout_retries={self._max_retries} if the actors were at fault"
+                        f"max_rollout_retries={self.max_retries} if the actors were at fault"
                     ) from error
-                self._on_retry(type(error).__name__)
+                self.on_retry(type(error).__name__)
                 if not isinstance(error, WorkerDiedError):
                     cause = f"{type(error).__name__}: {in_one_line(error)}".replace(prompt.prompt_id, "...")
                     self._log.note(f"failed and are retried: {cause}", f"prompt {prompt.prompt_id}", "prompts")
@@ -181,10 +160,8 @@ async def sample_and_score(
     on_lost: Callable[[str], None],
     tracer: RunTracer = UNTRACED,
 ) -> tuple[Generated, Sequence[Reward | None]]:
-    """Samples a group of `prompt` and scores it. A group that cannot be scored has no rewards.
-
-    A group that is lost with its node before it is scored is sampled again; `on_lost` is called for each loss.
-    """
+    """Samples a group of `prompt` and scores it. A group that cannot be scored has no rewards. A group that is lost
+    with its node before it is scored is sampled again; `on_lost` is called for each loss."""
     for _ in range(MAX_NODES_LOST):
         with tracer.sampling(prompt.prompt_id) as attributes:
             generated = await rollouts.generate(prompt, settings)
@@ -221,72 +198,44 @@ class GroupObserver:
         """Called when the next version is announced, before prompts are handed out for it."""
 
 
-class PromptObserver(Protocol):
+class PromptObserver:
     """Gets what becomes of each prompt, apart from trained groups."""
 
     def handed_out(self, prompt_id: str) -> None: ...
 
     def left_out(self, prompt_id: str, reason: str) -> None:
         """A prompt cannot be sampled, or its group is rejected."""
-        ...
 
     def continued(self, pending: Sequence[str], settled: Sequence[str]) -> None:
         """After a resume: prompts that are neither trained nor rejected, and prompts that the journal settled."""
-        ...
 
 
-class Unobserved:
-    """Implements `PromptObserver`: does nothing."""
-
-    def handed_out(self, prompt_id: str) -> None: ...
-
-    def left_out(self, prompt_id: str, reason: str) -> None: ...
-
-    def continued(self, pending: Sequence[str], settled: Sequence[str]) -> None: ...
-
-
+@dataclass(eq=False, kw_only=True)
 class RolloutDispatcher:
     """Keeps as many groups in flight as the gate admits, and puts the kept groups into the replay buffer step by step.
 
-    `settings.seed` is the run's seed; the seed of each prompt is derived from it. The publisher of weights calls
-    `advance` with each push: before the push if engines respect `min_version`, else after it.
+    The publisher of weights calls `advance` before each push if engines respect `min_version`, else after it.
     """
 
-    def __init__(
-        self,
-        *,
-        prompts: Prompts,
-        gate: StalenessGate,
-        rollouts: Rollouts,
-        rewards: Rewards,
-        replay: ReplayBuffer,
-        settings: SamplingSettings,
-        admission_filter: AdmissionFilter,
-        order: StepOrder[ScoredGroup] | None = None,
-        age_limit: AgeLimit | None = None,
-        on_lost: Callable[[str], None] | None = None,
-        group_observers: Sequence[GroupObserver] = (),
-        prefetches: bool = True,
-        observer: PromptObserver | None = None,
-        tracer: RunTracer = UNTRACED,
-    ) -> None:
-        """Defaults: `order` is a `StepOrder`, `age_limit` is the gate's `max_staleness`. `on_lost` gets the kind of
-        each loss of an unscored group. Without `prefetches` a prompt is chosen when it is handed out."""
-        self._prompts = prompts
-        self._gate = gate
-        self._order = order or StepOrder[ScoredGroup](gate)
-        self._age_limit = age_limit or AgeLimit(gate.max_staleness)
-        self._group_observers = group_observers
-        self._prefetches = prefetches
-        self._on_lost = on_lost or (lambda kind: None)
-        self._observer = observer or Unobserved()
-        self._tracer = tracer
-        self._rollouts = rollouts
-        self._rewards = rewards
-        self._replay = replay
-        self._settings = settings
-        self._filter = admission_filter
-        self._cursor = prompts.cursor
+    prompts: Prompts
+    gate: StalenessGate
+    rollouts: Rollouts
+    rewards: Rewards
+    replay: ReplayBuffer
+    settings: SamplingSettings  # with the run's seed, from which that of each prompt is derived
+    admission_filter: AdmissionFilter
+    order: StepOrder[ScoredGroup] | None = None  # None: a `StepOrder`
+    age_limit: AgeLimit | None = None  # None: the gate's `max_staleness`
+    on_lost: Callable[[str], None] = lambda kind: None  # gets the kind of each loss of an unscored group
+    group_observers: Sequence[GroupObserver] = ()
+    prefetches: bool = True  # else a prompt is chosen when it is handed out
+    observer: PromptObserver = field(default_factory=PromptObserver)
+    tracer: RunTracer = UNTRACED
+
+    def __post_init__(self) -> None:
+        self._order = self.order or StepOrder[ScoredGroup](self.gate)
+        self._age_limit = self.age_limit or AgeLimit(self.gate.max_staleness)
+        self._cursor = self.prompts.cursor
         self._pending: dict[str, None] = {}  # prompt ids, in order of hand-out
         self._again: dict[str, int] = {}  # pending prompts that are sampled first after a resume -> their number
         self._steps: dict[int, list[str]] = {}  # step -> prompt ids put into the buffer for it
@@ -300,8 +249,8 @@ class RolloutDispatcher:
         """Produces groups while the body runs."""
         async with background_tasks() as tasks:
             tasks.create_task(self._put_complete_steps(), name="put steps that were complete before a resume")
-            num_prefetched = min(self._gate.prompts_per_step, MAX_PREFETCHED) if self._prefetches else 0
-            prefetcher = PromptPrefetcher(self._prompts, num_prefetched)
+            num_prefetched = min(self.gate.prompts_per_step, MAX_PREFETCHED) if self.prefetches else 0
+            prefetcher = PromptPrefetcher(self.prompts, num_prefetched)
             tasks.create_task(prefetcher.prepare(), name="prepare prompts")
             tasks.create_task(self._produce(prefetcher, tasks), name="hand out prompts")
             yield
@@ -313,22 +262,22 @@ class RolloutDispatcher:
             for prompt_id in self._steps.pop(step):
                 del self._pending[prompt_id]
                 self._shown.discard(prompt_id)
-        if version > self._gate.version:  # else a resume has shown it
+        if version > self.gate.version:  # else a resume has shown it
             self.advanced()
-        self._gate.advance(version)
+        self.gate.advance(version)
 
     def advanced(self) -> None:
         """Shows the observers that a version was made: at its announcement, or by a step that a resume repeats."""
-        for observer in self._group_observers:
+        for observer in self.group_observers:
             observer.advanced()
 
-    def show(self, arrivals: Iterable[Arrival]) -> None:
+    def show(self, arrivals: Iterable[JournalRecord]) -> None:
         """Shows the observers the groups of the journal that the restored checkpoint does not know, in order. Prompts
         up to the last of them were handed out, where the observers left them open."""
         arrivals = [arrival for arrival in arrivals if self.is_open(arrival.group_id)]
         self._hand_out({arrival.group_id for arrival in arrivals})
         for arrival in arrivals:
-            self._show(arrival.read(), arrival.reason)
+            self._show(arrival.outcome(), arrival.reason)
 
     def reject_before(self, version: int) -> None:
         """Rejects groups with tokens of versions before `version`, whose weights were rolled back. Groups of steps that
@@ -340,7 +289,6 @@ class RolloutDispatcher:
         return tuple(self._pending)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         counted = {"shown": sorted(self._shown), "rejected_in_a_row": self._num_rejected_in_a_row}
         return {"cursor": self._cursor, "pending": list(self._pending), **counted}
 
@@ -350,12 +298,12 @@ class RolloutDispatcher:
         self._pending = dict.fromkeys(state["pending"])
         self._shown = set(state.get("shown", ()))  # older checkpoints have neither
         self._num_rejected_in_a_row = state.get("rejected_in_a_row", 0)
-        self._observer.continued(self.pending(), ())
+        self.observer.continued(self.pending(), ())
         self._begin(version, [])
 
     def is_open(self, prompt_id: str) -> bool:
         """Whether a prompt may still be trained on, according to the restored checkpoint."""
-        return prompt_id in self._pending or self._prompts.index_of(prompt_id) >= self._cursor
+        return prompt_id in self._pending or self.prompts.index_of(prompt_id) >= self._cursor
 
     def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
         """Continues from `version`, which the journal reached from the restored checkpoint.
@@ -367,15 +315,15 @@ class RolloutDispatcher:
         self._hand_out({*settled, *(group.summary.group_id for group in finished)})
         self._pending = dict.fromkeys(prompt_id for prompt_id in self._pending if prompt_id not in settled)
         self._shown &= self._pending.keys()
-        self._observer.continued(self.pending(), sorted(settled))
+        self.observer.continued(self.pending(), sorted(settled))
         self._begin(version, finished)
 
     def _hand_out(self, prompt_ids: Set[str]) -> None:
         """Makes the prompts up to the last one of these pending, as far as their rows are open."""
-        indices = {self._prompts.index_of(prompt_id) for prompt_id in prompt_ids}
+        indices = {self.prompts.index_of(prompt_id) for prompt_id in prompt_ids}
         new = range(self._cursor, max([self._cursor, *(index + 1 for index in indices)]))
-        handed_out = [index for index in new if index in indices or self._prompts.is_open(index)]
-        self._pending |= dict.fromkeys(self._prompts.id_at(index) for index in handed_out)
+        handed_out = [index for index in new if index in indices or self.prompts.is_open(index)]
+        self._pending |= dict.fromkeys(self.prompts.id_at(index) for index in handed_out)
         self._cursor = new.stop
 
     def _show(self, outcome: GroupOutcome, reason: str | None) -> None:
@@ -384,7 +332,7 @@ class RolloutDispatcher:
         if is_new:
             self._shown.add(outcome.group_id)
             self._num_rejected_in_a_row = 0 if reason is None else self._num_rejected_in_a_row + 1
-        for observer in self._group_observers:
+        for observer in self.group_observers:
             if is_new:
                 observer.finished(outcome)
             if reason is not None:
@@ -394,21 +342,21 @@ class RolloutDispatcher:
         """Begins at `version`: accepts the `finished` groups, and hands out the other pending prompts first."""
         # Numbered in the order of the first hand-out, so that steps consist of the same prompts as before.
         numbers = {prompt_id: number for number, prompt_id in enumerate(self._pending)}
-        self._gate.resume(version, num_finished=len(finished), num_started=len(numbers))
+        self.gate.resume(version, num_finished=len(finished), num_started=len(numbers))
         self._order.resume(version)
         for group in finished:
             number = numbers.pop(group.summary.group_id)
             self._order.add(Admission(group.summary.oldest_version, number), group)
         self._again = numbers
-        self._prompts.restore(self._cursor, list(numbers))
+        self.prompts.restore(self._cursor, list(numbers))
 
     async def _produce(self, prefetcher: PromptPrefetcher, tasks: asyncio.TaskGroup) -> None:
         while True:
-            await self._gate.wait_for_slot()
+            await self.gate.wait_for_slot()
             prompt, self._cursor = await prefetcher.next()
             self._pending[prompt.prompt_id] = None
-            self._observer.handed_out(prompt.prompt_id)
-            admission = self._gate.start(self._number_of(prompt.prompt_id))
+            self.observer.handed_out(prompt.prompt_id)
+            admission = self.gate.start(self._number_of(prompt.prompt_id))
             tasks.create_task(self._roll_out(prompt, admission), name=f"roll out {prompt.prompt_id}")
 
     def _number_of(self, prompt_id: str) -> int | None:
@@ -419,13 +367,13 @@ class RolloutDispatcher:
             if first == prompt_id:
                 return number
             del self._pending[first]  # the source skipped this row: it is unusable now
-            self._observer.left_out(first, UNUSABLE)
+            self.observer.left_out(first, UNUSABLE)
         return None
 
     async def sample_again(self, prompt_id: str) -> ScoredGroup:
         """Samples a prompt again whose accepted group was lost. The new group is not filtered."""
-        prompt = await asyncio.to_thread(self._prompts.prompt_at, self._prompts.index_of(prompt_id))
-        return await self._scored(prompt, self._settings.min_version)
+        prompt = await asyncio.to_thread(self.prompts.prompt_at, self.prompts.index_of(prompt_id))
+        return await self._scored(prompt, self.settings.min_version)
 
     async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
         try:
@@ -441,9 +389,9 @@ class RolloutDispatcher:
         await self._put_complete_steps()
 
     async def _scored(self, prompt: Prompt, min_version: int) -> ScoredGroup:
-        settings = replace(self._settings.for_prompt(prompt.prompt_id), min_version=min_version)
+        settings = replace(self.settings.for_prompt(prompt.prompt_id), min_version=min_version)
         generated, rewards = await sample_and_score(
-            self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost, tracer=self._tracer
+            self.rollouts, self.rewards, prompt, settings, on_lost=self.on_lost, tracer=self.tracer
         )
         summary = generated.summary
         if len(rewards) != summary.num_trajectories:
@@ -456,7 +404,7 @@ class RolloutDispatcher:
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):
             return self._reason_of(group)
-        return self._filter.reason_to_reject(group.scored_rewards)
+        return self.admission_filter.reason_to_reject(group.scored_rewards)
 
     def _is_too_old(self, group: ScoredGroup) -> bool:
         """Whether all tokens of the group are too old for the next step to be filled, or some were rolled back."""
@@ -468,34 +416,34 @@ class RolloutDispatcher:
 
     async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
         self._show(group.outcome, None)
-        await self._replay.reserve(group)  # the group keeps its slot until the buffer has room: back-pressure
-        self._gate.accept(admission)
+        await self.replay.reserve(group)  # the group keeps its slot until the buffer has room: back-pressure
+        self.gate.accept(admission)
         version = min(admission.version, group.summary.oldest_version)  # tokens kept over a fault may be older
         self._order.add(replace(admission, version=version), group)
 
     async def _reject(self, group: ScoredGroup, admission: Admission, reason: str) -> None:
         self._show(group.outcome, reason)
-        if self._num_rejected_in_a_row >= self._filter.max_rejected_in_a_row:
+        if self._num_rejected_in_a_row >= self.admission_filter.max_rejected_in_a_row:
             raise RolloutError(
                 f"{self._num_rejected_in_a_row} groups in a row were rejected, the last one ({group.summary.group_id}) "
                 f"as {reason!r}, so no step can be filled; for 'uniform' the task is solved or out of reach: end the "
                 "run, change the data, or set algorithm.drop_uniform_groups=false (algorithm.uniform_by=reward keeps "
                 "groups whose rewards differ for other reasons than accuracy)"
             )
-        self._gate.reject(admission)
+        self.gate.reject(admission)
         await self._forget(group.outcome, reason)
 
     async def _leave_out(self, prompt: Prompt, admission: Admission, reason: str) -> None:
         """Frees the slot of a prompt that cannot be sampled, and rejects the prompt in the journal."""
-        self._gate.reject(admission)
+        self.gate.reject(admission)
         self._show(GroupOutcome(prompt.prompt_id), reason)
         await self._forget(GroupOutcome(prompt.prompt_id), reason)
 
     async def _forget(self, outcome: GroupOutcome, reason: str) -> None:
         del self._pending[outcome.group_id]
         self._shown.discard(outcome.group_id)
-        self._observer.left_out(outcome.group_id, reason)
-        await self._replay.reject(outcome, reason)
+        self.observer.left_out(outcome.group_id, reason)
+        await self.replay.reject(outcome, reason)
 
     async def _put_complete_steps(self) -> None:
         # One task at a time: `_next_step` and `put` await, and steps must enter the buffer in their order.
@@ -503,13 +451,13 @@ class RolloutDispatcher:
             step = self._order.next_step
             while groups := await self._next_step():
                 self._steps[step] = [group.summary.group_id for group in groups]
-                await self._replay.put(groups)
+                await self.replay.put(groups)
                 step += 1
 
     async def _next_step(self) -> list[ScoredGroup]:
         """Drops over-age groups and returns the groups of the next step, or none while it is not complete."""
         for group in self._order.remove(self._is_too_old, below=self._oldest_version):
-            self._gate.drop()
+            self.gate.drop()
             self._show(group.outcome, self._reason_of(group))
             await self._forget(group.outcome, self._reason_of(group))
         return self._order.pop_step()

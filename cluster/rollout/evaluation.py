@@ -21,6 +21,7 @@ from mobula.cluster.metrics.summary import (
     reflection_ratios,
 )
 from mobula.cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
+from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Reference, Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.dispatcher import sample_and_score
 from mobula.cluster.workers.supervisor import background_tasks
@@ -48,7 +49,6 @@ class EvaluationResult:
     identity: Mapping[str, Any] = field(default_factory=dict)  # of the suite
 
     def record(self) -> EvaluationRecord:
-        """Returns the result for the metrics."""
         rest = (self.num_scored, self.suite, self.values, self.num_unscored, self.identity)
         return EvaluationRecord(self.version, self.accuracy, self.low, self.high, *rest)
 
@@ -85,12 +85,6 @@ class ResponseLog(Protocol):
     async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None: ...
 
 
-class EvaluationJournal(Protocol):
-    """Keeps evaluations for a resume (`mobula.cluster.replay.buffer.ReplayBuffer`)."""
-
-    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
-
-
 class NoResponseLog:
     """Keeps nothing."""
 
@@ -120,6 +114,7 @@ class EvaluationSchedule:
         return is_between or version in (0, self.total_steps)
 
 
+@dataclass(eq=False, kw_only=True)
 class Evaluator:
     """Samples every prompt of every suite, `max_concurrent` at a time, and averages the accuracy component.
 
@@ -131,39 +126,24 @@ class Evaluator:
     results are in a checkpoint is not evaluated again, unless a suite has changed since.
     """
 
-    def __init__(
-        self,
-        *,
-        suites: Sequence[Suite],
-        rollouts: Rollouts,
-        rewards: Rewards,
-        accuracy_component: str,
-        correct_from: float,
-        max_concurrent: int,
-        schedule: EvaluationSchedule,
-        on_result: Callable[[EvaluationResult], None],
-        responses: ResponseLog | None = None,
-        journal: EvaluationJournal | None = None,
-    ) -> None:
-        """The first of `suites` is the run's own, `HELD_OUT`. A response is correct for pass@k if its accuracy
-        component is at least `correct_from`."""
+    suites: Sequence[Suite]  # the first is the run's own, `HELD_OUT`
+    rollouts: Rollouts
+    rewards: Rewards
+    accuracy_component: str
+    correct_from: float  # a response with such an accuracy component is correct for pass@k
+    max_concurrent: int
+    schedule: EvaluationSchedule
+    on_result: Callable[[EvaluationResult], None]  # gets each result once
+    responses: ResponseLog = field(default_factory=NoResponseLog)
+    journal: GroupJournal = field(default_factory=GroupJournal)  # keeps evaluations for a resume
+
+    def __post_init__(self) -> None:
         self.results: dict[int, list[EvaluationResult]] = {}  # version -> one for each suite
-        self._suites = suites
-        self._rollouts = rollouts
-        self._rewards = rewards
-        self._accuracy_component = accuracy_component
-        self._correct_from = correct_from
-        self._responses = responses or NoResponseLog()
-        self._journal = journal
-        self._max_concurrent = max_concurrent
-        self._schedule = schedule
-        self._on_result = on_result
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[None]:
-        """Evaluates in the background while the body runs."""
         async with background_tasks() as self._tasks:
             yield
             await self.finish()
@@ -172,12 +152,12 @@ class Evaluator:
         """Begins to evaluate `version`, the version of the newest push, if that is due and not done. Waits for the
         evaluation of the last version, after which no step follows."""
         known = {result.suite: result.identity for result in self.results.get(version, ())}
-        if not self._schedule.is_due(version) or known == {suite.name: suite.identity for suite in self._suites}:
+        if not self.schedule.is_due(version) or known == {suite.name: suite.identity for suite in self.suites}:
             return
         await self.finish()
         assert self._tasks is not None, "an evaluation runs within evaluating()"
         self._running = self._tasks.create_task(self._run_and_report(version), name=f"evaluate version {version}")
-        if version == self._schedule.total_steps:
+        if version == self.schedule.total_steps:
             await self.finish()
 
     async def finish(self) -> None:
@@ -188,37 +168,34 @@ class Evaluator:
 
     async def _run_and_report(self, version: int) -> None:
         for result in await self.run(version, min_version=version):
-            self._on_result(result)
+            self.on_result(result)
 
     async def run(self, version: int, *, min_version: int = -1) -> list[EvaluationResult]:
         """Evaluates `version`. Engines answer once they serve `min_version`.
 
         Returns one result per suite, in order.
         """
-        slots = asyncio.Semaphore(self._max_concurrent)
+        slots = asyncio.Semaphore(self.max_concurrent)
         async with background_tasks() as tasks:
             running = []
-            for suite in self._suites:
+            for suite in self.suites:
                 settings = replace(suite.settings, min_version=min_version)
                 running.append([tasks.create_task(self._score(p, settings, version, slots)) for p in suite.prompts])
             results: list[EvaluationResult] = []
             rewards: list[list[dict[str, Any]]] = []  # of each prompt of the first suite
-            for suite, prompts in zip(self._suites, running, strict=True):
+            for suite, prompts in zip(self.suites, running, strict=True):
                 scored = [await task for task in prompts]
                 rewards = rewards or [[asdict(reward) for reward in prompt.scored] for prompt in scored]
-                await self._responses.write(suite.name, version, scored)
+                await self.responses.write(suite.name, version, scored)
                 results.append(self._summarise(suite, version, scored))
-        if self._journal is not None:
-            await self._journal.evaluated(version, {"results": [asdict(r) for r in results], "rewards": rewards})
+        await self.journal.evaluated(version, {"results": [asdict(r) for r in results], "rewards": rewards})
         self.results[version] = results
         return results
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         return {"results": [asdict(result) for results in self.results.values() for result in results]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Restores the results of an earlier part of the run."""
         self.results = {}
         self.repeat(state["results"])
 
@@ -236,7 +213,7 @@ class Evaluator:
         async with slots:
             try:
                 generated, rewards = await sample_and_score(
-                    self._rollouts, self._rewards, prompt, settings, on_lost=lambda kind: None
+                    self.rollouts, self.rewards, prompt, settings, on_lost=lambda kind: None
                 )
             except ExcludedPromptError:  # the rollout pool has counted and logged it
                 return ScoredPrompt(prompt, [None] * settings.num_samples)
@@ -251,11 +228,11 @@ class Evaluator:
                 f"evaluation of version {version} on {suite.name}: none of {len(rewards)} responses could be scored; "
                 "see the lines `has no reward` in run.log for component and reason, and check rewards.components"
             )
-        accuracy, num = mean_of_component(self._accuracy_component, scored)
+        accuracy, num = mean_of_component(self.accuracy_component, scored)
         by_prompt = {prompt.prompt.prompt_id: component_means(prompt.scored) for prompt in prompts if prompt.scored}
         by_prompt = by_prompt if suite.settings.num_samples > 1 else {}
         if suite.settings.num_samples == 1:
-            name = self._accuracy_component
+            name = self.accuracy_component
             values = [reward.components[name] for reward in scored if name in reward.components]
             low, high = interval_of_mean(values, suite.settings.seed)
         else:
@@ -283,16 +260,15 @@ class Evaluator:
         return paired_gains(first[0].by_prompt if first else {}, by_prompt)
 
     def _means(self, prompts: Sequence[ScoredPrompt]) -> list[float]:
-        """Returns the mean accuracy of each prompt that has one."""
-        name = self._accuracy_component
+        name = self.accuracy_component
         values = [[r.components[name] for r in prompt.scored if name in r.components] for prompt in prompts]
         return [math.fsum(of_prompt) / len(of_prompt) for of_prompt in values if of_prompt]
 
     def _values(self, suite: Suite, prompts: Sequence[ScoredPrompt], scored: Sequence[Reward]) -> dict[str, float]:
         """Returns the mean length, reflection ratios, and pass@k of prompts whose responses all have an accuracy."""
-        name, num_samples = self._accuracy_component, suite.settings.num_samples
+        name, num_samples = self.accuracy_component, suite.settings.num_samples
         correct = [
-            sum(reward.components[name] >= self._correct_from for reward in prompt.scored)
+            sum(reward.components[name] >= self.correct_from for reward in prompt.scored)
             for prompt in prompts
             if sum(name in reward.components for reward in prompt.scored) == num_samples
         ]
@@ -308,7 +284,7 @@ class Evaluator:
         both = [reward.components for reward in scored if {name, REFLECTION} <= reward.components.keys()]
         if both:
             values |= reflection_ratios(
-                [row[name] >= self._correct_from for row in both], [row[REFLECTION] > 0 for row in both]
+                [row[name] >= self.correct_from for row in both], [row[REFLECTION] > 0 for row in both]
             )
         return values
 
@@ -336,9 +312,9 @@ class Assessor(Protocol):
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """Returns the job's metrics on these rows with the current weights."""
-        ...
 
 
+@dataclass(eq=False, kw_only=True)
 class RowEvaluator:
     """Implements `HeldOutEvaluator` and `Resumable`.
 
@@ -346,25 +322,16 @@ class RowEvaluator:
     once.
     """
 
-    def __init__(
-        self,
-        *,
-        rows: Sequence[ScoredGroup],
-        learner: Assessor,
-        reference: Reference,
-        schedule: EvaluationSchedule,
-        on_result: Callable[[int, Mapping[str, float]], None],
-        identity: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`on_result` gets the version and the metrics of each evaluation; `identity` names what is evaluated."""
-        self._identity = dict(identity or {})
+    rows: Sequence[ScoredGroup]
+    learner: Assessor
+    reference: Reference
+    schedule: EvaluationSchedule
+    on_result: Callable[[int, Mapping[str, float]], None]  # gets the version and the metrics of each evaluation
+    identity: Mapping[str, Any] = field(default_factory=dict)  # names what is evaluated
+
+    def __post_init__(self) -> None:
         self.results: dict[int, dict[str, float]] = {}
-        self._rows = rows
         self._is_scored = False
-        self._learner = learner
-        self._reference = reference
-        self._schedule = schedule
-        self._on_result = on_result
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[None]:
@@ -373,22 +340,21 @@ class RowEvaluator:
 
     async def maybe_run(self, version: int) -> None:
         """Evaluates `version`, which the learner holds, if that is due and not done."""
-        if not self._schedule.is_due(version) or version in self.results:
+        if not self.schedule.is_due(version) or version in self.results:
             return
         if not self._is_scored:
-            self._rows, self._is_scored = await self._reference.score(self._rows), True
-        self.results[version] = dict(await self._learner.assess(self._rows))
-        self._on_result(version, self.results[version])
+            self.rows, self._is_scored = await self.reference.score(self.rows), True
+        self.results[version] = dict(await self.learner.assess(self.rows))
+        self.on_result(version, self.results[version])
 
     async def finish(self) -> None:
         """Does nothing: no evaluation runs in the background."""
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         results = [[version, metrics] for version, metrics in self.results.items()]
-        return {"identity": self._identity, "results": results}
+        return {"identity": self.identity, "results": results}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
         """Restores the results of an earlier part of the run; results of another evaluation do not count."""
-        is_same = state.get("identity", self._identity) == self._identity
+        is_same = state.get("identity", self.identity) == self.identity
         self.results = dict(state["results"]) if is_same else {}

@@ -60,16 +60,15 @@ class StageCurriculum:
             self._on_opened(self.newest)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         return {"newest": self.newest, "outcomes": list(self._outcomes)}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Restores the state of a checkpoint."""
         self.newest = min(state["newest"], self._num_stages - 1)
         self._outcomes = deque(state["outcomes"], maxlen=self._rule.num_episodes)
         self._on_opened(self.newest)
 
 
+@dataclass(eq=False)
 class EpisodeStages(GroupObserver):
     """Implements `Resumable`: shows a curriculum the episodes of training prompts.
 
@@ -77,34 +76,27 @@ class EpisodeStages(GroupObserver):
     not depend on which group is finished first.
     """
 
-    def __init__(
-        self,
-        curriculum: StageCurriculum,
-        place_of: Callable[[str], tuple[int, int]],
-        is_success: Callable[[Reward], bool],
-    ) -> None:
-        """`place_of` returns the index of a prompt in the sequence, and its stage."""
-        self._curriculum = curriculum
-        self._place_of = place_of
-        self._is_success = is_success
+    curriculum: StageCurriculum
+    place_of: Callable[[str], tuple[int, int]]  # returns the index of a prompt in the sequence, and its stage
+    is_success: Callable[[Reward], bool]
+
+    def __post_init__(self) -> None:
         self._waiting: list[tuple[int, int, list[bool]]] = []  # index of the prompt, stage, successes
 
     def finished(self, outcome: GroupOutcome) -> None:
-        successes = [self._is_success(reward) for reward in outcome.rewards]
-        self._waiting.append((*self._place_of(outcome.group_id), successes))
+        successes = [self.is_success(reward) for reward in outcome.rewards]
+        self._waiting.append((*self.place_of(outcome.group_id), successes))
 
     def advanced(self) -> None:
         waiting, self._waiting = self._waiting, []
         for _, stage, successes in sorted(waiting):
-            self._curriculum.observe(stage, successes)
+            self.curriculum.observe(stage, successes)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
-        return {**self._curriculum.state(), "waiting": self._waiting}
+        return {**self.curriculum.state(), "waiting": self._waiting}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Restores the state of a checkpoint."""
-        self._curriculum.restore(version, state)
+        self.curriculum.restore(version, state)
         self._waiting = [(index, stage, successes) for index, stage, successes in state.get("waiting", ())]
 
 
@@ -129,11 +121,9 @@ class RejectionCounts(GroupObserver):
         self._publish()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         return {name.value: dict(counter) for name, counter in self._counts.items()}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Restores the counts of a checkpoint."""
         self._counts = {name: Counter(state[name.value]) for name in self._counts}
         self._publish()
 

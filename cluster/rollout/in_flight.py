@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.records.partial_response import NOTHING, Attempt, SampledSequence, TokenChunk
@@ -29,7 +30,6 @@ class PromptPrefetcher:
         self._ready: asyncio.Queue[tuple[Prompt, int]] = asyncio.Queue(num_prefetched)
 
     async def prepare(self) -> None:
-        """Prepares prompts until it is cancelled."""
         while self._is_ahead:
             # On a thread: reading and processing an image would block the driver's event loop.
             prompt = await asyncio.to_thread(self._prompts.next)
@@ -87,7 +87,6 @@ class InFlightRequest:
         return self._attempt
 
     def add(self, chunk: TokenChunk) -> None:
-        """Appends a chunk of the newest attempt."""
         known = NOTHING if chunk.is_restart else self._siblings[chunk.sibling]
         if self._attempt is None or chunk.request_id != self._attempt.request_id:
             raise RolloutError(f"prompt {self.prompt_id} got a chunk of {chunk.request_id}, which is not its attempt")
@@ -112,24 +111,19 @@ class InFlightRequest:
         return sum(max_tokens if s.turns else min(not_received, max_tokens - s.num_tokens) for s in unfinished)
 
 
+@dataclass(eq=False)
 class InFlightRequests:
     """Every in-flight request of a run. `resumed` counts the prompts that continued on another actor, and their kept
     and lost tokens."""
 
-    def __init__(
-        self,
-        chunk_tokens: int,
-        *,
-        on_ended: Callable[[EndedResponse], None] = lambda ended: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Actors report a response every `chunk_tokens` tokens. `on_ended` gets the responses that end before their
-        siblings."""
-        self.chunk_tokens = chunk_tokens
-        self.on_ended = on_ended
+    chunk_tokens: int  # after which actors report a response
+    _: KW_ONLY
+    on_ended: Callable[[EndedResponse], None] = lambda ended: None  # gets the responses that end before their siblings
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.on_attempt: Callable[[str], None] = lambda prompt_id: None  # called when a prompt is given to an actor
         self.resumed: Counter[str] = Counter({PROMPTS: 0, TOKENS_KEPT: 0, TOKENS_LOST: 0})
-        self._clock = clock
         self._in_flight_requests: dict[str, InFlightRequest] = {}  # by prompt id, oldest first
         self._numbers = itertools.count()
 
@@ -153,7 +147,7 @@ class InFlightRequests:
         if not self._in_flight_requests:
             return InFlightSummary(0, None, 0.0)
         oldest = next(iter(self._in_flight_requests.values()))
-        return InFlightSummary(len(self._in_flight_requests), oldest.prompt_id, self._clock() - oldest.since_s)
+        return InFlightSummary(len(self._in_flight_requests), oldest.prompt_id, self.clock() - oldest.since_s)
 
     def new_request_id(self, prompt_id: str) -> str:
         return f"{prompt_id}~{next(self._numbers)}"
@@ -162,4 +156,4 @@ class InFlightRequests:
         self.resumed.update({PROMPTS: 1, TOKENS_KEPT: num_kept, TOKENS_LOST: num_lost})
 
     def _new(self, prompt: Prompt, settings: SamplingSettings) -> InFlightRequest:
-        return InFlightRequest(prompt, settings, self, self._clock())
+        return InFlightRequest(prompt, settings, self, self.clock())

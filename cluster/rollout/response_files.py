@@ -57,7 +57,6 @@ class ContactSheets:
         write_atomically(path, json.dumps(rows, indent=1, ensure_ascii=False))
 
     def _images(self, scored: ScoredPrompt) -> list[bytes]:
-        """Returns the first image of each response."""
         responses = _responses(scored, "images", self._timeout_s)
         return [response.images[0] for response in responses if response.images]
 
@@ -126,7 +125,6 @@ class ResponseFiles:
 
 
 def _responses(scored: ScoredPrompt, kind: str, timeout_s: float) -> Sequence[Response]:
-    """Fetches the responses to a prompt; none to an excluded one."""
     if scored.generated is None:
         return []
     what = f"the {kind} of {scored.prompt.prompt_id}"

@@ -39,7 +39,6 @@ class Engine(Receiver, SamplingEngine, Protocol):
 
     async def start(self) -> None:
         """Loads the model."""
-        ...
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated: ...
 
@@ -47,23 +46,18 @@ class Engine(Receiver, SamplingEngine, Protocol):
 
     async def serve(self, adapter: str, folder: Path) -> None:
         """Loads an adapter. Raises: ValueError: the engine cannot serve it."""
-        ...
 
     async def withdraw(self, adapter: str) -> None:
         """Unloads an adapter after its running calls. Raises: ValueError: it is not served."""
-        ...
 
     async def is_alive(self) -> Vitals | None:
         """Returns the resource usage of the process. Answers at any time, also during a computation."""
-        ...
 
     async def probe(self) -> None:
         """Samples one token with the engine."""
-        ...
 
     async def close(self) -> None:
         """Ends the process and releases its resources, in any state."""
-        ...
 
 
 @dataclass(eq=False)
@@ -91,15 +85,7 @@ class HealthChecks:
 
 
 class RolloutPool:
-    """Implements `mobula.cluster.roles.Rollouts`, `weight_sync.Members` and `mobula.cluster.workers.status.Scalable`.
-
-    Example:
-        pool = RolloutPool(spawn, 2, release=release, policy=policy, health=health, on_lost=count)
-        await pool.start()
-        pool.admit_with(weights.admit)
-        async with pool.tended():
-            ...
-    """
+    """Implements `mobula.cluster.roles.Rollouts`, `weight_sync.Members` and `workers.status.Scalable`."""
 
     def __init__(
         self,
@@ -191,9 +177,9 @@ class RolloutPool:
         return await self._on_an_engine(prompt, lambda engine: engine.score_prompt(prompt, adapter, num_top))
 
     async def _on_an_engine(self, prompt: Prompt, call: Callable[[Engine], Awaitable[Result]]) -> Result:
-        """Calls the engine with the fewest calls in flight, and watches over it meanwhile."""
         async with self._suspects.admitted(prompt):
-            worker = await self._pick(prompt)
+            ready = await self._ready(f"prompt {prompt.prompt_id}")
+            worker = min(ready, key=lambda worker: worker.load)
             member, key = worker.process, object()
             member.in_flight[key] = prompt
             worker.load += 1
@@ -228,7 +214,7 @@ class RolloutPool:
         return self.receivers() if version == self._announced else []
 
     def synced(self, receiver: Receiver, version: int) -> None:
-        if (member := self._find(receiver)) is not None:
+        if (member := self._of_engine.get(receiver)) is not None:
             member.version = version
             member.last_sign_s = asyncio.get_running_loop().time()
             self._notify()
@@ -243,7 +229,7 @@ class RolloutPool:
         self._notify()
 
     def lose(self, receiver: Receiver, error: Exception) -> None:
-        if (member := self._find(receiver)) is not None:
+        if (member := self._of_engine.get(receiver)) is not None:
             self._pool.lose(member, error)
 
     def status(self) -> list[WorkerStatus]:
@@ -264,10 +250,6 @@ class RolloutPool:
         """Waits until an engine serves. Raises: DeadlineError: none did in time; the message names `what`."""
         await self._ready(what)
 
-    async def _pick(self, prompt: Prompt) -> Worker[_Member]:
-        """Returns the least loaded engine at the published version; waits for one."""
-        return min(await self._ready(f"prompt {prompt.prompt_id}"), key=lambda worker: worker.load)
-
     async def _ready(self, what: str) -> list[Worker[_Member]]:
         """Returns the engines at the published version; waits until there is one."""
         try:
@@ -282,15 +264,11 @@ class RolloutPool:
             ) from error
         return ready
 
-    def _find(self, receiver: Receiver) -> _Member | None:
-        return self._of_engine.get(receiver)
-
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _failed(self, member: _Member, error: MobulaError) -> None:
-        """Counts a failure. An engine is lost after too many failures in a row."""
         member.num_failures_in_a_row += 1
         if member.num_failures_in_a_row >= self._health.max_failures_in_a_row:
             self._pool.lose(member, error)
@@ -317,7 +295,6 @@ class RolloutPool:
             self._fatal = self._fatal or self._suspects.engine_died(error, member.num_pushes, in_flight)
 
     async def _join(self, name: str, member: _Member) -> None:
-        """Loads the model and brings the engine to the learner's version."""
         async with self._starting():
             await member.engine.start()
             if self._has_started:

@@ -13,7 +13,6 @@ from mobula.cluster.roles import Reference, ReplayStats
 
 # A small row travels by value with the step's rows: to store and fetch an object of its own takes about 2 ms.
 SMALL_BYTES = 32 * 1024
-NO_QUEUE = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 
 class RowSource(Protocol):
@@ -65,14 +64,12 @@ class RowStream:
         """Does nothing: rows occupy no buffer."""
 
     async def stats(self) -> ReplayStats:
-        return NO_QUEUE
+        return ReplayStats()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         return {"cursor": self._cursor}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Continues after the rows of `version`."""
         self._version, self._cursor = version, state["cursor"]
         self._source.restore(self._cursor, ())
 
@@ -104,10 +101,6 @@ class SupervisedRows:
 
     So a step that is repeated after a fault, or by the journal, trains the same rows. The rows of the next step are
     read on a thread while the learner trains.
-
-    Example:
-        rows = SupervisedRows(source, ray.put, rows_per_step=32, total_steps=100)
-        extra_rows = await rows.of(version=1)
     """
 
     def __init__(self, source: RowSource, put: Callable[[Any], Any], *, rows_per_step: int, total_steps: int) -> None:
@@ -129,11 +122,9 @@ class SupervisedRows:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON."""
         return {"cursor": self._starts[self._furthest + 1]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Continues after the rows of `version`."""
         self._starts, self._furthest, self._ahead = {version + 1: state["cursor"]}, version, None
 
     async def _taken(self, version: int) -> list[ScoredGroup]:

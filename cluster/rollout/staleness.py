@@ -90,12 +90,10 @@ class StalenessGate:
         return admission
 
     def accept(self, admission: Admission) -> None:
-        """Called when a group is finished and kept for training."""
         self._end(admission)
         self.num_accepted += 1
 
     def reject(self, admission: Admission) -> None:
-        """Called when a group is finished and not kept: frees its slot."""
         self._end(admission)
 
     def drop(self) -> None:
@@ -104,16 +102,13 @@ class StalenessGate:
         self._changed.set()
 
     def advance(self, version: int) -> None:
-        """Sets the version of groups that start later."""
         assert version >= self.version, f"published version {version} after {self.version}"
         self.version = version
         self._changed.set()
 
     def resume(self, version: int, *, num_finished: int = 0, num_started: int = 0) -> None:
-        """Begins at `version`: all groups of earlier steps are trained and none is in flight.
-
-        `num_finished` groups of later steps are finished. New groups get numbers from `num_started` on.
-        """
+        """Begins at `version`: all groups of earlier steps are trained and none is in flight. `num_finished` groups of
+        later steps are finished. New groups get numbers from `num_started` on."""
         assert not self._running, f"resumed with {len(self._running)} groups in flight"
         self.advance(version)
         self.num_accepted = version * self.prompts_per_step + num_finished
@@ -164,7 +159,6 @@ class StepOrder(Generic[Group]):
         self._finished: dict[int, list[tuple[int, Group]]] = {}  # version -> heap of (number, group)
 
     def add(self, admission: Admission, group: Group) -> None:
-        """Adds a group that the gate has accepted."""
         self._num_finished += 1
         heapq.heappush(self._finished.setdefault(admission.version, []), (admission.number, group))
 
@@ -195,7 +189,6 @@ class StepOrder(Generic[Group]):
         return removed
 
     def resume(self, version: int) -> None:
-        """Begins with the step that trains from `version`."""
         self.next_step = version
 
     def _makes_late(self) -> bool:

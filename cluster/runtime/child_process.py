@@ -160,7 +160,6 @@ def serve(connection: Connection) -> None:
 
 
 def _run(payload: bytes) -> Any:
-    """Runs a call and returns the pickled reply."""
     try:
         function, args, kwargs = ForkingPickler.loads(payload)  # imports modules: the function's and the arguments'
         return ForkingPickler.dumps((True, function(*args, **kwargs)))

@@ -34,7 +34,6 @@ class RenewableTimeout:
         self._deadline: asyncio.Timeout | None = None
 
     def renew(self) -> None:
-        """Starts the timeout again, after a sign of progress."""
         self._is_held = False
         if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time() + self.timeout_s)

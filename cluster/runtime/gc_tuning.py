@@ -10,10 +10,8 @@ _START_UP_THRESHOLD = 100_000
 
 
 def collect_rarely() -> None:
-    """Collects garbage rarely until `tune_gc` is called.
-
-    Imports make several hundred thousand objects that stay, and collections in between are a sixth of their time.
-    """
+    """Collects garbage rarely until `tune_gc` is called. Imports make several hundred thousand objects that stay, and
+    collections in between are a sixth of their time."""
     gc.set_threshold(_START_UP_THRESHOLD)
 
 

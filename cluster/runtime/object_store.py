@@ -44,10 +44,8 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
 
 
 def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-    """Like `fetch`, for values that can be regenerated: a late value counts as lost.
-
-    Until Ray has noticed the death of a node, requests for its objects wait.
-    """
+    """Like `fetch`, for values that can be regenerated: a late value counts as lost. Until Ray has noticed the death of
+    a node, requests for its objects wait."""
     try:
         return fetch(references, timeout_s=timeout_s, what=what)
     except DeadlineError as error:
@@ -58,9 +56,7 @@ def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> 
 
 def fetch_at_hand(wanted: Sequence[Sequence[Any]], *, wait_s: float) -> list[list[Any] | None]:
     """Fetches several lists of references at once. Returns None for a list with a value that is missing after `wait_s`.
-
-    If a value is lost, all lists with references are None; fetch each list alone to get the error.
-    """
+    If a value is lost, all lists with references are None; fetch each list alone to get the error."""
     pending = list({r for references in wanted for r in references if _is_reference(r)})
     values: dict[ray.ObjectRef[Any], Any] = {}
     if pending:
@@ -88,7 +84,6 @@ def _resolved(references: Sequence[Any], values: Mapping[ray.ObjectRef[Any], Any
 
 
 def _is_reference(value: Any) -> bool:
-    """Whether `value` is an object ref; a process without ray has none."""
     ray = sys.modules.get("ray")
     return ray is not None and isinstance(value, ray.ObjectRef)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +20,8 @@ from mobula.cluster.errors import PlacementError
 from mobula.configs.schema import ResourcesConfig, RunConfig, WorkerResources
 from mobula.configs.schema.rewards import SHARED_SERVICE
 
-TOGETHER = ("learner", "critic")
-"""Roles whose workers form one process group and share one placement group."""
-EPSILON = 1e-6
-"""Tolerance of sums of decimal fractions; Ray counts in steps of 1e-4."""
+TOGETHER = ("learner", "critic")  # roles whose workers form one process group and share one placement group
+EPSILON = 1e-6  # tolerance of sums of decimal fractions; Ray counts in steps of 1e-4
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,8 @@ def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], r
     asked = {role: resources.roles[role] for role in resources.roles if role in roles}
     sizes = {role: (-workers.num_gpus, -workers.num_cpus) for role, workers in asked.items()}
     most_demanding = sorted(asked, key=lambda role: (role not in TOGETHER, *sizes[role]))
-    placed: dict[str, list[_Seat]] = {}
-    for role in most_demanding:
-        placed[role] = _place_role(role, asked[role], spaces, resources.preset)
-    return PlacementPlan(tuple(worker for role in asked for worker in _workers(role, asked[role], placed[role])))
+    placed = {role: _place_role(role, asked[role], spaces, resources.preset) for role in most_demanding}
+    return PlacementPlan(tuple(worker for role in asked for worker in placed[role]))
 
 
 def check_room(resources: ResourcesConfig, role: str, num_more: int, nodes: Sequence[NodeResources]) -> None:
@@ -194,7 +191,6 @@ class _Space:
         )
 
     def is_labelled(self, workers: WorkerResources) -> bool:
-        """Whether the node has every label of the role."""
         return set(workers.node_labels.items()) <= set(self.node.labels)
 
     def take(self, workers: WorkerResources) -> tuple[int, ...]:
@@ -209,11 +205,8 @@ class _Space:
         return tuple(gpus)
 
     def capacity(self, workers: WorkerResources) -> int:
-        """Returns how many more workers of this kind fit."""
-        trial = _Space(self.node)
-        trial.free_cpus, trial.free_gpus = self.free_cpus, list(self.free_gpus)
-        trial.free_custom = dict(self.free_custom)
-        count = 0
+        trial, count = copy(self), 0
+        trial.free_gpus, trial.free_custom = list(self.free_gpus), dict(self.free_custom)
         while count < workers.num_workers and trial.fits(workers):
             trial.take(workers)
             count += 1
@@ -234,37 +227,24 @@ class _Space:
         return holding[:count] if len(holding) >= count else None
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """Node and GPUs of one worker."""
-
-    node: NodeResources
-    gpus: tuple[int, ...]
-
-
-def _place_role(role: str, workers: WorkerResources, spaces: Sequence[_Space], preset: str) -> list[_Seat]:
-    """Assigns each worker of a role and takes its resources from `spaces`."""
+def _place_role(role: str, workers: WorkerResources, spaces: Sequence[_Space], preset: str) -> list[PlacedWorker]:
     packed = workers.strategy == "pack" or (workers.strategy == "auto" and role in TOGETHER)
     num_chosen: Counter[str] = Counter()  # node -> workers of this role
-    seats: list[_Seat] = []
+    placed: list[PlacedWorker] = []
     fitting = [space for space in spaces if space.fits(workers)]
     for index in range(workers.num_workers):
         if not fitting:
             raise PlacementError(_refusal(role, index, workers, spaces, preset))
         if packed and not num_chosen:
-            space = _roomiest(fitting, workers)
+            space = max(fitting, key=lambda space: space.capacity(workers))  # the roomiest
         else:
             space = _preferred(fitting, workers, num_chosen, packed)
-        seats.append(_Seat(space.node, space.take(workers)))
+        gpus, seat = space.take(workers), num_chosen[space.node.node_id]
+        placed.append(replace(_placed(role, index, workers, space.node, seat), gpus=gpus))
         num_chosen[space.node.node_id] += 1
         if not space.fits(workers):  # resources of the other nodes have not changed
             fitting.remove(space)
-    return seats
-
-
-def _roomiest(fitting: Sequence[_Space], workers: WorkerResources) -> _Space:
-    """Returns the node that holds the most workers of a packed role."""
-    return max(fitting, key=lambda space: space.capacity(workers))
+    return placed
 
 
 def _preferred(
@@ -307,17 +287,6 @@ def _of_whole_gpus(role: str, workers: WorkerResources) -> str:
 
 def _shown(pairs: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in pairs.items())
-
-
-def _workers(role: str, workers: WorkerResources, seats: Sequence[_Seat]) -> list[PlacedWorker]:
-    """Returns the placed workers of a role; workers of one node are bound to consecutive cores."""
-    taken: dict[str, int] = {}
-    placed = []
-    for index, seat in enumerate(seats):
-        position = taken.get(seat.node.node_id, 0)
-        taken[seat.node.node_id] = position + 1
-        placed.append(replace(_placed(role, index, workers, seat.node, position), gpus=seat.gpus))
-    return placed
 
 
 def _placed(role: str, index: int, workers: WorkerResources, node: NodeResources, seat: int) -> PlacedWorker:

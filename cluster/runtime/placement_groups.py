@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -45,18 +45,9 @@ def cluster_nodes() -> tuple[NodeResources, ...]:
     """Returns the free resources of every live node of the connected cluster."""
     free = available_resources_per_node()
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    alive = {node_id: node["Resources"] for node_id, node in nodes.items()}
     return tuple(
-        NodeResources(
-            node_id,
-            num_cpus=free[node_id].get("CPU", 0.0),
-            num_gpus=free[node_id].get("GPU", 0.0),
-            all_cpus=alive[node_id].get("CPU", 0.0),
-            name=node_name(nodes[node_id]),
-            custom=_custom(free[node_id]),
-            labels=_labels(nodes[node_id]),
-        )
-        for node_id in sorted(alive)
+        replace(_resources(nodes[node_id], free[node_id]), all_cpus=nodes[node_id]["Resources"].get("CPU", 0.0))
+        for node_id in sorted(nodes)
     )
 
 
@@ -132,19 +123,15 @@ def book_more(
         )
     nodes = placement_group_table(group)["bundles_to_node_id"]
     rows = {node["NodeID"]: node for node in ray.nodes()}
-    return [(booking, _all_of(rows[nodes[booking.bundle_index]])) for booking in bookings]
+    found = [rows[nodes[booking.bundle_index]] for booking in bookings]
+    return [(booking, _resources(node, node["Resources"])) for booking, node in zip(bookings, found, strict=True)]
 
 
-def _all_of(node: Mapping[str, Any]) -> NodeResources:
-    has = node["Resources"]
-    return NodeResources(
-        node["NodeID"],
-        has.get("CPU", 0.0),
-        has.get("GPU", 0.0),
-        name=node_name(node),
-        custom=_custom(has),
-        labels=_labels(node),
-    )
+def _resources(node: Mapping[str, Any], has: Mapping[str, float]) -> NodeResources:
+    """Returns a row of `ray.nodes()` with the resources `has`, all or the free ones."""
+    labels = tuple(sorted(node.get("Labels", {}).items()))
+    cpus, gpus = has.get("CPU", 0.0), has.get("GPU", 0.0)
+    return NodeResources(node["NodeID"], cpus, gpus, name=node_name(node), custom=_custom(has), labels=labels)
 
 
 def _custom(resources: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
@@ -157,12 +144,7 @@ def _custom(resources: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     )
 
 
-def _labels(node: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(node.get("Labels", {}).items()))
-
-
 def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:
-    """Returns the bundle that Ray reserves for one worker."""
     custom = dict(worker.custom) if isinstance(worker, PlacedWorker) else dict(worker.custom_resources)
     return {"CPU": worker.num_cpus, **({"GPU": worker.num_gpus} if worker.num_gpus else {}), **custom}
 
@@ -212,10 +194,8 @@ def _group_name(name: str) -> str:
 
 
 def _wait(bookings: Mapping[str, Booking], deadline: float) -> list[str]:
-    """Waits for all groups until `deadline` (monotonic clock). Returns the names of workers that are still pending.
-
-    The remaining time is rounded up, because Ray truncates it to whole seconds.
-    """
+    """Waits for all groups until `deadline` (monotonic clock). Returns the names of workers that are still pending. The
+    remaining time is rounded up, because Ray truncates it to whole seconds."""
     return [
         name
         for name, booking in bookings.items()

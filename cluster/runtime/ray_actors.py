@@ -182,7 +182,6 @@ def _failure(error: RayError, text: str, log: str) -> Failure:
 
 
 def _reason(lines: list[str]) -> str:
-    """Returns the line of Ray's text with the reason."""
     return next((line for line in lines if line.startswith("The actor is dead because")), "".join(lines[-1:]))
 
 
@@ -290,10 +289,8 @@ async def answer(reference: ray.ObjectRef[Any], *, timeout_s: float, what: str) 
 
 
 def on_failure(reference: ray.ObjectRef[Any], tell: Callable[[Exception], None], *, what: str) -> None:
-    """Calls `tell` in this event loop with the error of `answer` if the call fails.
-
-    There is no deadline, because no caller waits.
-    """
+    """Calls `tell` in this event loop with the error of `answer` if the call fails. There is no deadline, because no
+    caller waits."""
     loop = asyncio.get_running_loop()
 
     def look(call: Future[Any]) -> None:  # runs on a thread of Ray
@@ -367,7 +364,6 @@ async def stop(handle: ray.actor.ActorHandle[Any], *, timeout_s: float, what: st
 
 
 def kill(handle: ray.actor.ActorHandle[Any]) -> None:
-    """Kills the process of the role."""
     ray.kill(handle, no_restart=True)
 
 
@@ -393,9 +389,7 @@ def _claim(cores: Sequence[int]) -> None:
 
 
 def _hosted(role: type, name: str) -> type:
-    """Returns a subclass of `role` to run in an actor. The constructor sets the umask, opens the log, binds the cores,
-    selects the network interface, builds the role and tunes the garbage collector. `is_alive` returns the process's
-    vitals."""
+    """Returns a subclass of `role` to run in an actor, which prepares its process before the role is built."""
 
     class Hosted(role):  # type: ignore[misc]  # the base class is an argument
         def __init__(self, seat: Seat, *args: Any, **kwargs: Any) -> None:
@@ -446,7 +440,6 @@ class OwnedActor:
         self._handle: ray.actor.ActorHandle[Any] = remote.options(**options).remote(*args)
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Returns the result of a method."""
         try:
             return ray.get(getattr(self._handle, method).remote(*args), timeout=timeout_s)
         except GetTimeoutError as error:
@@ -459,5 +452,4 @@ class OwnedActor:
             raise actor_death(error, f"{method} of {self._name}") from None
 
     def kill(self) -> None:
-        """Kills the actor's process."""
         ray.kill(self._handle, no_restart=True)

@@ -65,7 +65,6 @@ class NvidiaGpus:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[GpuReading]:
-    """Returns a reading of each GPU visible in this environment."""
     gpus = NvidiaGpus(environment)
     try:
         return gpus.read()

@@ -45,4 +45,3 @@ class HasEngine(Protocol):
 
     def engine_load(self) -> EngineLoad:
         """Returns the load at once, from any thread, also before the engine has started."""
-        ...

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.trace import Span as OpenSpan
 from opentelemetry.trace import set_span_in_context
 
-from mobula.cluster.tracing.tracer import Span
+from mobula.cluster.tracing.tracer import Span, SpanSink
 
 STEP = "step "
 CLOSE_MS = 10_000  # for the export of the remaining spans
 
 
-class TelemetrySink:
+class TelemetrySink(SpanSink):
     """Exports one trace per prompt and per step. Each stage or phase is a child of the root span, which ends last."""
 
     name = "opentelemetry"
@@ -38,9 +38,6 @@ class TelemetrySink:
         root.end(whole.end_ns)
         del self._roots[whole.trace]
 
-    def begin_step(self, step: int) -> None:
-        """Does nothing: the first phase creates the root span."""
-
     def end_step(self, step: int, whole: Span) -> None:
         self.finish(whole)
 
@@ -57,23 +54,16 @@ class TelemetrySink:
         return self._roots[span.trace]
 
 
-def file_exporter(path: Path) -> SpanExporter:
-    """Returns an exporter that appends one line of JSON per span."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return _FileExporter(path)
+class FileExporter(ConsoleSpanExporter):
+    """Appends one line of JSON per span."""
 
-
-class _FileExporter(ConsoleSpanExporter):
     def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        super().__init__(out=self._file, formatter=_line)
+        super().__init__(out=self._file, formatter=lambda span: span.to_json(indent=None) + "\n")
 
     def shutdown(self) -> None:
         self._file.close()
-
-
-def _line(span: ReadableSpan) -> str:
-    return span.to_json(indent=None) + "\n"
 
 
 def otlp_exporter(address: str) -> SpanExporter:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mobula.cluster.errors import PreflightError
 from mobula.configs.schema import TracingConfig
@@ -41,18 +41,16 @@ class Span:
     attributes: Mapping[str, Value] = field(default_factory=dict)
 
 
-class SpanSink(Protocol):
+class SpanSink:
     """A destination of spans. A sink that raises is dropped and the run continues."""
 
     name: str
 
     def record(self, span: Span) -> None:
         """Called at the end of a stage or phase."""
-        ...
 
     def finish(self, whole: Span) -> None:
         """Called at the end of a trace; `whole` covers all of its spans."""
-        ...
 
     def begin_step(self, step: int) -> None: ...
 
@@ -122,7 +120,6 @@ class RunTracer:
             self._each(lambda sink: sink.record(span))
 
     def finish(self, trace: str, **attributes: Value) -> None:
-        """Ends the trace and its open spans."""
         if trace not in self._first:
             return
         for name in [name for known, name in self._open if known == trace]:
@@ -156,16 +153,13 @@ class RunTracer:
                 self._sinks.remove(sink)
 
 
-UNTRACED = RunTracer()
-
-
-"""A tracer without sinks."""
+UNTRACED = RunTracer()  # A tracer without sinks
 
 
 LOOP, PROMPTS = 1, 2  # process ids in the trace
 
 
-class ChromeTraceSink:
+class ChromeTraceSink(SpanSink):
     """Writes `step-000003.json` for each of `steps`: the phases of the loop, and a row per overlapping prompt.
 
     A stage of a prompt is recorded when it ends, which may be after the step. So a step is written after the end of the
@@ -184,9 +178,6 @@ class ChromeTraceSink:
     def record(self, span: Span) -> None:
         if self._step in self._steps or self._waiting:
             self._spans.append(span)
-
-    def finish(self, whole: Span) -> None:
-        """Does nothing: the stages are already recorded."""
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -248,10 +239,10 @@ def build_tracer(config: TracingConfig, run: str, folder: Path) -> RunTracer:
     if config.chrome_steps:
         sinks.append(ChromeTraceSink(folder / FOLDER, config.chrome_steps))
     if config.exporter != "none":
-        from mobula.cluster.tracing.telemetry import TelemetrySink, file_exporter, otlp_exporter
+        from mobula.cluster.tracing.telemetry import FileExporter, TelemetrySink, otlp_exporter
 
         is_file = config.exporter == "file"
-        exporter = file_exporter(folder / FOLDER / SPANS_FILE) if is_file else otlp_exporter(config.address)
+        exporter = FileExporter(folder / FOLDER / SPANS_FILE) if is_file else otlp_exporter(config.address)
         sinks.append(TelemetrySink(exporter, run))
     return RunTracer(sinks)
 

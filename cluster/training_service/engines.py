@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -75,12 +75,6 @@ class PackedWeights:
     buckets: Sequence[Any]
 
 
-class Sampling(Protocol):
-    """Samples from the weights that the engines hold."""
-
-    async def sample(self, call: SampleCall) -> SampleResult: ...
-
-
 class SwappedEngines:
     """Implements `mobula.cluster.training_service.interfaces.AdapterEngines` for whole weights in checkpoint folders.
 
@@ -88,7 +82,9 @@ class SwappedEngines:
     all engines load its weights, as late joiners do in a run. Calls begin in the order of their arrival.
     """
 
-    def __init__(self, engines: Sampling, pool: RolloutPool, read: Callable[[Path], PackedWeights], base: Path) -> None:
+    def __init__(
+        self, engines: PooledAdapterEngines, pool: RolloutPool, read: Callable[[Path], PackedWeights], base: Path
+    ) -> None:
         """`read` packs the weights of a folder; engines start with those of `base`."""
         self._engines = engines
         self._pool = pool
@@ -105,7 +101,6 @@ class SwappedEngines:
         pool.admit_with(self._admit)
 
     async def serve(self, adapter: str, folder: Path) -> None:
-        """Makes weights available."""
         if adapter in self._folders:
             raise ValueError(f"weights {adapter!r} exist: served weights never change, so give new ones another name")
         self._folders[adapter] = folder
@@ -122,7 +117,6 @@ class SwappedEngines:
 
     @asynccontextmanager
     async def _holding(self, name: str | None) -> AsyncIterator[None]:
-        """The engines hold these weights while the body runs."""
         async with self._turn:
             folder = self._folder_of(name)
             if folder != self._held:
@@ -152,7 +146,6 @@ class SwappedEngines:
             self._held = folder
 
     async def _load(self, engine: Engine, packed: PackedWeights) -> None:
-        """Loads weights into one engine, which is lost if it fails."""
         try:
             await engine.load_weights(packed.manifest, packed.bucket_bytes, packed.buckets, self._version)
             self._pool.synced(engine, self._version)
@@ -193,13 +186,6 @@ class PooledAdapterEngines:
 
     Engines that start later get every served adapter before their first call. A call on a lost engine is run again on
     another from its first token, so that its seed gives the same tokens.
-
-    Example:
-        engines = PooledAdapterEngines(pool, retries, limits)
-        await pool.start()
-        async with pool.tended():
-            await engines.serve("a/1", folder)
-            result = await engines.sample(SampleCall(prompt, settings, "a/1"))
     """
 
     def __init__(self, pool: RolloutPool, retries: RetryingRollouts, limits: SampleLimits) -> None:
@@ -234,10 +220,8 @@ class PooledAdapterEngines:
         await asyncio.gather(*(self._unload(engine, adapter) for engine in self._pool.receivers()))
 
     async def sample(self, call: SampleCall) -> SampleResult:
-        """Scores the prompt if the call asks for it, then samples it; waits for a slot first.
-
-        The prompt is scored first, because samples then find its KV in the prefix cache, and scoring cannot use it.
-        """
+        """Scores the prompt if the call asks for it, then samples it; waits for a slot first. The prompt is scored
+        first, because samples then find its KV in the prefix cache, and scoring cannot use it."""
         if call.adapter is not None:
             self._check_served(call.adapter)
         prompt, settings = self._checked(call)
@@ -253,7 +237,6 @@ class PooledAdapterEngines:
         return _result(samples, scores, call)
 
     async def _sampled(self, prompt: Prompt, settings: SamplingSettings) -> Sequence[Trajectory]:
-        """Samples on one engine and fetches the group."""
         generated = await self._pool.generate(prompt, settings)
         what, timeout_s = f"the samples of prompt {prompt.prompt_id}", self._limits.object_s
         try:

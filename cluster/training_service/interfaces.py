@@ -85,11 +85,9 @@ class AdapterLearner(Protocol):
         Raises:
             ValueError: an adapter has this name, or the spec fits no layer of the model.
         """
-        ...
 
     async def compute(self, calls: Sequence[LossCall]) -> list[LossResult | Exception]:
         """Runs calls of one or several adapters as one batch. The failure of a call is its result alone."""
-        ...
 
     async def step(self, adapter: str, parameters: AdamParameters) -> Mapping[str, float]:
         """Applies and clears the gradient; returns `grad_norm`, `skipped` (0 or 1) and `optimizer_steps` (of all).
@@ -97,11 +95,9 @@ class AdapterLearner(Protocol):
         Raises:
             ValueError: the adapter does not exist, or has no gradient.
         """
-        ...
 
     async def save(self, adapter: str, folder: Path) -> None:
         """Writes factors, gradient and optimizer state."""
-        ...
 
     async def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
         """Loads what `save` has written, in place of the adapter's state; clears its gradient without the optimizer.
@@ -110,15 +106,12 @@ class AdapterLearner(Protocol):
             ValueError: the saved adapter has another rank, scale or other layers.
             CheckpointError: the folder holds no saved adapter.
         """
-        ...
 
     async def export(self, adapter: str, folder: Path) -> None:
         """Writes the adapter in PEFT's format."""
-        ...
 
     async def drop(self, adapter: str) -> None:
         """Removes an adapter, if there is one of this name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +149,6 @@ class AdapterEngines(Protocol):
 
     async def serve(self, adapter: str, folder: Path) -> None:
         """Makes an adapter in PEFT's format available on all engines, also on those that start later."""
-        ...
 
     async def withdraw(self, adapter: str) -> None: ...
 

@@ -156,7 +156,6 @@ def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint directory by name."""
     return {name: tensor for file in checkpoint_files(folder) for name, tensor in _header(file).items()}
 
 

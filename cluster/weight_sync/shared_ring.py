@@ -43,8 +43,6 @@ class DeviceMemory:
 
 
 class _Array:
-    """Memory as torch takes it."""
-
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -138,10 +136,8 @@ class Location:
         return json.dumps(asdict(self))
 
     def way_to(self, receiver: Location, transport: str) -> Way:
-        """How bytes travel from this sender to `receiver`, where `transport` connects hosts.
-
-        NCCL copies between the GPUs of a host by itself. A process cannot open a handle of its own memory.
-        """
+        """How bytes travel from this sender to `receiver`, where `transport` connects hosts. NCCL copies between the
+        GPUs of a host by itself. A process cannot open a handle of its own memory."""
         if not self.host or self.host != receiver.host:
             return "network"
         if self.device != receiver.device:
@@ -216,7 +212,6 @@ class RingReader:
         self._num_read = 0
 
     def move(self, buffer: torch.Tensor) -> None:
-        """Fill `buffer`."""
         for part in _parts(buffer, self._chunks.shape[1]):
             _take(self._writer, "the writer")
             _copy(self._chunks[self._num_read % NUM_CHUNKS, : part.numel()], part)
@@ -236,10 +231,8 @@ class RingReader:
 def share(
     listening: socket.socket, ways: Mapping[int, Way], device: torch.device, timeout_s: float
 ) -> tuple[RingWriter, ...]:
-    """Waits for the readers, by their ranks, and makes a ring for those on this GPU and one for the others.
-
-    A reader on this GPU that cannot open the handle reads host memory.
-    """
+    """Waits for the readers, by their ranks, and makes a ring for those on this GPU and one for the others. A reader on
+    this GPU that cannot open the handle reads host memory."""
     readers = _accepted(listening, ways.keys(), timeout_s)
     on_host = [readers[rank] for rank, way in ways.items() if way == "host"]
     on_device = [readers[rank] for rank, way in ways.items() if way == "device"]
@@ -273,7 +266,6 @@ def share(
 
 
 def _opens(reader: socket.socket, handle: bytes) -> bool:
-    """Whether a reader on this GPU can open the handle."""
     reader.sendall(DEVICE_MEMORY + handle)
     answer = reader.recv(1024)
     if answer != ACCEPTED:

@@ -22,9 +22,9 @@ class SamplingEngine(Protocol):
 
     def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Any:
         """Begins to sample `prompt`; returns a reference to the `TrajectoryGroup` to be."""
-        ...
 
 
+@dataclass(eq=False)
 class FreshSamples:
     """Has one engine after the other sample the probe prompt, while the learner computes the step's gradient.
 
@@ -32,22 +32,19 @@ class FreshSamples:
     all of the step's groups are of older weights.
     """
 
-    def __init__(
-        self, engines: Callable[[int], Sequence[SamplingEngine]], prompt: Prompt, settings: SamplingSettings
-    ) -> None:
-        """`engines` returns the engines that serve a version, or will after a push in progress."""
-        self._engines = engines
-        self._prompt = prompt
-        self._settings = settings
+    # returns those that serve a version, or will after a push in progress
+    engines: Callable[[int], Sequence[SamplingEngine]]
+    prompt: Prompt
+    settings: SamplingSettings
 
     def begin(self, version: int, groups: Sequence[ScoredGroup]) -> Any | None:
         """A reference to responses of `version`; None where the groups of the step have tokens of it, or
         no engine gets it: a resume repeats steps before its first push."""
-        engines = self._engines(version)
+        engines = self.engines(version)
         if not engines or any(group.summary.tokens_by_version.get(version, 0) > 0 for group in groups):
             return None
-        settings = replace(self._settings, seed=self._settings.seed + version, min_version=version, priority=FIRST)
-        return engines[version % len(engines)].begin_sample(self._prompt, settings)
+        settings = replace(self.settings, seed=self.settings.seed + version, min_version=version, priority=FIRST)
+        return engines[version % len(engines)].begin_sample(self.prompt, settings)
 
 
 _logger = logging.getLogger(__name__)
@@ -159,7 +156,6 @@ def classes_of(probe: Prompt, others: Sequence[Prompt]) -> Mapping[str, np.ndarr
 
 
 def _num_equal(ids: np.ndarray, others: np.ndarray) -> int:
-    """Returns the number of equal tokens at the start."""
     num = min(len(ids), len(others))
     differs = np.flatnonzero(ids[:num] != others[:num])
     return int(differs[0]) if len(differs) else num

@@ -167,11 +167,8 @@ class TransferGroup:
             raise
 
     def broadcast(self, buffer: torch.Tensor, what: str) -> None:
-        """Sends `buffer` (rank 0), or fills it in place from the first sender (others); returns when the bytes
-        arrived.
-
-        Ordered on the caller's stream: begins after work queued before, and work queued later sees the bytes.
-        """
+        """Sends `buffer` (rank 0), or fills it in place from the first sender (others); returns when the bytes arrived.
+        Ordered on the caller's stream: begins after work queued before, and work queued later sees the bytes."""
         self._begin(next(iter(self._channels), 0), buffer, what, self._timeout_s)()
 
     def receive(
@@ -296,11 +293,8 @@ class TransferGroup:
         return wait
 
     def close(self) -> None:
-        """Leaves the group; does nothing the second time. Over gloo the other members fail at once, over NCCL at
-        their deadline.
-
-        A hanging NCCL collective cannot be cancelled but aborted: its kernels end, and the memory is free.
-        """
+        """Leaves the group; does nothing the second time. Over gloo the other members fail at once, over NCCL at their
+        deadline. A hanging NCCL collective cannot be cancelled but aborted: its kernels end, and the memory is free."""
         channels, self._channels = self._channels, {}
         aborting = []
         for sender, channel in channels.items():
@@ -415,6 +409,5 @@ def check_arrival(buckets: Sequence[Bucket], sent: torch.Tensor, arrived: Sequen
 
 
 def _named(bucket: Bucket) -> str:
-    """Returns a name of the bucket, after its tensors."""
     first, others = bucket.slots[0].spec.name, len(bucket.slots) - 1
     return f"{first} and {others} more tensors" if others else first

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -62,8 +62,6 @@ class _Wave:
 
 @dataclass(frozen=True)
 class _Underway:
-    """A push in progress."""
-
     version: int
     manifest: Manifest
     num_receivers: int
@@ -81,6 +79,7 @@ class _Sent:
     contents: PushedChanges | None  # None: not known
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Pushes the learner's weights to all receivers over transfer groups, `wave_size` receivers at a time.
 
@@ -98,41 +97,24 @@ class WeightSync:
     receivers hold that version, and otherwise whole tensors; so do further attempts.
     """
 
-    def __init__(
-        self,
-        sender: Sender,
-        members: Members,
-        *,
-        bucket_bytes: int,
-        wave_size: int,
-        max_attempts: int,
-        canary_interval: int,
-        canary_tolerance: Tolerance,
-        ranks_of_receiver: int = 1,
-        probe: Prompt,
-        probe_classes: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        """
-        Args:
-            wave_size: 0 updates all receivers at once.
-            max_attempts: of a push to a wave, and of giving weights to a receiver that missed it.
-            ranks_of_receiver: ranks of a transfer group that a receiver takes.
-            probe_classes: class of token -> log-probs of the probe that it has, bool [P - 1].
-        """
-        self._sender = sender
-        self._members = members
-        self._bucket_bytes = bucket_bytes
-        self._wave_size = wave_size
-        self._max_attempts = max_attempts
-        self._canary_interval = canary_interval
-        self._canary_tolerance = canary_tolerance
-        self._ranks_of_receiver = ranks_of_receiver
-        self._probe = probe
-        self._probe_classes = probe_classes or {}
-        self._arrival_listeners: list[Callable[[int], Awaitable[None]]] = []
-        self._listeners: list[Callable[[Push], Awaitable[None]]] = []
-        self._admission_listeners: list[Callable[[str, int], None]] = []
-        self._announcement_listeners: list[Callable[[int], None]] = []
+    sender: Sender
+    members: Members
+    _: KW_ONLY
+    bucket_bytes: int
+    wave_size: int  # 0 updates all receivers at once
+    max_attempts: int  # of a push to a wave, and of giving weights to a receiver that missed it
+    canary_interval: int
+    canary_tolerance: Tolerance
+    ranks_of_receiver: int = 1  # ranks of a transfer group that a receiver takes
+    probe: Prompt
+    # class of token -> log-probs of the probe that it has, bool [P - 1]
+    probe_classes: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.on_announced: list[Callable[[int], None]] = []  # its push has begun: receivers will have it or be lost
+        self.on_arrived: list[Callable[[int], Awaitable[None]]] = []  # all receivers have it, before the canary
+        self.on_published: list[Callable[[Push], Awaitable[None]]] = []  # after every successful push
+        self.on_admitted: list[Callable[[str, int], None]] = []  # name and version of a late joiner with weights
         self._announced = -1
         self._manifest: Manifest | None = None
         self._agreed: set[int] = set()  # receivers, by identity, that have agreed to the manifest
@@ -147,22 +129,6 @@ class WeightSync:
         self._has_checked_changed = False  # the canary has run on weights other than those of the first push
         self.num_pushes = 0
 
-    def on_announced(self, listener: Callable[[int], None]) -> None:
-        """Calls `listener` with the version when its push has begun; every receiver will have it or be lost."""
-        self._announcement_listeners.append(listener)
-
-    def on_arrived(self, listener: Callable[[int], Awaitable[None]]) -> None:
-        """Calls `listener` with the version when all receivers of a push have it, before the canary."""
-        self._arrival_listeners.append(listener)
-
-    def on_published(self, listener: Callable[[Push], Awaitable[None]]) -> None:
-        """Calls `listener` after every successful push."""
-        self._listeners.append(listener)
-
-    def on_admitted(self, listener: Callable[[str, int], None]) -> None:
-        """Calls `listener` with name and version of every late joiner that has loaded weights."""
-        self._admission_listeners.append(listener)
-
     @asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
         """While the body runs, `publish` returns once everything is sent; receivers settle in the background."""
@@ -174,7 +140,6 @@ class WeightSync:
                 self._tasks = None
 
     async def settled(self) -> None:
-        """Waits until every receiver serves the last published version, or is lost."""
         if self._settling is not None:
             await self._settling
             self._settling = None
@@ -186,9 +151,9 @@ class WeightSync:
             await self.settled()
             started = asyncio.get_running_loop().time()
             manifest = await self._agreed_manifest()
-            receivers = self._members.receivers()
+            receivers = self.members.receivers()
             push = _Underway(version, manifest, len(receivers), started)
-            self._members.announced(version)
+            self.members.announced(version)
             sent: _Sent | None = None
             waves = self._cut(receivers)
             for number, wave in enumerate(waves, start=1):
@@ -196,7 +161,7 @@ class WeightSync:
                 await self._arrive(push, sent)
                 sent = await self._send(push, wave, is_last=number == len(waves))
             await self._announce(version)  # if there was no receiver
-            await self._canary_tolerance.rounding.measure(self._sender, self._probe)
+            await self.canary_tolerance.rounding.measure(self.sender, self.probe)
             expected = await self._expected() if self._is_canary_due() else None
             self.num_pushes += 1
             settle = self._settle(push, sent, expected)
@@ -207,40 +172,38 @@ class WeightSync:
         return version
 
     async def _settle(self, push: _Underway, sent: _Sent | None, expected: np.ndarray | None) -> None:
-        """Waits for the last wave of a push, runs the canary and calls the listeners.
-
-        Args:
-            expected: float32 [P - 1], the learner's log-probs of the probe; None skips the canary.
-        """
+        """Waits for the last wave of a push, runs the canary and calls the listeners. `expected`: float32 [P - 1], the
+        learner's log-probs of the probe; None skips the canary."""
         contents = None if sent is None else sent.contents
+        num_changed = None if contents is None else contents.num_changed
         await self._arrive(push, sent)
-        for arrival_listener in self._arrival_listeners:
-            await arrival_listener(push.version)
+        for on_arrived in self.on_arrived:
+            await on_arrived(push.version)
         gap: float | None = None
         by_class: dict[str, float] = {}
         if expected is not None:
             gap, by_class = await self._canary(push, expected)
-        self._members.published(push.version)
+        self.members.published(push.version)
         done = Push(
             push.version,
             push.manifest.num_bytes if contents is None else contents.num_bytes,
             asyncio.get_running_loop().time() - push.started,
             gap,
-            num_lost=max(0, push.num_receivers - len(self._members.receivers())),
+            num_lost=max(0, push.num_receivers - len(self.members.receivers())),
             num_resent=len(push.resent),
-            changed_share=_share(contents, push.manifest),
+            changed_share=None if num_changed is None else num_changed / max(1, push.manifest.num_elements),
             manifest_sha256=push.manifest.sha256,
             checksum="" if contents is None or not contents.checksum else f"{contents.checksum:032x}",
             receivers=self._verified(push, has_canary=gap is not None),
             canary_by_class=by_class,
         )
-        for listener in self._listeners:
-            await listener(done)
+        for on_published in self.on_published:
+            await on_published(done)
 
     def _verified(self, push: _Underway, *, has_canary: bool) -> dict[str, str]:
         """Returns how the weights of each engine were verified. Every way of sending compares digests of all bytes."""
         how = "checksum+canary" if has_canary else "checksum"
-        return {r.name: how if r in push.reached else "newer" for r in self._members.receivers()}
+        return {r.name: how if r in push.reached else "newer" for r in self.members.receivers()}
 
     async def admit(self, receiver: Receiver) -> int:
         """Brings a late joiner to the learner's version through the object store; returns that version.
@@ -248,16 +211,16 @@ class WeightSync:
         Joiner and pushes do not wait for each other: the joiner may serve once its version is published, and takes part
         in later pushes.
         """
-        manifest = await self._sender.manifest()
+        manifest = await self.sender.manifest()
         await receiver.check_manifest(manifest)
-        version, packed = await self._sender.export_weights(self._bucket_bytes)
+        version, packed = await self.sender.export_weights(self.bucket_bytes)
         await self._load(receiver, manifest, packed, version)
-        for listener in self._admission_listeners:
+        for listener in self.on_admitted:
             listener(receiver.name, version)
         return version
 
     async def _load(self, receiver: Receiver, manifest: Manifest, packed: Any, version: int) -> None:
-        await receiver.load_weights(manifest, self._bucket_bytes, packed, version)
+        await receiver.load_weights(manifest, self.bucket_bytes, packed, version)
         loaded = await receiver.weight_version()
         if loaded != version:
             raise WeightSyncError(f"{receiver.name} was given version {version} and is at {loaded}")
@@ -266,20 +229,20 @@ class WeightSync:
     async def _agreed_manifest(self) -> Manifest:
         """Returns the manifest, after every new receiver has compared it with its checkpoint."""
         if self._manifest is None:
-            self._manifest = await self._sender.manifest()
+            self._manifest = await self.sender.manifest()
         manifest = self._manifest
-        fresh = [r for r in self._members.receivers() if id(r) not in self._agreed]
+        fresh = [r for r in self.members.receivers() if id(r) not in self._agreed]
         checks = await outcomes(*(r.check_manifest(manifest) for r in fresh))
         for receiver, outcome in zip(fresh, checks, strict=True):
             if isinstance(outcome, RECEIVER_LOST):
-                self._members.lose(receiver, outcome)
+                self.members.lose(receiver, outcome)
             elif isinstance(outcome, Exception):
                 raise outcome
-        self._agreed = {id(r) for r in self._members.receivers()}
+        self._agreed = {id(r) for r in self.members.receivers()}
         return manifest
 
     def _cut(self, receivers: Sequence[Receiver]) -> list[tuple[Receiver, ...]]:
-        size = self._wave_size or max(1, len(receivers))
+        size = self.wave_size or max(1, len(receivers))
         return [tuple(receivers[i : i + size]) for i in range(0, len(receivers), size)]
 
     async def _send(self, push: _Underway, receivers: tuple[Receiver, ...], *, is_last: bool) -> _Sent | None:
@@ -290,7 +253,7 @@ class WeightSync:
         step = VersionStep(push.version, base if has_base else None, is_last)
         if is_last:
             self._base_version = None
-        for _ in range(self._max_attempts):
+        for _ in range(self.max_attempts):
             attempt = await self._try_to_send(push, waiting, step)
             if isinstance(attempt, _Sent):
                 if is_last:
@@ -311,15 +274,14 @@ class WeightSync:
         """Sends one push to `receivers`; returns the outcome of each if the sender could not send everything."""
         is_delta = push.manifest.payload == "delta"
         manifest = replace(push.manifest, base_version=step.base_version) if is_delta else push.manifest
-        try:
-            wave = await self._meet(receivers)
-        except _NotMet as failure:
-            return failure.outcomes
+        wave = await self._meet(receivers)
+        if not isinstance(wave, _Wave):
+            return wave
         # Receivers first: a broadcast that begins without them would wait for its deadline.
         arrivals = asyncio.gather(*(self._receive(push, r, manifest) for r in receivers), return_exceptions=True)
         try:
             sent, error = await outcomes(
-                self._sender.send_weights(self._bucket_bytes, wave.epoch, step if is_delta else None),
+                self.sender.send_weights(self.bucket_bytes, wave.epoch, step if is_delta else None),
                 self._announce(push.version),  # after the calls, so that calls of listeners follow them
             )
         except BaseException:
@@ -338,11 +300,10 @@ class WeightSync:
     async def _announce(self, version: int) -> None:
         if version > self._announced:
             self._announced = version
-            for listener in self._announcement_listeners:
+            for listener in self.on_announced:
                 listener(version)
 
     async def _arrive(self, push: _Underway, sent: _Sent | None) -> None:
-        """Waits for the receivers of a wave."""
         if sent is None:
             return
         arrived: _Outcomes = dict(zip(sent.wave.receivers, await sent.arrivals, strict=True))
@@ -352,12 +313,12 @@ class WeightSync:
 
     async def _bring_along(self, push: _Underway, failed: Mapping[Receiver, BaseException]) -> None:
         """Loads the learner's current weights into living receivers that missed the push, as late joiners do."""
-        for _ in range(self._max_attempts):
+        for _ in range(self.max_attempts):
             if not failed:
                 return
             _logger.warning("version %d did not arrive: %s", push.version, "; ".join(map(str, failed.values())))
             push.resent.update(failed)
-            version, packed = await self._sender.export_weights(self._bucket_bytes)
+            version, packed = await self.sender.export_weights(self.bucket_bytes)
             loads = await outcomes(*(self._load(r, push.manifest, packed, version) for r in failed))
             for receiver, error in zip(failed, loads, strict=True):
                 if error is None:
@@ -374,12 +335,12 @@ class WeightSync:
             if isinstance(error, ManifestError) or not isinstance(error, Exception):
                 raise error
             if isinstance(error, RECEIVER_LOST):
-                self._members.lose(receiver, error)
+                self.members.lose(receiver, error)
         return {receiver: error for receiver, error in failed.items() if not isinstance(error, RECEIVER_LOST)}
 
     def _not_reached(self, push: _Underway, receivers: tuple[Receiver, ...], last: BaseException) -> WeightSyncError:
         error = WeightSyncError(
-            f"version {push.version} did not reach {_names(receivers)} in {self._max_attempts} attempts "
+            f"version {push.version} did not reach {_names(receivers)} in {self.max_attempts} attempts "
             f"(weight_sync.max_attempts): {last}"
         )
         error.__cause__ = last
@@ -387,7 +348,7 @@ class WeightSync:
 
     async def _receive(self, push: _Underway, receiver: Receiver, manifest: Manifest) -> None:
         self._held.pop(receiver, None)
-        received = await receiver.receive_weights(manifest, self._bucket_bytes, push.version)
+        received = await receiver.receive_weights(manifest, self.bucket_bytes, push.version)
         if received != push.version:
             raise WeightSyncError(f"after the push of version {push.version}: {receiver.name} is at {received}")
         self._has(push, receiver, push.version)
@@ -396,22 +357,24 @@ class WeightSync:
         self._held[receiver] = version
         if version == push.version:
             push.reached.add(receiver)
-        self._members.synced(receiver, version)
+        self.members.synced(receiver, version)
 
-    async def _meet(self, receivers: tuple[Receiver, ...]) -> _Wave:
-        """Returns the transfer group of exactly these receivers; opens one in a new epoch if there is none."""
+    async def _meet(self, receivers: tuple[Receiver, ...]) -> _Wave | _Outcomes:
+        """Returns the transfer group of exactly these receivers; opens one in a new epoch if there is none. Returns the
+        outcome of each receiver if the group did not come together."""
         for wave in self._waves:
             if wave.receivers == receivers:
                 return wave
-        for wave in [w for w in self._waves if set(w.receivers) & set(receivers) or self._is_empty(w)]:
+        present = set(self.members.receivers())
+        for wave in [w for w in self._waves if set(w.receivers) & set(receivers) or not set(w.receivers) & present]:
             await self._disband(wave)
         # Every epoch is new: a late member of an earlier group must not join this one.
         self._epoch += 1
         wave = _Wave(self._epoch, receivers)
-        width = self._ranks_of_receiver
-        rendezvous = await self._sender.open_transfer(wave.epoch, width * len(receivers))
+        width = self.ranks_of_receiver
+        rendezvous = await self.sender.open_transfer(wave.epoch, width * len(receivers))
         joined, *met = await outcomes(
-            self._sender.join_transfer(rendezvous),
+            self.sender.join_transfer(rendezvous),
             *(r.join_transfer(rendezvous, 1 + width * index) for index, r in enumerate(receivers)),
         )
         if isinstance(joined, RECEIVER_LOST):
@@ -420,62 +383,52 @@ class WeightSync:
         if joined is not None or any(outcome is not None for outcome in met):
             await self._disband(wave)
             broken = WeightSyncError(f"transfer epoch {wave.epoch} did not come together")
-            raise _NotMet({r: outcome or joined or broken for r, outcome in zip(receivers, met, strict=True)})
+            return {r: outcome or joined or broken for r, outcome in zip(receivers, met, strict=True)}
         return wave
 
     def _is_canary_due(self) -> bool:
-        """Whether to compare log-probs: at the first push, at each push until the weights have changed, and then at
-        every `canary_interval`-th.
-
-        An engine that keeps old weights equals the learner until the learner's weights change.
-        """
-        is_on = self._canary_interval > 0
-        return is_on and (not self._has_checked_changed or self.num_pushes % self._canary_interval == 0)
+        """Whether to compare log-probs: at each push until the weights have changed, because an engine that keeps old
+        weights equals the learner until then, and at every `canary_interval`-th."""
+        is_on = self.canary_interval > 0
+        return is_on and (not self._has_checked_changed or self.num_pushes % self.canary_interval == 0)
 
     async def _expected(self) -> np.ndarray:
-        """Returns the learner's log-probs of the probe."""
-        expected = await self._sender.sequence_logprobs(self._probe)
+        expected = await self.sender.sequence_logprobs(self.probe)
         if self._first_expected is None:
             self._first_expected = expected
         elif not np.array_equal(expected, self._first_expected):
             self._has_checked_changed = True
         return expected
 
-    def _is_empty(self, wave: _Wave) -> bool:
-        """Whether all engines of the wave have left."""
-        return not set(wave.receivers) & set(self._members.receivers())
-
     async def _disband(self, wave: _Wave) -> None:
         self._waves.remove(wave)
-        await self._sender.leave_transfer(wave.epoch)
+        await self.sender.leave_transfer(wave.epoch)
 
     async def _canary(self, push: _Underway, expected: np.ndarray) -> tuple[float | None, dict[str, float]]:
         """Compares log-probs of the probe; an engine that differs is lost, and if all differ the push fails. Returns
-        the largest mean difference of the others, of all tokens and by class.
-
-        Asks only engines with the weights of this push: later joiners may have a newer version.
-        """
-        receivers = [receiver for receiver in self._members.receivers() if receiver in push.reached]
-        scores = await outcomes(*(r.prompt_logprobs(self._probe) for r in receivers))
+        the largest mean difference of the others, of all tokens and by class."""
+        # Only engines with the weights of this push: later joiners may have a newer version.
+        receivers = [receiver for receiver in self.members.receivers() if receiver in push.reached]
+        scores = await outcomes(*(r.prompt_logprobs(self.probe) for r in receivers))
         gaps: dict[Receiver, np.ndarray] = {}
         for receiver, logprobs in zip(receivers, scores, strict=True):
             if isinstance(logprobs, RECEIVER_LOST):
-                self._members.lose(receiver, logprobs)
+                self.members.lose(receiver, logprobs)
             elif isinstance(logprobs, Exception):
                 raise logprobs
             else:
                 gaps[receiver] = np.abs(logprobs - expected)
-        wrong = {r: Gap.of(gap) for r, gap in gaps.items() if not self._canary_tolerance.accepts(gap)}
+        wrong = {r: Gap.of(gap) for r, gap in gaps.items() if not self.canary_tolerance.accepts(gap)}
         if wrong and len(wrong) == len(gaps):
             raise self._canary_error(wrong)
         for receiver, excess in wrong.items():
-            self._members.lose(receiver, self._canary_error({receiver: excess}))
+            self.members.lose(receiver, self._canary_error({receiver: excess}))
         right = [gap for receiver, gap in gaps.items() if receiver not in wrong]
         if not right:
             return None, {}
         by_class = {
             name: max(float(gap[mask].mean()) for gap in right)
-            for name, mask in self._probe_classes.items()
+            for name, mask in self.probe_classes.items()
             if len(mask) == len(expected)
         }
         return max(Gap.of(gap).mean for gap in right), by_class
@@ -484,24 +437,9 @@ class WeightSync:
         off = ", ".join(f"{receiver.name} by {gap}" for receiver, gap in wrong.items())
         return CanaryError(
             f"log-probs of the probe prompt differ from the learner's: {off} "
-            f"({self._canary_tolerance}): the weights arrived as they were sent, so engine and learner compute "
+            f"({self.canary_tolerance}): the weights arrived as they were sent, so engine and learner compute "
             "otherwise, or a part of the engine kept old weights"
         )
-
-
-class _NotMet(Exception):
-    """A transfer group did not come together."""
-
-    def __init__(self, results: dict[Receiver, BaseException | None]) -> None:
-        super().__init__("a transfer group did not come together")
-        self.outcomes = results
-
-
-def _share(contents: PushedChanges | None, manifest: Manifest) -> float | None:
-    """Returns the share of changed elements; None for whole tensors."""
-    if contents is None or contents.num_changed is None:
-        return None
-    return contents.num_changed / max(1, manifest.num_elements)
 
 
 def _names(receivers: Sequence[Receiver]) -> str:

@@ -65,7 +65,6 @@ class LeaseState:
         return self.num_sampling == 0 and not (self.phase is Phase.GENERATING and self.num_starting)
 
     def sample(self) -> None:
-        """Counts a request in flight."""
         assert self.may_sample, f"a request in phase {self.phase}: the engines' weights may be gone"
         self.num_sampling += 1
 
@@ -73,7 +72,6 @@ class LeaseState:
         self.num_sampling -= 1
 
     def start(self) -> None:
-        """Counts an engine that starts."""
         assert self.may_start, f"an engine that starts in phase {self.phase}: the learner uses the memory"
         self.num_starting += 1
 
@@ -101,7 +99,6 @@ class SleepingEngine(Protocol):
 
     async def wake_up(self, tag: str) -> None:
         """Restores `weights` or `kv_cache` (`tag`). The engine can sample once both are awake."""
-        ...
 
 
 class Engines(Protocol):
@@ -109,7 +106,6 @@ class Engines(Protocol):
 
     def receivers(self) -> Sequence[Any]:
         """Returns the serving engines, each a `SleepingEngine`."""
-        ...
 
     def lose(self, receiver: Any, error: Exception) -> None: ...
 
@@ -119,11 +115,9 @@ class MovableLearner(Protocol):
 
     async def offload(self, part: str) -> None:
         """Moves `policy` or `optimizer` (`part`) to host memory."""
-        ...
 
     async def onload(self) -> None:
         """Moves both back to the devices."""
-        ...
 
 
 class GpuLease:
@@ -139,30 +133,26 @@ class GpuLease:
     def phase(self) -> Phase:
         return self._state.phase
 
-    @asynccontextmanager
-    async def sampling(self) -> AsyncIterator[None]:
+    def sampling(self) -> AbstractAsyncContextManager[None]:
         """Holds the devices for one request; waits for the phase GENERATING."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._state.may_sample)
-            self._state.sample()
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._state.sampled()
-                self._changed.notify_all()
+        return self._held(lambda: self._state.may_sample, self._state.sample, self._state.sampled)
+
+    def starting(self) -> AbstractAsyncContextManager[None]:
+        """Holds the devices while one engine starts and joins; waits while the learner trains."""
+        return self._held(lambda: self._state.may_start, self._state.start, self._state.started)
 
     @asynccontextmanager
-    async def starting(self) -> AsyncIterator[None]:
-        """Holds the devices while one engine starts and joins; waits while the learner trains."""
+    async def _held(
+        self, may_begin: Callable[[], bool], begin: Callable[[], None], end: Callable[[], None]
+    ) -> AsyncIterator[None]:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._state.may_start)
-            self._state.start()
+            await self._changed.wait_for(may_begin)
+            begin()
         try:
             yield
         finally:
             async with self._changed:
-                self._state.started()
+                end()
                 self._changed.notify_all()
 
     async def begin(self) -> None:

@@ -111,7 +111,6 @@ class ControlLoop:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Exchanges status and requests with the panel while the body runs."""
         try:
             async with background_tasks() as tasks:
                 tasks.create_task(self._exchange_repeatedly(), name="exchange status with the control panel")
@@ -202,7 +201,7 @@ class ControlLoop:
     async def _refusal(self, role: str, num_workers: int) -> str:
         """Applies one role's part of a request. Returns why it was refused, or an empty string."""
         if role not in self.roles:
-            return f"this run has no scalable role {role}: it has {_listed(self.roles)}"
+            return f"this run has no scalable role {role}: it has {', '.join(self.roles) or 'none'}"
         if num_workers > MAX_WORKERS:
             return f"a role has at most {MAX_WORKERS} workers: ask for fewer"
         try:
@@ -216,7 +215,3 @@ class ControlLoop:
             _logger.exception("scale %s=%d failed", role, num_workers)
             return f"{type(error).__name__}: {error}; run.log has the traceback"
         return ""
-
-
-def _listed(names: Mapping[str, Any] | Sequence[str]) -> str:
-    return ", ".join(names) or "none"

@@ -107,7 +107,6 @@ class FaultPatterns:
         return None
 
     def finished(self, prompt_id: str) -> None:
-        """Records that an engine finished the prompt."""
         self._suspects -= {prompt_id}
         if not self._suspects:
             self._clear_suspects()
@@ -118,11 +117,8 @@ class FaultPatterns:
 
     @property
     def max_suspects_in_flight(self) -> int | None:
-        """How many suspects may run at a time; None: no limit.
-
-        The second death leaves up to as many suspects as there were prompts in flight. Running their square root at a
-        time leaves at most that many after the third death.
-        """
+        """How many suspects may run at a time; None: no limit. The second death leaves up to as many suspects as there
+        were prompts in flight. Running their square root at a time leaves at most that many after the third death."""
         if self._num_common < 2:
             return None
         return 1 if self.run_alone else math.isqrt(len(self._suspects))
@@ -142,7 +138,6 @@ class FaultPatterns:
             self._suspects = in_flight
 
     def _begin(self) -> None:
-        """Starts a new series."""
         self._num_early = 0
         self._num_after_push = 0
         self._clear_suspects()
@@ -217,7 +212,6 @@ class FaultFile(logging.Handler):
 
 
 def fault_line(fault: Fault) -> str:
-    """Formats a fault as one line of JSON."""
     return json.dumps(asdict(fault))
 
 
@@ -235,7 +229,6 @@ def read_faults(path: Path) -> list[Fault]:
 
 
 def _details(error: Exception) -> str:
-    """Returns the notes and the traceback of an error."""
     if isinstance(error, EngineDiedError | EngineLostError) and error.failure.traceback:
         return error.failure.traceback.rstrip()
     text = COLOUR.sub("", str(error)).strip()
@@ -267,10 +260,8 @@ class Suspects:
 
     @asynccontextmanager
     async def admitted(self, prompt: Prompt) -> AsyncIterator[None]:
-        """Waits until the prompt may go to an engine, and counts it as in flight while the body runs.
-
-        A suspect waits for earlier suspects. Each has a deadline.
-        """
+        """Waits until the prompt may go to an engine, and counts it as in flight while the body runs. A suspect waits
+        for earlier suspects. Each has a deadline."""
         self._refuse_if_excluded(prompt)
         self._waiting[prompt.prompt_id] += 1
         try:

@@ -45,7 +45,6 @@ class Scalable(Protocol):
 
     def status(self) -> Sequence[WorkerStatus]:
         """Returns every worker by index, including those that start or drain."""
-        ...
 
     async def scale(self, num_workers: int) -> None:
         """Sets the target number of workers: new workers start in the background, surplus workers drain.
@@ -53,7 +52,6 @@ class Scalable(Protocol):
         Raises:
             ValueError: the role cannot have this number of workers.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -174,10 +172,8 @@ class RepeatedCause:
         self._num = 0
 
     def failed(self, error: Exception, position: Hashable = None) -> bool:
-        """Counts a failure. Returns whether the last MAX_EQUAL failures are equal.
-
-        A process that was killed from outside, or did not answer, has no cause of its own and ends a series.
-        """
+        """Counts a failure. Returns whether the last MAX_EQUAL failures are equal. A process that was killed from
+        outside, or did not answer, has no cause of its own and ends a series."""
         cause = _own_cause(error)
         if cause is None:
             self.succeeded()
@@ -188,7 +184,6 @@ class RepeatedCause:
 
     @property
     def are_equal(self) -> bool:
-        """Whether the last MAX_EQUAL failures equal each other."""
         return self._num >= MAX_EQUAL
 
     def succeeded(self) -> None:

@@ -34,10 +34,8 @@ class Watched:
 
 
 def watched_pool(name: str, check: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> Watched:
-    """Watches a pool that replaces its own workers. `check` pings each worker with its own deadlines.
-
-    So a late `check` means a slow driver. It is logged and does not end the run.
-    """
+    """Watches a pool that replaces its own workers. `check` pings each worker with its own deadlines. So a late `check`
+    means a slow driver. It is logged and does not end the run."""
 
     def on_lost(error: Exception) -> None:
         if not isinstance(error, DeadlineError):
@@ -52,7 +50,6 @@ class Pool(Protocol):
 
     def tended(self) -> AbstractAsyncContextManager[None]:
         """Replaces lost workers while the body runs."""
-        ...
 
     async def close(self) -> None: ...
 

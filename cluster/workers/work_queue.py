@@ -91,11 +91,9 @@ class WorkQueue:
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """The handles of the serving workers."""
         return tuple(worker.handle for worker in self.pool.serving)
 
     async def start(self) -> None:
-        """Waits until the first workers serve."""
         try:
             await self.pool.start()
         except WorkerDiedError as error:
@@ -103,10 +101,8 @@ class WorkQueue:
 
     @asynccontextmanager
     async def slot(self, *, is_urgent: bool = False) -> AsyncIterator[WorkerSlot]:
-        """Holds a slot at the least loaded worker while the body runs. Callers wait in the order of their calls.
-
-        Urgent work, such as a repetition after a failure, goes first.
-        """
+        """Holds a slot at the least loaded worker while the body runs. Callers wait in the order of their calls. Urgent
+        work, such as a repetition after a failure, goes first."""
         worker = await self._next(is_urgent)
         while worker.state is not WorkerState.SERVING:  # lost between the assignment and now
             self._leave(worker)

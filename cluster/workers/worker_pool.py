@@ -51,13 +51,11 @@ class Worker(Generic[Handle]):
 
     @property
     def process(self) -> Handle:
-        """The handle of a serving worker."""
         assert self.handle is not None, f"{self.name} has no process"
         return self.handle
 
     @property
     def is_serving(self) -> bool:
-        """Whether the worker takes new work."""
         return self.state is WorkerState.SERVING and not self.leaving.is_set()
 
     def status(self) -> WorkerStatus:
@@ -144,10 +142,8 @@ class WorkerPool(Generic[Handle]):
         await asyncio.gather(*(check_one(worker) for worker in self.serving))
 
     async def scale(self, num_workers: int) -> None:
-        """Sets the target number of workers: new workers start in the background, surplus workers drain.
-
-        Quarantined workers do not count and are removed.
-        """
+        """Sets the target number of workers: new workers start in the background, surplus workers drain. Quarantined
+        workers do not count and are removed."""
         if num_workers < 1:
             raise ValueError(f"{self.role}={num_workers}: a run with this role needs at least one worker")
         # A quarantined worker with a task is still releasing its resources.
@@ -234,10 +230,8 @@ class WorkerPool(Generic[Handle]):
         return True
 
     async def _clear(self, worker: Worker[Handle]) -> bool:
-        """Ends the process of a lost worker and pauses. Returns whether to start the worker again.
-
-        The worker is quarantined if no restart is left, and not started again if it is scaled away during the pause.
-        """
+        """Ends the process of a lost worker and pauses. Returns whether to start the worker again. The worker is
+        quarantined if no restart is left, and not started again if it is scaled away during the pause."""
         await self._end(worker)
         pause = None if worker.failed_starts.are_equal else worker.budget.take(asyncio.get_running_loop().time())
         if pause is None:

@@ -76,10 +76,8 @@ def _values(annotation: Any) -> frozenset[str]:
 
 
 def kinds(section: type[Section]) -> dict[str, str]:
-    """Kind sections of `section`: name of the sub-section -> the key that selects it, e.g. `vllm` -> `kind`.
-
-    A kind section has the name of a value of its key. The run reads it if the key has this value or names user code.
-    """
+    """Kind sections of `section`: name of the sub-section -> the key that selects it, e.g. `vllm` -> `kind`. A kind
+    section has the name of a value of its key. The run reads it if the key has this value or names user code."""
     fields = section.model_fields
     below = [name for name, info in fields.items() if section_below(info.annotation)[0] is not None]
     return {name: key for name in below for key, info in fields.items() if name in _values(info.annotation)}

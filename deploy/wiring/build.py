@@ -87,21 +87,21 @@ def build_controller(
     responses = response_log(prepared, config.run_folder / RESPONSES_FOLDER)
     informing = InformingLog(JudgedLog(guard, responses) if guard else responses)
     on_result = partial(record_evaluation, metrics)
-    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, informing, training.replay)
+    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, informing, training.replay.journal)
     probe, others = probe_prompt(prepared)
     tolerance = tolerance_of(config)
     weights = _weights(prepared, inference, training, probe, others, tolerance)
     _measure_fresh(config, probe, inference, training)
-    weights.on_announced(dispatcher.advance)
-    weights.on_published(partial(_after_push, prepared, inference, metrics))
-    weights.on_published(audit.pushed)
-    weights.on_admitted(audit.admitted)
+    weights.on_announced.append(dispatcher.advance)
+    weights.on_published.append(partial(_after_push, prepared, inference, metrics))
+    weights.on_published.append(audit.pushed)
+    weights.on_admitted.append(audit.admitted)
     training.learner.losses.observers.append(audit)
-    weights.on_arrived(
+    weights.on_arrived.append(
         parity_gate(config, prepared.processor, training.learner, inference.rollouts.receivers, tolerance)
     )
     if gpu_lease:
-        weights.on_arrived(gpu_lease.arrived)  # after the gate, which needs scores of the learner
+        weights.on_arrived.append(gpu_lease.arrived)  # after the gate, which needs scores of the learner
     regenerator = _regenerator(run, source, dispatcher, training)
     reference = RegeneratingReference(training.reference, regenerator)
     # On shared devices engines cannot resample a group while the learner trains: a lost group then ends the run.

@@ -18,9 +18,9 @@ from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import CONTENT, HELD_OUT
 from mobula.cluster.records.trajectory import Prompt, Reward
 from mobula.cluster.recovery.checkpoints import newest_learner_state
+from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.evaluation import (
-    EvaluationJournal,
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,
@@ -48,7 +48,7 @@ def build_evaluator(
     rewards: Rewards,
     on_result: Callable[[EvaluationResult], None],
     responses: ResponseLog,
-    journal: EvaluationJournal | None = None,
+    journal: GroupJournal | None = None,
 ) -> Evaluator:
     """Builds held-out evaluation on the run's rollout actors."""
     config = prepared.config
@@ -62,7 +62,7 @@ def build_evaluator(
         schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
         on_result=on_result,
         responses=responses,
-        journal=journal,
+        journal=journal or GroupJournal(),
     )
 
 

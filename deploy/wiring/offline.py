@@ -17,7 +17,7 @@ from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.metrics.summary import wilson_interval
-from mobula.cluster.recovery.checkpoints import CheckpointAlone
+from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.rollout.evaluation import EvaluationSchedule, RowEvaluator
 from mobula.cluster.rollout.row_stream import RowStream, stored
 from mobula.cluster.weight_sync.interfaces import NoReceivers
@@ -94,7 +94,7 @@ def build_offline_controller(
         run,
         prepared.identity,
         training.learner,
-        CheckpointAlone(),
+        Recovery(),
         parts={"stream": training.rows, "evaluator": evaluator},
         prepare=partial(_freeze_reference, prepared, training.learner),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),

@@ -41,7 +41,7 @@ from mobula.cluster.recovery.step_learner import DurableLearner, StepLearner
 from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal, Recovered, journal_identity
-from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
+from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.rollout.dispatcher import RolloutDispatcher
 from mobula.cluster.rollout.evaluation import EvaluationSchedule
@@ -100,7 +100,7 @@ def build_metrics(
             timeout_s=config.timeouts.object_s,
         ),
         tracer=tracer,
-        start_up=start_up,
+        start_up=start_up or StartUp(time.perf_counter()),
     )
     metrics.resume(journal.kept)
     return metrics
@@ -212,7 +212,7 @@ def checkpoints_of(
         config.run_folder / CHECKPOINTS_FOLDER,
         learner=learner,
         identity=identity,
-        resume=config.resume,
+        resume_mode=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
         recovery=AuditedRecovery(recovery, run.audit),
@@ -255,7 +255,7 @@ MAX_WAITING_STEPS = 2  # steps whose groups wait in memory for the trajectory lo
 
 def build_journal_writer(config: RunConfig) -> GroupJournal:
     if not config.replay.journal:
-        return NoJournal()
+        return GroupJournal()
     return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s, write_s=config.timeouts.object_s)
 
 

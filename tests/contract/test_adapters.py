@@ -55,7 +55,7 @@ async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the
     async def keep(push: Push) -> None:
         pushes.append(push)
 
-    sync.on_published(keep)
+    sync.on_published.append(keep)
     assert await probe_gap(engine, adapted) <= EXACT, "adapters that are not trained yet change nothing"
     for version, (seed, scale) in enumerate(((11, 0.1), (12, 0.1), (0, 0.0)), start=1):
         perturb_adapters(adapted, seed, scale)

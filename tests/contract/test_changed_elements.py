@@ -65,7 +65,7 @@ async def test_after_many_pushes_of_changes_the_engine_equals_one_that_was_given
     async def keep(push: Push) -> None:
         pushes.append(push)
 
-    sync.on_published(keep)
+    sync.on_published.append(keep)
     await sync.publish(learner.version)
     for seed, (share, only) in enumerate(
         NUM_PUSHES // 4 * [(0.01, ""), (0.0, ""), (1.0, "model.layers.1"), (0.3, "visual.")]
@@ -107,7 +107,7 @@ async def test_changes_that_arrive_damaged_are_found_and_whole_tensors_follow(
         pushes.append(push)
 
     sync = weight_sync(engine, Damaging(learner), tolerance=CLOSE, max_attempts=2)
-    sync.on_published(keep)
+    sync.on_published.append(keep)
     learner.version = 1
     await sync.publish(1)
     for seed in (2, 3):

@@ -54,7 +54,7 @@ async def test_a_push_without_the_frozen_vision_tower_makes_the_engine_compute_w
         async def keep(push: Push) -> None:
             pushes.append(push)
 
-        sync.on_published(keep)
+        sync.on_published.append(keep)
         learner.version = 7
         perturb(learner, 11, only="model.")
         assert await sync.admit(engine.client) == 7, "a late joiner"

@@ -59,7 +59,7 @@ async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the
     async def keep(push: Push) -> None:
         pushes.append(push)
 
-    sync.on_published(keep)
+    sync.on_published.append(keep)
     for version, seed in enumerate((11, 12, None), start=1):
         if seed is None:
             restore(learner, weights_a)
@@ -109,7 +109,7 @@ async def test_prompts_that_need_the_weights_of_a_push_come_before_it_and_are_sa
     def send(version: int) -> None:
         running.extend(asyncio.ensure_future(engine.generate(p, settings)) for p in engine.model.prompts)
 
-    sync.on_announced(send)
+    sync.on_announced.append(send)
     await engine.sample(engine.model.probe)  # the engine is busy with the old weights, and asked for
     assert not early.done()
     await sync.publish(2)

@@ -100,7 +100,7 @@ async def test_parameters_after_pushes_of_changes_are_those_of_whole_tensors(tmp
         async def keep(push: Push) -> None:
             pushes.append(push)
 
-        sync.on_published(keep)
+        sync.on_published.append(keep)
         for version in range(5):
             await sync.publish(version)
             perturb(learner, seed=version, scale=1e-4)

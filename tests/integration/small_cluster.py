@@ -295,7 +295,7 @@ class SmallRun:
             prepare=_nothing,
             finish=_nothing,
             identity={},
-            resume=Resume.AUTO,
+            resume_mode=Resume.AUTO,
             schedule=CheckpointSchedule(self.shape.checkpoint_interval, self.shape.total_steps, 2),
             recovery=recovery,
         )
@@ -314,7 +314,7 @@ class SmallRun:
         )
         self.rollout_pool.admit_with(weights.admit)
 
-        weights.on_announced(dispatcher.advance)
+        weights.on_announced.append(dispatcher.advance)
         return weights
 
     def _watched_rank(self, index: int) -> Watched:

@@ -214,10 +214,7 @@ class FakeWeights:
     def __init__(self, rollouts: FakeRollouts) -> None:
         self.published: list[int] = []
         self._rollouts = rollouts
-        self._listeners: list[Callable[[int], None]] = []
-
-    def on_announced(self, listener: Callable[[int], None]) -> None:
-        self._listeners.append(listener)
+        self.on_announced: list[Callable[[int], None]] = []
 
     def settling(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -226,7 +223,7 @@ class FakeWeights:
         """`publish` itself waits for every engine."""
 
     async def publish(self, version: int) -> int:
-        for announce in self._listeners:
+        for announce in self.on_announced:
             announce(version)
         await turns(2)
         self._rollouts.version = version

@@ -34,12 +34,12 @@ from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Generated, GroupOutcome, Prompt, ScoredGroup
-from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule, Resumable
+from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, Recovery, Resumable
 from mobula.cluster.recovery.resume import JournalRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal
-from mobula.cluster.replay.journal_writer import JournalWriter
+from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings, UpdateReport
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.in_flight import InFlightRequests
@@ -207,7 +207,7 @@ class Run:
         self.weights = FakeWeights(self.rollouts)
         self.journal = Journal(folder / "journal", {"seed": 0}, segment_bytes=SEGMENT_BYTES)
         self.replay = ReplayBuffer(
-            journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce) if has_journal else None,
+            journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce) if has_journal else GroupJournal(),
             max_bytes=max_bytes,
             min_ready=prompts_per_step,
             tracer=tracer,
@@ -244,7 +244,7 @@ class Run:
             observer=self._audit,
             tracer=tracer,
         )
-        self.weights.on_announced(self.dispatcher.advance)
+        self.weights.on_announced.append(self.dispatcher.advance)
         learner = StepLearner(self.learner, journal=self.replay if has_journal else None, tracer=tracer)
         recovery = JournalRecovery(
             self.journal,
@@ -263,9 +263,9 @@ class Run:
             prepare=self._prepare,
             finish=self._finish,
             identity={"seed": 0},
-            resume=resume,
+            resume_mode=resume,
             schedule=CheckpointSchedule(interval_steps=checkpoint_interval, total_steps=total_steps, keep=2),
-            recovery=AuditedRecovery(recovery if has_journal else CheckpointAlone(), self._audit),
+            recovery=AuditedRecovery(recovery if has_journal else Recovery(), self._audit),
         )
         self.controller = Controller(
             total_steps=total_steps,

@@ -9,6 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
 from mobula.cluster.metrics.report.samples import SampleFile, read_samples
@@ -159,26 +161,13 @@ def to_json(findings: Sequence[RunFinding]) -> str:
 
 
 def write_findings(folder: Path, findings: Sequence[RunFinding]) -> None:
-    """Writes `diagnosis.json` of a run folder."""
     write_atomically(folder / DIAGNOSIS_FILE, to_json(findings) + "\n")
 
 
 def read_findings(folder: Path) -> list[RunFinding]:
     """The inverse of `write_findings`; empty if the file does not exist."""
     path = folder / DIAGNOSIS_FILE
-    return [_finding(row) for row in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
-
-
-def _finding(row: Mapping[str, Any]) -> RunFinding:
-    return RunFinding(
-        name=row["name"],
-        verdict=RunVerdict(row["verdict"]),
-        measured=row["measured"],
-        numbers={name: float(value) for name, value in row["numbers"].items()},
-        action=row["action"],
-        evidence=tuple(Evidence(each["text"], tuple(each["images"])) for each in row["evidence"]),
-        explains=tuple(row.get("explains", ())),
-    )
+    return TypeAdapter(list[RunFinding]).validate_json(path.read_bytes()) if path.exists() else []
 
 
 METRICS_FILE = "metrics.jsonl"

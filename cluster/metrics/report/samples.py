@@ -6,9 +6,11 @@ import base64
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from pydantic import TypeAdapter
 
 from mobula.cluster.files import read_verified, write_atomically
 from mobula.cluster.metrics.step_records import SampleRecord, strict
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 EVALUATIONS_FOLDER = "evaluations"  # of the run folder
 SHEETS_FILE = "sheets.json"  # in it: a row for each sheet
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,19 @@ def read_sheets(run_folder: Path) -> list[Sheet]:
     if not (folder / SHEETS_FILE).exists():
         return []
     rows = json.loads((folder / SHEETS_FILE).read_text(encoding="utf-8"))
-    by_suite: dict[str, list[dict[str, object]]] = {}
+    by_suite: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["version"]):
         by_suite.setdefault(row["suite"], []).append(row)
-    chosen = [row for sheets in by_suite.values() for row in (sheets if len(sheets) == 1 else (sheets[0], sheets[-1]))]
-    return [_sheet(folder, row) for row in chosen]
+    chosen = [row for sheets in by_suite.values() for row in _first_and_last(sheets)]
+    pngs = [read_verified(folder / row["file"], row["sha256"], SHEETS_FILE) for row in chosen]
+    return [
+        Sheet(row["suite"], row["version"], row["sha256"], row["prompts"], png)
+        for row, png in zip(chosen, pngs, strict=True)
+    ]
 
 
-def _sheet(folder: Path, row: Mapping[str, Any]) -> Sheet:
-    digest = str(row["sha256"])
-    png = read_verified(folder / str(row["file"]), digest, SHEETS_FILE)
-    return Sheet(str(row["suite"]), int(str(row["version"])), digest, [str(p) for p in row["prompts"]], png)
+def _first_and_last(items: Sequence[T]) -> Sequence[T]:
+    return items if len(items) < 2 else (items[0], items[-1])
 
 
 ARTIFACTS_FOLDER = "artifacts"  # of the run folder
@@ -79,26 +84,21 @@ def read_artifacts(folder: Path) -> list[dict[str, Any]]:
 def read_videos(run_folder: Path) -> list[tuple[int, list[Video]]]:
     """Returns (step, videos) of the first and the last step with videos."""
     rows = [row for row in read_artifacts(run_folder / ARTIFACTS_FOLDER) if "poster" in row]
-    steps = sorted({int(str(row["step"])) for row in rows})
-    chosen = steps if len(steps) == 1 else [steps[0], steps[-1]] if steps else []
     videos: list[tuple[int, list[Video]]] = []
-    for step in chosen:
+    for step in _first_and_last(sorted({row["step"] for row in rows})):
         of_step = [row for row in rows if row["step"] == step]
-        videos.append((step, [_video(run_folder, row) for row in of_step[:MAX_VIDEOS]]))
+        videos.append((step, [_video(run_folder / ARTIFACTS_FOLDER, row) for row in of_step[:MAX_VIDEOS]]))
     return videos
 
 
-def _video(run_folder: Path, row: dict[str, object]) -> Video:
-    folder = run_folder / ARTIFACTS_FOLDER
-    digest = str(row["sha256"])
-    mp4 = read_verified(folder / str(row["file"]), digest, INDEX)
-    reward = row["reward"]
+def _video(folder: Path, row: Mapping[str, Any]) -> Video:
+    mp4 = read_verified(folder / row["file"], row["sha256"], INDEX)
     return Video(
         file=f"{ARTIFACTS_FOLDER}/{row['file']}",
-        prompt=str(row["prompt"]),
-        reward=None if reward is None else float(str(reward)),
-        sha256=digest,
-        poster=(folder / str(row["poster"])).read_bytes(),
+        prompt=row["prompt"],
+        reward=row["reward"],
+        sha256=row["sha256"],
+        poster=(folder / row["poster"]).read_bytes(),
         mp4=mp4 if len(mp4) <= MAX_BYTES else None,
     )
 
@@ -174,6 +174,9 @@ class AnswerGroup:
     answers: tuple[KeptAnswer, ...]
 
 
+_SAMPLE, _ANSWERS = TypeAdapter(ReportSample), TypeAdapter(AnswerGroup)
+
+
 @dataclass(frozen=True)
 class SampleFile:
     """The content of `samples.jsonl`: samples, each thumbnail (PNG) once, and the drawn groups."""
@@ -203,6 +206,7 @@ class _Candidate:
         return reward
 
 
+@dataclass(eq=False)
 class SampleKeeper:
     """Keeps at most `limit` samples of a run of `num_steps`, and writes them to `path` at each change.
 
@@ -211,30 +215,23 @@ class SampleKeeper:
     resumes from `version` keeps the samples up to it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        limit: int,
-        num_steps: int,
-        seed: int,
-        version: int,
-        fetch: Fetch,
-        timeout_s: float,
-        write: Callable[[Path, str], None] = write_atomically,
-    ) -> None:
-        self._path = path
-        self._write = write
-        self._capacity = max(1, limit // (len(PERIODS) * len(KINDS)))
-        self._num_steps = num_steps
-        self._interval = max(1, num_steps // NUM_LOOKS)
-        self._seed = seed
-        self._fetch = fetch
-        self._timeout_s = timeout_s
-        earlier = read_samples(path)
-        self._samples = [sample for sample in earlier.samples if sample.step <= version]
+    path: Path
+    _: KW_ONLY
+    limit: int
+    num_steps: int
+    seed: int
+    version: int
+    fetch: Fetch
+    timeout_s: float
+    write: Callable[[Path, str], None] = write_atomically
+
+    def __post_init__(self) -> None:
+        self._capacity = max(1, self.limit // (len(PERIODS) * len(KINDS)))
+        self._interval = max(1, self.num_steps // NUM_LOOKS)
+        earlier = read_samples(self.path)
+        self._samples = [sample for sample in earlier.samples if sample.step <= self.version]
         self._thumbnails = dict(earlier.thumbnails)
-        self._answers = [group for group in earlier.answers if group.step <= version]
+        self._answers = [group for group in earlier.answers if group.step <= self.version]
 
     @property
     def samples(self) -> tuple[ReportSample, ...]:
@@ -242,25 +239,23 @@ class SampleKeeper:
 
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> list[SampleRecord]:
         """Selects samples from the groups of one step, fetches and writes them, and returns them."""
-        is_due = (step - 1) % self._interval == 0 or step == self._num_steps
+        is_due = (step - 1) % self._interval == 0 or step == self.num_steps
         if not is_due or not groups:
             return []
-        choice = random.Random(f"{self._seed}/{step}")
+        choice = random.Random(f"{self.seed}/{step}")
         kept = [sample for kind in KINDS if (sample := self._offer_one(step, kind, groups, choice)) is not None]
         self._answers += self._drawn(step, groups)
         if kept or self._answers:
             shown = [keys for s in self._samples for keys in (s.media_keys, *(turn.media_keys for turn in s.turns))]
             used = {key for keys in shown for key in keys}
             self._thumbnails = {key: png for key, png in self._thumbnails.items() if key in used}
-            write_samples(self._path, SampleFile(self.samples, self._thumbnails, tuple(self._answers)), self._write)
+            write_samples(self.path, SampleFile(self.samples, self._thumbnails, tuple(self._answers)), self.write)
         return [self._record(sample) for sample in kept]
 
     def _drawn(self, step: int, groups: Sequence[ScoredGroup]) -> Iterator[AnswerGroup]:
-        chosen = random.Random(f"{self._seed}/{step}/answers").sample(groups, min(NUM_GROUPS, len(groups)))
+        chosen = random.Random(f"{self.seed}/{step}/answers").sample(groups, min(NUM_GROUPS, len(groups)))
         references = [scored.group for scored in chosen]
-        loaded: list[TrajectoryGroup] = self._fetch(
-            references, timeout_s=self._timeout_s, what=f"answers of step {step}"
-        )
+        loaded: list[TrajectoryGroup] = self.fetch(references, timeout_s=self.timeout_s, what=f"answers of step {step}")
         for scored, group in zip(chosen, loaded, strict=True):
             pairs = list(zip(scored.rewards, group.trajectories, strict=True))[:MAX_ANSWERS]
             answers = tuple(_answer(reward, trajectory) for reward, trajectory in pairs)
@@ -270,7 +265,7 @@ class SampleKeeper:
         self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random
     ) -> ReportSample | None:
         """Puts one response of this step into the bucket of `kind` and returns it; None if no response qualifies."""
-        period: Period = "early" if 2 * step <= self._num_steps else "late"
+        period: Period = "early" if 2 * step <= self.num_steps else "late"
         bucket = [s for s in self._samples if (s.period, s.kind) == (period, kind)]
         candidate = _choose(kind, groups, choice, known={s.sample_id for s in bucket})
         if candidate is None:
@@ -302,7 +297,7 @@ class SampleKeeper:
     ) -> ReportSample | None:
         """Returns the sample that the candidate replaces in a full bucket; None if the candidate is not kept."""
         if kind == "random":
-            first = 1 if period == "early" else self._num_steps // 2 + 1
+            first = 1 if period == "early" else self.num_steps // 2 + 1
             num_seen = 1 + (step - first) // self._interval
             index = choice.randrange(max(num_seen, len(bucket) + 1))
             return bucket[index] if index < len(bucket) else None
@@ -313,7 +308,7 @@ class SampleKeeper:
     def _load(self, candidate: _Candidate, step: int, period: Period, kind: Kind) -> ReportSample:
         group: TrajectoryGroup
         what = f"group {candidate.group.summary.group_id}"
-        (group,) = self._fetch([candidate.group.group], timeout_s=self._timeout_s, what=what)
+        (group,) = self.fetch([candidate.group.group], timeout_s=self.timeout_s, what=what)
         trajectory = group.trajectories[candidate.sibling]
         self._load_thumbnails(group, trajectory)
         return ReportSample(
@@ -340,7 +335,7 @@ class SampleKeeper:
         if missing:
             what = f"images of {group.prompt.sample_id}"
             references = [handle.reference for handle in missing]
-            media: list[ProcessedMedia] = self._fetch(references, timeout_s=self._timeout_s, what=what)
+            media: list[ProcessedMedia] = self.fetch(references, timeout_s=self.timeout_s, what=what)
             self._thumbnails |= {h.key: m.thumbnail for h, m in zip(missing, media, strict=True) if m.thumbnail}
 
 
@@ -361,9 +356,9 @@ def read_samples(path: Path) -> SampleFile:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines]
     return SampleFile(
-        tuple(_sample(row["sample"]) for row in rows if row["kind"] == "sample"),
+        tuple(_SAMPLE.validate_python(row["sample"]) for row in rows if row["kind"] == "sample"),
         {row["key"]: base64.b64decode(row["png"]) for row in rows if row["kind"] == "thumbnail"},
-        tuple(_answer_group(row["group"]) for row in rows if row["kind"] == "answers"),
+        tuple(_ANSWERS.validate_python(row["group"]) for row in rows if row["kind"] == "answers"),
     )
 
 
@@ -410,40 +405,20 @@ def _answer(reward: Reward | None, trajectory: Trajectory) -> KeptAnswer:
     return KeptAnswer(
         text=text[-MAX_ANSWER_CHARACTERS:],
         reward=None if reward is None else reward.value,
-        components={} if reward is None else dict(reward.components),
-        reasons={}
-        if reward is None
-        else {name: reason[:MAX_ANSWER_CHARACTERS] for name, reason in reward.reasons.items()},
+        components=dict(reward.components) if reward else {},
+        reasons={name: why[:MAX_ANSWER_CHARACTERS] for name, why in reward.reasons.items()} if reward else {},
         finish_reason=str(trajectory.finish_reason),
         num_tokens=trajectory.response.num_tokens,
-        repetition=_repetition(text),
+        repetition=repeated_words(text, 4),
     )
 
 
-def _repetition(text: str) -> float:
-    """Returns the share of word 4-grams that occurred before in the text; 0 for shorter texts."""
+def repeated_words(text: str, ngram: int) -> float:
+    """1 - distinct n-grams of words / n-grams; 0 for fewer than `ngram` + 1 words."""
     words = text.split()
-    grams = list(zip(words, words[1:], words[2:], words[3:], strict=False))
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def _answer_group(row: dict[str, Any]) -> AnswerGroup:
-    answers = tuple(KeptAnswer(**answer) for answer in row["answers"])
-    return AnswerGroup(row["step"], row["sample_id"], tuple(row["references"]), answers)
+    num = len(words) - ngram + 1
+    return 1 - len({tuple(words[i : i + ngram]) for i in range(num)}) / num if num > 1 else 0.0
 
 
 def _clip(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} […{len(text) - MAX_CHARACTERS} more]"
-
-
-def _sample(row: dict[str, Any]) -> ReportSample:
-    return ReportSample(
-        **{
-            **row,
-            "references": tuple(row["references"]),
-            "media_keys": tuple(row["media_keys"]),
-            "reward": float(row["reward"]),
-            "components": {name: float(value) for name, value in row["components"].items()},
-            "turns": tuple(ReportTurn(**{**t, "media_keys": tuple(t["media_keys"])}) for t in row.get("turns", ())),
-        }
-    )

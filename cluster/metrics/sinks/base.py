@@ -1,10 +1,10 @@
-"""Sink: the Protocol, several as one, and the scalars and rows that trackers show."""
+"""Sink: the Protocol, and the scalars and rows that trackers show."""
 
 from __future__ import annotations
 
 import io
-import logging
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from PIL import Image
@@ -30,41 +30,6 @@ class SampleSink(Sink, Protocol):
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
         """Shows responses of one step, at least one."""
-        ...
-
-
-_logger = logging.getLogger(__name__)
-
-
-class FanOut:
-    """All sinks of a run. A sink that raises is logged once, reported to `on_dropped` by name, and not called again."""
-
-    def __init__(self, sinks: Sequence[Sink], on_dropped: Callable[[str], None]) -> None:
-        self._sinks = list(sinks)
-        self._on_dropped = on_dropped
-
-    def emit(self, record: StepRecord) -> None:
-        self._each(lambda sink: sink.emit(record))
-
-    def emit_evaluation(self, record: EvaluationRecord) -> None:
-        self._each(lambda sink: sink.emit_evaluation(record))
-
-    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
-        """Passes responses to the sinks that show them."""
-        self._each(lambda sink: sink.emit_samples(samples) if isinstance(sink, SampleSink) else None)
-
-    def close(self) -> None:
-        self._each(lambda sink: sink.close())
-        self._sinks.clear()
-
-    def _each(self, call: Callable[[Sink], None]) -> None:
-        for sink in list(self._sinks):
-            try:
-                call(sink)
-            except Exception:  # a full disk or a lost tracker must not end the run
-                _logger.exception("metrics sink %s failed and is dropped; the run goes on without it", sink.name)
-                self._sinks.remove(sink)
-                self._on_dropped(sink.name)
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
@@ -82,6 +47,19 @@ def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
     group = "evaluation" if record.suite == HELD_OUT else f"evaluation_{record.suite}"
     own = {"accuracy": record.accuracy, "num_unscored": float(record.num_unscored)}
     return {f"{group}/{name}": value for name, value in {**own, **record.values}.items()}
+
+
+class ScalarSink(ABC):
+    """A sink that logs the scalars of steps and of evaluations in one way."""
+
+    def emit(self, record: StepRecord) -> None:
+        self._log(step_scalars(record), record.step)
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        self._log(evaluation_scalars(record), record.version)
+
+    @abstractmethod
+    def _log(self, scalars: Mapping[str, float], step: int) -> None: ...
 
 
 TABLE = "samples"

@@ -57,10 +57,8 @@ class JsonlSink:
 
 
 def read_records(path: Path) -> list[MetricsRecord]:
-    """Reads all records of a `metrics.jsonl`, in order; none if the file does not exist.
-
-    A partial last line (of a killed process) is ignored. A broken line before it is an error.
-    """
+    """Reads all records of a `metrics.jsonl`, in order; none if the file does not exist. A partial last line (of a
+    killed process) is ignored. A broken line before it is an error."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

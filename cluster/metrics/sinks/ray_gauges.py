@@ -19,11 +19,6 @@ Key = tuple[str, str]  # (series, value of the extra tag or "")
 WorkerKey = tuple[str, str, str, str, str]  # (series, role, index of the worker or "", node, extra tag)
 
 
-def ray_series(name: str, description: str, tag_keys: tuple[str, ...]) -> Gauge:
-    """Returns a gauge of Ray; Ray exports it from a connected driver or worker only."""
-    return Gauge(name, description=description, tag_keys=tag_keys)
-
-
 class RaySink:
     """Sets one gauge per number, tagged with run, role and index.
 
@@ -40,7 +35,7 @@ class RaySink:
         tags: Mapping[str, str],
         *,
         heartbeat_s: float,
-        make_series: Callable[[str, str, tuple[str, ...]], Gauge] = ray_series,
+        make_series: Callable[[str, str, tuple[str, ...]], Gauge] = Gauge,
         now: Callable[[], float] = time.time,
     ) -> None:
         """`now()` returns seconds since the epoch."""
@@ -112,17 +107,13 @@ class RaySink:
 
     def _find(self, name: str, tag_keys: tuple[str, ...]) -> Gauge:
         if name not in self._series:
-            self._series[name] = self._make_series(_series_name(name), describe(name), tag_keys)
+            allowed = re.sub(r"[^a-zA-Z0-9_]", "_", name)  # by Prometheus
+            self._series[name] = self._make_series(f"mobula_{allowed}", describe(name), tag_keys)
         return self._series[name]
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RuntimeError("the heartbeat of the Ray metrics has stopped") from self._failure
-
-
-def _series_name(name: str) -> str:
-    """Returns a name for Prometheus, which allows letters, digits and underscores only."""
-    return "mobula_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def _extra_tag(name: str, extra: str) -> dict[str, str]:
@@ -132,23 +123,13 @@ def _extra_tag(name: str, extra: str) -> dict[str, str]:
 
 
 def _at_start(now: float) -> dict[Key, float]:
-    """Returns the gauges that have a value before the first step."""
     counters = {(f"{name}_total", ALL_REASONS): 0.0 for name in CounterName}
     return {(LiveName.UP, ""): 1.0, (LiveName.STEP, ""): 0.0, (LiveName.LAST_STEP_TIME, ""): now, **counters}
 
 
 def _of_run(status: RunStatus) -> dict[Key, float]:
     progress, store = status.progress, status.object_store
-    stored: dict[Key, float] = (
-        {}
-        if store is None
-        else {
-            (LiveName.OBJECT_STORE_BYTES, ""): float(store.used_bytes),
-            (LiveName.OBJECT_STORE_SIZE_BYTES, ""): float(store.total_bytes),
-        }
-    )
-    return {
-        **stored,
+    gauges: dict[Key, float] = {
         (LiveName.LOOP_LAG_S, ""): status.loop_lag_s,
         (LiveName.PHASE, progress.phase): 1.0,
         (LiveName.PHASE_SECONDS, ""): progress.seconds,
@@ -157,6 +138,10 @@ def _of_run(status: RunStatus) -> dict[Key, float]:
         (LiveName.IN_FLIGHT, ""): float(status.in_flight.num_prompts),
         (LiveName.IN_FLIGHT_OLDEST_AGE_S, ""): status.in_flight.oldest_age_s,
     }
+    if store is not None:
+        gauges[LiveName.OBJECT_STORE_BYTES, ""] = float(store.used_bytes)
+        gauges[LiveName.OBJECT_STORE_SIZE_BYTES, ""] = float(store.total_bytes)
+    return gauges
 
 
 def _of_workers(status: RunStatus) -> Iterator[tuple[WorkerKey, float]]:
@@ -174,7 +159,6 @@ def _of_workers(status: RunStatus) -> Iterator[tuple[WorkerKey, float]]:
 
 
 def _of_worker(worker: WorkerStatus) -> Iterator[tuple[LiveName, float]]:
-    """Yields the gauges of one worker."""
     vitals = worker.vitals
     load = None if vitals is None else vitals.load
     known: dict[LiveName, float | None] = {

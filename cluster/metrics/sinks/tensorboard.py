@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from mobula.cluster.metrics.sinks.base import evaluation_scalars, step_scalars
-from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.sinks.base import ScalarSink
+from mobula.cluster.metrics.step_records import SampleRecord
 
 
-class TensorBoardSink:
+class TensorBoardSink(ScalarSink):
     """Writes below `folder`. A run that resumes from `version` makes TensorBoard drop later values."""
 
     name = "tensorboard"
 
     def __init__(self, folder: Path, *, version: int) -> None:
         self._writer = SummaryWriter(str(folder), purge_step=version + 1)
-
-    def emit(self, record: StepRecord) -> None:
-        """Writes one event per step, with all scalars."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in step_scalars(record).items()]
-        self._add(values, record.step)
-
-    def emit_evaluation(self, record: EvaluationRecord) -> None:
-        for tag, value in evaluation_scalars(record).items():
-            self._writer.add_scalar(tag, value, record.version)
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
         """Writes `samples/best` and other kinds: a text, and the images of its prompt under the same name."""
@@ -42,6 +33,10 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Writes one event with all scalars."""
+        self._add([Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()], step)
 
     def _add(self, values: Sequence[Summary.Value], step: int) -> None:
         writer = self._writer.file_writer

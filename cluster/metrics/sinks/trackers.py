@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.sinks.base import COLUMNS, TABLE, Sink, cells, evaluation_scalars, images, step_scalars
-from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.sinks.base import COLUMNS, TABLE, ScalarSink, Sink, cells, images
+from mobula.cluster.metrics.step_records import SampleRecord
 from mobula.cluster.user_code import chosen, is_user_code
 
 MLFLOW_CONFIG = "config.yaml"
@@ -38,7 +38,7 @@ class TrackedRun:
     config: Mapping[str, Any]  # resolved
 
 
-class MlflowSink:
+class MlflowSink(ScalarSink):
     """Logs to one MLflow run per run. A resumed run finds it by the tag `mobula.run_id` in the experiment, which is the
     project."""
 
@@ -62,12 +62,6 @@ class MlflowSink:
             self._run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
             self._client.log_text(self._run_id, yaml.safe_dump(dict(run.config), sort_keys=False), MLFLOW_CONFIG)
 
-    def emit(self, record: StepRecord) -> None:
-        self._log(step_scalars(record), record.step)
-
-    def emit_evaluation(self, record: EvaluationRecord) -> None:
-        self._log(evaluation_scalars(record), record.version)
-
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
         """Writes artifacts below `samples/step-000003`: a table, and each image under the kind of its response."""
         folder = f"{TABLE}/step-{samples[0].step:06d}"
@@ -88,7 +82,7 @@ class MlflowSink:
         self._client.log_batch(self._run_id, metrics=metrics)
 
 
-class TrackioSink:
+class TrackioSink(ScalarSink):
     """Logs to trackio. `TRACKIO_DIR=RUN/trackio trackio show` shows the files below the run folder. trackio finds a run
     by its name, so the name ends with the beginning of the run's id."""
 
@@ -110,14 +104,10 @@ class TrackioSink:
             auto_log_cpu=False,
         )
 
-    def emit(self, record: StepRecord) -> None:
-        self._run.log({STEP: record.step, **step_scalars(record)}, step=record.step)
-
-    def emit_evaluation(self, record: EvaluationRecord) -> None:
-        self._run.log({STEP: record.version, **evaluation_scalars(record)}, step=record.version)
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log({STEP: step, **scalars}, step=step)
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
-        """Logs a table of the step's responses with their images."""
         image = self._library.Image
         rows = [[*cells(sample), [image(opened) for opened in images(sample)]] for sample in samples]
         table = self._library.Table(columns=[*COLUMNS, "images"], data=rows)
@@ -127,7 +117,7 @@ class TrackioSink:
         self._run.finish()
 
 
-class WandbSink:
+class WandbSink(ScalarSink):
     """Logs offline without an address: `wandb sync` sends the folder later. WANDB_API_KEY or ~/.netrc has the key of a
     server. The axis of every chart is the step, because an evaluation may end after later steps."""
 
@@ -153,11 +143,8 @@ class WandbSink:
         )
         self._run.define_metric("*", step_metric=STEP)
 
-    def emit(self, record: StepRecord) -> None:
-        self._run.log({STEP: record.step, **step_scalars(record)})
-
-    def emit_evaluation(self, record: EvaluationRecord) -> None:
-        self._run.log({STEP: record.version, **evaluation_scalars(record)})
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log({STEP: step, **scalars})
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
         """Logs a table of the step's responses, each with its first image, and all images by kind of response."""
@@ -171,12 +158,12 @@ class WandbSink:
         self._run.finish()
 
 
+# Name of the tracker, its library and its extra -> class of the sink
 TRACKERS: Mapping[str, Callable[[TrackedRun], Sink]] = {
     "mlflow": MlflowSink,
     "trackio": TrackioSink,
     "wandb": WandbSink,
 }
-"""Name of the tracker, its library and its extra -> class of the sink."""
 
 
 def refuse_missing(names: Sequence[str]) -> None:
@@ -191,5 +178,4 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 
 def tracker(name: str) -> Callable[[TrackedRun], Sink]:
-    """Returns the class of a tracker's sink."""
     return chosen(TRACKERS, name, "metrics.trackers", ("run",))

@@ -142,7 +142,7 @@ async def test_a_stop_lets_the_update_and_its_push_end(tmp_path: Path) -> None:
 async def test_a_stop_in_the_push_lets_it_end(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     found: list[bool] = []
-    run.weights.on_announced(lambda version: found.append(run.stop.request()) if version == 2 else None)
+    run.weights.on_announced.append(lambda version: found.append(run.stop.request()) if version == 2 else None)
     with pytest.raises(RunStopped):
         await asyncio.wait_for(run.go(), 5)
     assert found == [True] and run.weights.published == [0, 1, 2]
@@ -245,7 +245,7 @@ async def test_before_its_first_step_a_run_has_the_checkpoint_of_version_0_alone
 async def test_a_request_during_start_up_is_not_heeded(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     found: list[bool] = []
-    run.weights.on_announced(lambda version: found.append(run.stop.request()) if version == 0 else None)
+    run.weights.on_announced.append(lambda version: found.append(run.stop.request()) if version == 0 else None)
     assert await run.go() == STEPS
     assert found == [False], "the caller cancels it in its first push"
 
@@ -269,5 +269,5 @@ async def test_a_run_that_is_done_before_the_stop_takes_effect_is_done(tmp_path:
         assert run.stop.request()
         run.num_finished += 1
 
-    run.checkpoints._finish = ask  # the export, after the last checkpoint
+    run.checkpoints.finish = ask  # the export, after the last checkpoint
     assert await run.go() == STEPS

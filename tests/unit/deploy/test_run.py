@@ -429,7 +429,7 @@ def run_folder(folder: Path, config: RunConfig, steps: tuple[int, ...] = ()) -> 
         prepare=nothing,
         finish=nothing,
         identity={},
-        resume=Resume.AUTO,
+        resume_mode=Resume.AUTO,
         schedule=CheckpointSchedule(1, 9, 9),
     )
     trained = next(p for name, p in learner._policy.named_parameters() if p.requires_grad and "lora_A" not in name)

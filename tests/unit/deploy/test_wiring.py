@@ -28,7 +28,7 @@ from mobula.cluster.records.trajectory import GroupOutcome, Prompt, Reward
 from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.replay.journal_writer import JournalWriter, NoJournal
+from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.configs.load import load_config
@@ -97,8 +97,8 @@ async def test_a_step_that_was_trained_beside_an_evaluation_is_left_to_the_loop_
     found = recovered(await killed_during_the_evaluation(tmp_path / "a"), 5)
     assert (found.reached, [g.group_id for g in found.finished]) == (5, ["0/0/s0"])
     assert [(a.group_id, a.reason) for a in found.arrivals] == [("0/0/s0", None), ("0/9/s9", "uniform")]
-    assert found.arrivals[1].read() == GroupOutcome("0/9/s9", (Reward(1.0),), 2, 6)
-    assert found.arrivals[0].read() == make_scored("0/0/s0").outcome
+    assert found.arrivals[1].outcome() == GroupOutcome("0/9/s9", (Reward(1.0),), 2, 6)
+    assert found.arrivals[0].outcome() == make_scored("0/0/s0").outcome
     whole = recovered(await killed_during_the_evaluation(tmp_path / "b", has_evaluated=True), 5)
     assert (whole.reached, whole.finished, list(whole.evaluations)) == (6, (), [5])
     assert (whole.steps[0].seconds, len(whole.steps[0].arrivals)) == ({"wait_for_rollouts": 2.5}, 2)
@@ -111,14 +111,14 @@ async def test_a_run_without_a_journal_writes_none(tmp_path: Path) -> None:
     steps, recovery = build(run, learner, make_metrics([], FakeClock()))
     assert (await steps.update([make_scored("0/0/s0")])).version == 1
     assert isinstance(recovery, NoRecovery)
-    assert isinstance(build_journal_writer(run), NoJournal)
+    assert type(build_journal_writer(run)) is GroupJournal
 
 
 async def test_steps_are_logged_whether_the_loop_or_a_recovery_takes_them(tmp_path: Path) -> None:
     run, learner = config(tmp_path, "replay.trajectory_log=true"), FakeLearner()
     steps, recovery = build(run, learner, make_metrics([], FakeClock()))
     assert isinstance(recovery, JournalRecovery)
-    await recovery._learner.repeat([make_scored("0/0/s0")])
+    await recovery.learner.repeat([make_scored("0/0/s0")])
     (tmp_path / "state").mkdir()
     await steps.save(tmp_path / "state")
     assert trajectory_log(run.run_folder, run).steps() == [1]
@@ -127,7 +127,7 @@ async def test_steps_are_logged_whether_the_loop_or_a_recovery_takes_them(tmp_pa
 def test_what_came_back_is_counted_by_kind(tmp_path: Path) -> None:
     metrics = make_metrics([], FakeClock())
     _, recovery = build(config(tmp_path), FakeLearner(), metrics)
-    recovery._on_recovered({"steps": 2, "groups": 3, "stale": 1})
+    recovery.on_recovered({"steps": 2, "groups": 3, "stale": 1})
     assert metrics.counts(CounterName.RECOVERED) == {"steps": 2, "groups": 3, "stale": 1}
 
 

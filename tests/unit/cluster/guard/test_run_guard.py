@@ -33,14 +33,13 @@ from mobula.cluster.guard.signs import (
     Quantity,
     Series,
     Sign,
-    StepValues,
     Window,
     difference,
-    repeated_words,
     script_mix,
 )
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, GuardLog, read_events
+from mobula.cluster.metrics.report.samples import repeated_words
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.roles import UpdateReport
@@ -272,7 +271,7 @@ NUM_STEPS = 60
 
 def recorded(
     random: np.random.Generator, judge: Callable[[float], float], reward: Callable[[float], float], *, num_groups: int
-) -> list[StepValues]:
+) -> list[Window]:
     """A run whose groups of 8 binary judgements have the mean `judge(step)`, with prompts of different difficulty."""
     steps = []
     for step in range(1, NUM_STEPS + 1):
@@ -280,11 +279,11 @@ def recorded(
         judged = random.binomial(8, 1 / (1 + np.exp(-logit))) / 8
         rewards = reward(step) + random.normal(0, 0.2, num_groups)
         values = {Quantity.REWARD: Moments.of(rewards.tolist()), Quantity.JUDGE: Moments.of(judged.tolist())}
-        steps.append(StepValues(step, values))
+        steps.append(Window(step, step, values))
     return steps
 
 
-def alarms(steps: list[StepValues], sign: Sign, rate: float = 0.01) -> list[Alarm]:
+def alarms(steps: list[Window], sign: Sign, rate: float = 0.01) -> list[Alarm]:
     watch = Watch([sign], Series(WINDOW), rate)
     return [alarm for values in steps for alarm in watch.observe(values)]
 
@@ -354,8 +353,8 @@ def test_equal_groups_differ_only_by_more_than_rounding() -> None:
 def test_windows_pool_groups_as_if_they_were_of_one_step() -> None:
     random = np.random.default_rng(5)
     parts = [random.normal(n, 1, 3 + n) for n in range(4)]
-    steps = [StepValues(n, {Quantity.LENGTH: Moments.of(part.tolist())}) for n, part in enumerate(parts)]
-    window = Window.of(steps)
+    steps = [Window(n, n, {Quantity.LENGTH: Moments.of(part.tolist())}) for n, part in enumerate(parts)]
+    window = Window.pooled(steps)
     whole = np.concatenate(parts)
     pooled = window.moments[Quantity.LENGTH]
     assert (window.first, window.last, pooled.num) == (0, 3, whole.size)
@@ -381,7 +380,7 @@ def test_a_quantity_that_leaves_its_limit_is_an_alarm(
         means = [start if step < 20 else end for step in range(40)]
         noise = random.normal(0, 0.1 * max(start, 0.1), (40, 8))
         return alarms(
-            [StepValues(s, {quantity: Moments.of((m + noise[s]).tolist())}) for s, m in enumerate(means)], sign
+            [Window(s, s, {quantity: Moments.of((m + noise[s]).tolist())}) for s, m in enumerate(means)], sign
         )
 
     assert run(inside) == []
@@ -393,9 +392,9 @@ def test_a_quantity_that_leaves_its_limit_is_an_alarm(
 
 def test_steps_without_a_judge_are_left_out_of_windows() -> None:
     series = Series(2)
-    empty = StepValues(1, {})
+    empty = Window(1, 1, {})
     full = {Quantity.JUDGE: Moments.of([1.0, 0.0])}
-    assert [series.add(v) for v in (StepValues(1, full), empty, StepValues(3, full))] == [False, False, True]
+    assert [series.add(v) for v in (Window(1, 1, full), empty, Window(3, 3, full))] == [False, False, True]
     assert series.windows[0].shown_steps == "steps 1 to 3"
 
 

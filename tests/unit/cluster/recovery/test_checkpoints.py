@@ -57,7 +57,7 @@ class Setup:
             prepare=self._prepare,
             finish=self._finish,
             identity={"policy.model": "tiny", "seed": 0, **identity},
-            resume=resume,
+            resume_mode=resume,
             schedule=CheckpointSchedule(interval_steps=2, total_steps=9, keep=keep),
             recovery=self,
             kept=lambda versions: self.kept,
@@ -216,7 +216,7 @@ async def test_a_part_that_was_off_starts_from_its_initial_state(tmp_path: Path)
     first = Setup(tmp_path)
     await first.save(2)
     second = Setup(tmp_path)
-    second.checkpoints._parts = {"part": second.part, "guard": (later := Counting())}
+    second.checkpoints.parts = {"part": second.part, "guard": (later := Counting())}
     assert await second.checkpoints.resume() == 2
     assert (second.part.value, later.value) == (2, Counting().value)
 
@@ -304,7 +304,7 @@ async def test_a_full_disk_is_named_with_the_next_action(tmp_path: Path) -> None
 
     setup = Setup(tmp_path)
     await setup.save(2)
-    setup.checkpoints._learner = FullDisk()
+    setup.checkpoints.learner = FullDisk()
     with pytest.raises(CheckpointError, match=r"step 4 could not be written.*No space left.*resume=auto"):
         await setup.checkpoints.save(4)
     assert latest_complete(setup.folder) == setup.folder / "step-000002"
@@ -327,9 +327,9 @@ async def test_a_disk_that_is_full_when_the_policy_is_exported_is_named_in_whate
         raise error
 
     setup = Setup(tmp_path)
-    setup.checkpoints._finish = fail
+    setup.checkpoints.finish = fail
     with pytest.raises(CheckpointError, match="the trained policy could not be written below .*resume=auto") as raised:
-        await setup.checkpoints.maybe_save(setup.checkpoints._schedule.total_steps)
+        await setup.checkpoints.maybe_save(setup.checkpoints.schedule.total_steps)
     assert "\n" not in str(raised.value)
 
 
@@ -338,9 +338,9 @@ async def test_other_errors_of_the_export_travel_as_they_are(tmp_path: Path) -> 
         raise FileNotFoundError(2, "No such file", "template.json")
 
     setup = Setup(tmp_path)
-    setup.checkpoints._finish = fail
+    setup.checkpoints.finish = fail
     with pytest.raises(FileNotFoundError):
-        await setup.checkpoints.maybe_save(setup.checkpoints._schedule.total_steps)
+        await setup.checkpoints.maybe_save(setup.checkpoints.schedule.total_steps)
 
 
 async def test_the_configuration_is_accepted_once_the_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -350,16 +350,16 @@ async def test_the_configuration_is_accepted_once_the_checkpoint_is_loaded(tmp_p
 
     accepted: list[str] = []
     setup = Setup(tmp_path)
-    setup.checkpoints._on_accepted = lambda: accepted.append("new")
+    setup.checkpoints.on_accepted = lambda: accepted.append("new")
     await setup.checkpoints.resume()
     again = Setup(tmp_path)
-    again.checkpoints._learner, again.checkpoints._on_accepted = Other(), lambda: accepted.append("other")
+    again.checkpoints.learner, again.checkpoints.on_accepted = Other(), lambda: accepted.append("other")
     with pytest.raises(
         CheckpointError, match=r"step-000000 cannot be loaded .*tensors of another policy\): set policy"
     ):
         await again.checkpoints.resume()
     assert accepted == ["new"]
-    again.checkpoints._learner = again.learner
+    again.checkpoints.learner = again.learner
     await again.checkpoints.resume()
     assert accepted == ["new", "other"]
 
@@ -393,7 +393,7 @@ class SlowLearner(FakeLearner):
 
 def beside(tmp_path: Path, num_lost: int = 0) -> tuple[Setup, SlowLearner]:
     setup, learner = Setup(tmp_path, keep=100), SlowLearner(num_lost)
-    setup.learner = setup.checkpoints._learner = learner
+    setup.learner = setup.checkpoints.learner = learner
     return setup, learner
 
 

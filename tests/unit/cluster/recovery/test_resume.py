@@ -24,7 +24,7 @@ from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingRe
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
-from mobula.cluster.replay.journal import Arrival, Journal, finished, trained
+from mobula.cluster.replay.journal import Journal, JournalRecord, finished, trained
 from mobula.cluster.replay.journal_writer import JournalWriter
 from mobula.cluster.roles import Learner as LearnerRole
 from mobula.cluster.roles import UpdateReport
@@ -45,7 +45,7 @@ class RecordingDispatcher:
     def is_open(self, prompt_id: str) -> bool:
         return prompt_id not in self._closed
 
-    def show(self, arrivals: Iterable[Arrival]) -> None:
+    def show(self, arrivals: Iterable[JournalRecord]) -> None:
         self.shown.append([(arrival.group_id, arrival.reason) for arrival in arrivals])
 
     def advanced(self) -> None: ...

@@ -101,7 +101,7 @@ def test_finished_and_rejected_groups_come_back_in_the_order_in_which_they_ended
     write(tmp_path, done("0/2/s"), rejected("0/1/s", "uniform"), done("0/0/s"))
     found = recover(tmp_path)
     assert (waiting(found), found.rejected, found.steps, found.reached) == (["0/2/s", "0/0/s"], ("0/1/s",), (), 0)
-    assert found.finished[0].read().reference_logprobs is None
+    assert found.finished[0].group().reference_logprobs is None
 
 
 def test_what_a_checkpoint_holds_does_not_come_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mobula.cluster.errors import DeadlineError, JournalError, LostObjectError
 from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
 from mobula.cluster.replay.buffer import DUPLICATE, ReplayBuffer
 from mobula.cluster.replay.journal import Journal
-from mobula.cluster.replay.journal_writer import JournalWriter, NoJournal
+from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter
 
 
 def ids(groups: list[ScoredGroup]) -> list[str]:
@@ -250,7 +250,7 @@ def test_in_any_order_of_events_each_group_is_trained_once_in_order_and_within_t
 async def test_a_step_and_its_groups_are_on_disk_once_it_is_committed(tmp_path: Path) -> None:
     journal = Journal(tmp_path, {})
     replay = ReplayBuffer(journal=JournalWriter(journal, timeout_s=5))
-    await replay.resume(3, [])
+    await replay.journal.resumed(3, [])
     await replay.reserve(make_scored("a"))
     await replay.put([make_scored("a"), make_scored("b")])
     await replay.reject(GroupOutcome("c"), "uniform")
@@ -260,14 +260,14 @@ async def test_a_step_and_its_groups_are_on_disk_once_it_is_committed(tmp_path: 
     assert [step.group_ids for step in found.steps] == [("b", "a")]
     assert (found.finished, found.rejected) == ((), ("c",))
     await replay.release(taken)
-    await replay.forget(4)
+    await replay.journal.forget(4)
     assert journal.recover(4).reached == 4
     with pytest.raises(ValueError, match="group a has no lease"):
         await replay.commit(5, taken)
     await replay.close()
 
 
-class SlowDisk(NoJournal):
+class SlowDisk(GroupJournal):
     """Has a finished group on disk only once `may_finish` is set."""
 
     def __init__(self) -> None:

@@ -361,7 +361,7 @@ async def test_a_row_that_became_unusable_is_not_pending_for_ever() -> None:
 
 async def test_a_group_that_waits_for_room_keeps_its_slot() -> None:
     bench = Bench(FakeRollouts(), FakeRewards(), prompts_per_step=1, max_staleness=3)
-    bench.replay = bench.dispatcher._replay = ReplayBuffer(max_bytes=1, min_ready=1)
+    bench.replay = bench.dispatcher.replay = ReplayBuffer(max_bytes=1, min_ready=1)
     async with bench.dispatcher.streaming():
         while (await bench.replay.stats()).num_waiting < 2:
             await asyncio.sleep(0.001)

@@ -136,7 +136,7 @@ async def test_a_push_brings_every_receiver_to_the_version_and_reports_what_it_t
     async def listen(push: Push) -> None:
         pushes.append(push)
 
-    sync.on_published(listen)
+    sync.on_published.append(listen)
     assert await sync.publish(4) == 4
     assert [receiver.version for receiver in receivers] == [4, 4, 4]
     [push] = pushes
@@ -152,7 +152,7 @@ async def test_who_listens_for_arrivals_is_called_before_the_canary_finds_a_diff
     async def listen(version: int) -> None:
         arrived.append((version, receiver.version))
 
-    sync.on_arrived(listen)
+    sync.on_arrived.append(listen)
     with pytest.raises(CanaryError):
         await sync.publish(3)
     assert arrived == [(3, 3)]
@@ -170,7 +170,7 @@ async def test_a_push_is_announced_once_while_its_receivers_are_at_it() -> None:
     sender, announced = FakeSender(), []
     members = FixedMembers(Patient("rollout/0", sender), Patient("rollout/1", sender))
     sync = weight_sync(sender, members=members, wave_size=1)
-    sync.on_announced(announced.append)
+    sync.on_announced.append(announced.append)
     async with asyncio.timeout(5):
         for version in range(2):
             await sync.publish(version)
@@ -247,7 +247,7 @@ async def test_the_canary_keeps_its_interval() -> None:
     async def listen(push: Push) -> None:
         gaps.append(push.canary_gap)
 
-    sync.on_published(listen)
+    sync.on_published.append(listen)
     for version in range(5):
         sender.weight += version
         await sync.publish(version)
@@ -265,7 +265,7 @@ async def test_the_canary_runs_at_every_push_until_weights_have_changed() -> Non
     async def listen(push: Push) -> None:
         gaps.append(push.canary_gap)
 
-    sync.on_published(listen)
+    sync.on_published.append(listen)
     for version, weight in enumerate((1.0, 1.0, 1.0, 2.0, 3.0)):
         sender.weight = weight
         await sync.publish(version)
@@ -360,7 +360,7 @@ async def test_a_receiver_that_dies_in_the_middle_ends_in_a_new_epoch_of_the_liv
     async def listen(push: Push) -> None:
         pushes.append(push)
 
-    sync.on_published(listen)
+    sync.on_published.append(listen)
     assert await sync.publish(1) == 1
     assert members.lost == {"rollout/1": error}
     assert members.versions == {"rollout/0": 1, "rollout/2": 1}
@@ -428,7 +428,7 @@ async def test_the_learner_goes_on_once_all_is_sent_and_the_next_push_waits_for_
     async def listen(push: Push) -> None:
         pushes.append(push.version)
 
-    sync.on_published(listen)
+    sync.on_published.append(listen)
     async with asyncio.timeout(5), sync.settling():
         assert await sync.publish(1) == 1
         assert (members.versions, members.version, pushes) == ({"rollout/1": 1}, -1, [])
@@ -477,7 +477,7 @@ async def test_the_canary_compares_with_what_was_sent_while_the_learner_is_furth
     async def listen(push: Push) -> None:
         gaps.append(push.canary_gap)
 
-    sync.on_published(listen)
+    sync.on_published.append(listen)
     async with asyncio.timeout(5), sync.settling():
         await sync.publish(1)
         sender.version, sender.weight = 2, 7.0  # the next update; who was cut off gets this
@@ -628,7 +628,7 @@ async def test_changes_are_sent_since_the_version_that_every_receiver_of_the_wav
     async def listen(push: Push) -> None:
         pushes.append(push)
 
-    sync.on_published(listen)
+    sync.on_published.append(listen)
     for version in (1, 2):
         await sync.publish(version)
     assert (pushes[1].num_bytes, pushes[1].changed_share) == (3, 0.5)
@@ -653,7 +653,7 @@ async def test_a_receiver_that_differs_after_changes_is_given_whole_tensors_and_
     async def listen(push: Push) -> None:
         pushes.append(push)
 
-    sync.on_published(listen)
+    sync.on_published.append(listen)
     await sync.publish(1)
     receivers[1].fails, sender.version = True, 2
     await sync.publish(2)

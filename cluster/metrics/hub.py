@@ -348,9 +348,8 @@ class Metrics:
     def _count_reasons(self, groups: Sequence[ScoredGroup]) -> None:
         for reason, num in reasons_of(groups).items():
             known = self.counts(CounterName.REWARD_REASONS)
-            self.count(
-                CounterName.REWARD_REASONS, reason if reason in known or len(known) < MAX_REASONS else OTHER, num
-            )
+            name = reason if reason in known or len(known) < MAX_REASONS else OTHER
+            self.count(CounterName.REWARD_REASONS, name, num)
 
     def _warn_of_idle_steps(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> None:
         try:

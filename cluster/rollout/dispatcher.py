@@ -101,9 +101,8 @@ class AdmissionFilter:
 class RetryingRollouts:
     """Rollouts that retry a failed prompt, on any actor.
 
-    The in-flight request of the prompt is held over all tries, so that each try continues from the received tokens.
-    `on_retry` gets the kind of each failure that is retried. The pool logs the loss of an engine once, with the number
-    of its prompts; other failures with the same cause within `LOG_WINDOW_S` are one line of the log.
+    The in-flight request of the prompt is held over all tries, so that each try continues from the received tokens. The
+    pool logs the loss of an engine once; other failures of one cause within `LOG_WINDOW_S` are one line of the log.
     """
 
     RETRIED = (RolloutError, WorkerDiedError, DeadlineError, LostReplyError, DependencyError)

@@ -122,8 +122,8 @@ class Evaluator:
     next push, so the weights do not change during an evaluation.
 
     A response that could not be scored is counted and left out of the means; it does not count as wrong. The same holds
-    for a response of newer weights, from an engine that joined late. `on_result` gets each result once; a version whose
-    results are in a checkpoint is not evaluated again, unless a suite has changed since.
+    for a response of newer weights, from an engine that joined late. A version whose results are in a checkpoint is not
+    evaluated again, unless a suite has changed since.
     """
 
     suites: Sequence[Suite]  # the first is the run's own, `HELD_OUT`

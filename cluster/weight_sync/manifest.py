@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -107,10 +107,6 @@ class Manifest:
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise ManifestError(f"the push does not fit the engine's checkpoint: {shown}. No byte was sent")
-
-    def below(self, prefix: str) -> Manifest:
-        """Returns the manifest of the tensors whose names begin with `prefix`."""
-        return replace(self, tensors=tuple(spec for spec in self.tensors if spec.name.startswith(prefix)))
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Packs in order; a bucket exceeds `max_bytes` only if a single tensor does.

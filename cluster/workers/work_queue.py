@@ -34,7 +34,6 @@ class WorkerSlot:
 
     name: str
     handle: Any
-    worker: Worker[Any]
 
 
 class WorkQueue:
@@ -108,7 +107,7 @@ class WorkQueue:
             self._leave(worker)
             worker = await self._next(is_urgent=True)
         try:
-            yield WorkerSlot(worker.name, worker.handle, worker)
+            yield WorkerSlot(worker.name, worker.handle)
         finally:
             self._leave(worker)
 

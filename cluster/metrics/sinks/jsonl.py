@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mobula.cluster.files import write_atomically
-from mobula.cluster.metrics.step_records import (
-    EvaluationRecord,
-    MetricsRecord,
-    StepRecord,
-    from_line,
-    record_version,
-    to_line,
-)
+from mobula.cluster.metrics.step_records import MetricsRecord, from_line, record_version, to_line
 
 _logger = logging.getLogger(__name__)
 
@@ -39,21 +32,17 @@ class JsonlSink:
         except OSError as error:  # a full disk: the first record fails, and the hub drops this sink
             self._error = error
 
-    def emit(self, record: StepRecord) -> None:
-        self._append(record)
-
-    def emit_evaluation(self, record: EvaluationRecord) -> None:
-        self._append(record)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _append(self, record: MetricsRecord) -> None:
+    def emit(self, record: MetricsRecord) -> None:
         if self._error is not None:
             raise self._error
         assert self._file is not None
         self._file.write(to_line(record) + "\n")
+
+    emit_evaluation = emit
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def read_records(path: Path) -> list[MetricsRecord]:

@@ -44,11 +44,8 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one process or engine ended.
-
-    `fingerprint` is equal for equal causes. It is None if the process was killed from outside (SIGKILL, out of memory),
-    so that its work is not the cause.
-    """
+    """Why one process or engine ended. `fingerprint` is equal for equal causes. It is None if the process was killed
+    from outside (SIGKILL, out of memory), so that its work is not the cause."""
 
     summary: str  # "RuntimeError: CPU Generator does not ...", or "its process was ended by signal 9 (SIGKILL)"
     frames: tuple[str, ...] = ()  # innermost first: "vllm/v1/worker/gpu_model_runner.py:3210 in _bookkeeping_sync"

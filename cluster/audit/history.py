@@ -70,10 +70,8 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Descent:
-    """What the weights of a version were made of: `steps` were trained on the checkpoint of version `base`, in order.
-
-    A rollback leaves out the steps whose weights it replaced.
-    """
+    """What the weights of a version were made of: `steps` were trained on the checkpoint of version `base`, in order. A
+    rollback leaves out the steps whose weights it replaced."""
 
     base: int
     steps: tuple[int, ...]

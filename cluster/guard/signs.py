@@ -349,11 +349,8 @@ TEXT_GROUPS = "guard_text_groups"  # metric: groups behind quantities of texts
 
 @dataclass(frozen=True)
 class Observer:
-    """Measures `quantities` of the groups of a step.
-
-    `judge_weights` maps judges to weights; `format_components` names the components of the format share. Of texts it
-    reads `num_text_groups` groups a step, through `fetch`.
-    """
+    """Measures `quantities` of the groups of a step. `judge_weights` maps judges to weights; `format_components` names
+    the components of the format share. Of texts it reads `num_text_groups` groups a step, through `fetch`."""
 
     quantities: frozenset[Quantity]
     judge_weights: Mapping[str, float]

@@ -54,10 +54,8 @@ TOTAL = "total"
 
 
 class StartUp:
-    """Phases that run side by side (engines, learner, scorers) each count from the same moment.
-
-    `clock` is monotonic, in seconds; `begun` is the start of the run on it.
-    """
+    """Phases that run side by side (engines, learner, scorers) each count from the same moment. `clock` is monotonic,
+    in seconds; `begun` is the start of the run on it."""
 
     def __init__(self, begun: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}  # by phase, in the order of their ends

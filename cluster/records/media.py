@@ -102,10 +102,8 @@ class ProcessedMedia:
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """Position of one expanded medium in expanded ids: the half-open interval [start, end).
-
-    In some families it contains other tokens, too; only tokens with the placeholder id are replaced by embeddings.
-    """
+    """Position of one expanded medium in expanded ids: the half-open interval [start, end). In some families it
+    contains other tokens, too; only tokens with the placeholder id are replaced by embeddings."""
 
     start: int
     end: int
@@ -180,10 +178,8 @@ class MediaStore:
 
 
 class MediaReader:
-    """Resolves handles to tensors, with a cache in this process, so that siblings share one copy.
-
-    Several threads may read at a time; a thread still gets a medium that another thread evicts.
-    """
+    """Resolves handles to tensors, with a cache in this process, so that siblings share one copy. Several threads may
+    read at a time; a thread still gets a medium that another thread evicts."""
 
     def __init__(self, *, timeout_s: float, max_items: int) -> None:
         self._timeout_s = timeout_s

@@ -130,10 +130,8 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """One turn of an episode: the policy's steps [start, end) and the observation after them.
-
-    `rewards` are the parts of the environment's reward. `status` is the status of the tool calls; `none` without calls.
-    """
+    """One turn of an episode: the policy's steps [start, end) and the observation after them. `rewards` are the parts
+    of the environment's reward. `status` is the status of the tool calls; `none` without calls."""
 
     start: int
     end: int
@@ -203,11 +201,8 @@ class Reward:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sampled response with the arrays for training.
-
-    `behavior_logprobs` belong to the sampled distribution (with temperature, banned ids and truncation).
-    `action_mask` is False for steps that are not trained.
-    """
+    """One sampled response with the arrays for training. `behavior_logprobs` belong to the sampled distribution (with
+    temperature, banned ids and truncation). `action_mask` is False for steps that are not trained."""
 
     trajectory_id: str  # "<prompt_id>#<sibling>"
     actions: Actions

@@ -79,9 +79,7 @@ class Recovery:
 @dataclass(frozen=True)
 class CheckpointSchedule:
     """A checkpoint is due after every `interval_steps` (0: never) and after the last step. The newest `keep` are kept.
-
-    Version 0 is always kept: it is the reference policy of the run and holds the warm start.
-    """
+    Version 0 is always kept: it is the reference policy of the run and holds the warm start."""
 
     interval_steps: int
     total_steps: int

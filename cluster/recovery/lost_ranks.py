@@ -84,11 +84,8 @@ class RaisedLoss:
 
 
 class RestartedRanks(RaisedLoss):
-    """Starts lost ranks again before the next call. They have no state: the caller loads it.
-
-    A call that fails for another reason than its arguments means that a rank is lost, or waits in a collective for one
-    that is.
-    """
+    """Starts lost ranks again before the next call. They have no state: the caller loads it. A call that fails for
+    another reason than its arguments means that a rank is lost, or waits in a collective for one that is."""
 
     def __init__(self, respawn: Callable[[], Awaitable[None]]) -> None:
         super().__init__()

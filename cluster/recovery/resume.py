@@ -143,10 +143,8 @@ class JournalRecovery(Recovery):
 
 
 class NoRecovery(Recovery):
-    """Resumes from the checkpoint alone and removes the journal of an earlier part of the run.
-
-    That journal would no longer match the run's later steps.
-    """
+    """Resumes from the checkpoint alone and removes the journal of an earlier part of the run. That journal would no
+    longer match the run's later steps."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the journal's folder. It may be missing."""

@@ -16,11 +16,8 @@ _PHASES = {"reference": "reference log-probs", "weight_sync": "weight sync", "ot
 
 
 class StopRequest:
-    """Asks the loop to stop.
-
-    The first request cancels a wait for rollouts, or lets the current step end; the loop then writes a checkpoint. A
-    second request or the deadline ends the run without a checkpoint.
-    """
+    """Asks the loop to stop. The first request cancels a wait for rollouts, or lets the current step end; the loop then
+    writes a checkpoint. A second request or the deadline ends the run without a checkpoint."""
 
     def __init__(self, *, deadline_s: float, progress: Callable[[], Progress]) -> None:
         """`deadline_s` bounds the time from the request to the complete checkpoint. `progress()` returns the phase of

@@ -73,10 +73,8 @@ MAX_PREFETCHED = 32  # prompts that are prepared before a slot is free
 
 @dataclass(frozen=True)
 class AdmissionFilter:
-    """Rejects finished groups that give no learning signal.
-
-    A policy may become so good or so bad that every group is rejected; `max_rejected_in_a_row` ends such a run.
-    """
+    """Rejects finished groups that give no learning signal. A policy may become so good or so bad that every group is
+    rejected; `max_rejected_in_a_row` ends such a run."""
 
     min_scored: int  # siblings with a reward: 2 if the advantage compares siblings, else 1
     drop_uniform: bool
@@ -212,9 +210,7 @@ class PromptObserver:
 @dataclass(eq=False, kw_only=True)
 class RolloutDispatcher:
     """Keeps as many groups in flight as the gate admits, and puts the kept groups into the replay buffer step by step.
-
-    The publisher of weights calls `advance` before each push if engines respect `min_version`, else after it.
-    """
+    The publisher of weights calls `advance` before each push if engines respect `min_version`, else after it."""
 
     prompts: Prompts
     gate: StalenessGate

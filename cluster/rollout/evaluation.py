@@ -31,10 +31,8 @@ REFLECTION = "reflection"  # reward component from which the reflection ratios a
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The accuracy of one weight version on one suite with its 95 % interval [low, high].
-
-    With one response per prompt and values in [0, 1] the interval is Wilson's, else a bootstrap over prompts.
-    """
+    """The accuracy of one weight version on one suite with its 95 % interval [low, high]. With one response per prompt
+    and values in [0, 1] the interval is Wilson's, else a bootstrap over prompts."""
 
     version: int
     accuracy: float  # mean of the accuracy component over the scored responses that have it
@@ -55,10 +53,8 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class Suite:
-    """Held-out prompts and their sampling settings. Each prompt gets `settings.num_samples` responses.
-
-    `identity` names everything on which the numbers depend, apart from the weights and seeds.
-    """
+    """Held-out prompts and their sampling settings. Each prompt gets `settings.num_samples` responses. `identity` names
+    everything on which the numbers depend, apart from the weights and seeds."""
 
     name: str
     prompts: Sequence[Prompt]
@@ -316,11 +312,8 @@ class Assessor(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class RowEvaluator:
-    """Implements `HeldOutEvaluator` and `Resumable`.
-
-    An evaluation is a forward pass of the learner, so `maybe_run` waits for it. The frozen reference scores the rows
-    once.
-    """
+    """Implements `HeldOutEvaluator` and `Resumable`. An evaluation is a forward pass of the learner, so `maybe_run`
+    waits for it. The frozen reference scores the rows once."""
 
     rows: Sequence[ScoredGroup]
     learner: Assessor

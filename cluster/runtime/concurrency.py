@@ -23,10 +23,8 @@ async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 class RenewableTimeout:
-    """A timeout of `timeout_s` that starts again with every sign of progress.
-
-    With `is_held` it starts with the first sign: until then the caller waits for other work with its own deadline.
-    """
+    """A timeout of `timeout_s` that starts again with every sign of progress. With `is_held` it starts with the first
+    sign: until then the caller waits for other work with its own deadline."""
 
     def __init__(self, timeout_s: float, *, is_held: bool = False) -> None:
         self.timeout_s = timeout_s
@@ -64,10 +62,8 @@ async def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 class DaemonThread(Executor):
-    """Runs jobs in order on one daemon thread.
-
-    The interpreter waits at exit for the jobs of a `ThreadPoolExecutor`, even if one hangs; not for this thread.
-    """
+    """Runs jobs in order on one daemon thread. The interpreter waits at exit for the jobs of a `ThreadPoolExecutor`,
+    even if one hangs; not for this thread."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()

@@ -26,11 +26,8 @@ EPSILON = 1e-6  # tolerance of sums of decimal fractions; Ray counts in steps of
 
 @dataclass(frozen=True)
 class NodeResources:
-    """Free resources of one node, in Ray's units.
-
-    `all_cpus` counts the CPUs of the node, reserved or not (None: all are free), so that workers are bound to the same
-    cores on a busy node. `name` is shown to users: `HOSTNAME (IP)`.
-    """
+    """Free resources of one node, in Ray's units. `all_cpus` counts the CPUs of the node, reserved or not (None: all
+    are free), so that workers are bound to the same cores on a busy node. `name` is shown to users: `HOSTNAME (IP)`."""
 
     node_id: str
     num_cpus: float

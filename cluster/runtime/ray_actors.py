@@ -421,10 +421,8 @@ def _hosted(role: type, name: str) -> type:
 
 
 class OwnedActor:
-    """A Ray actor with blocking calls: make them from a thread. It ends with its creator, or by `kill`.
-
-    Ray reserves `num_cpus` for the actor outside the run's placement groups, on any node with enough CPUs.
-    """
+    """A Ray actor with blocking calls: make them from a thread. It ends with its creator, or by `kill`. Ray reserves
+    `num_cpus` for the actor outside the run's placement groups, on any node with enough CPUs."""
 
     def __init__(self, role: type, *args: Any, name: str, num_cpus: float) -> None:
         """Raises: PreflightError: this process is not connected to a Ray cluster."""

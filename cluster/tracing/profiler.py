@@ -16,10 +16,8 @@ ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, Prof
 
 
 class UpdateProfiler:
-    """Profiles the updates that make the versions `steps`, and writes one Chrome trace per rank below `folder`.
-
-    A profiled update takes several times as long; other updates are not affected.
-    """
+    """Profiles the updates that make the versions `steps`, and writes one Chrome trace per rank below `folder`. A
+    profiled update takes several times as long; other updates are not affected."""
 
     def __init__(self, steps: Sequence[int], folder: Path, rank: int, device: str) -> None:
         self._steps = frozenset(steps)

@@ -36,10 +36,8 @@ class AdapterSpec:
 
 @dataclass(frozen=True)
 class LossRow:
-    """A sequence and the inputs of its loss.
-
-    `prompt` is the whole sequence, N tokens with expanded media. Position i predicts `target_tokens[i]`.
-    """
+    """A sequence and the inputs of its loss. `prompt` is the whole sequence, N tokens with expanded media. Position i
+    predicts `target_tokens[i]`."""
 
     prompt: Prompt
     inputs: Mapping[str, np.ndarray]  # target_tokens int64 [N]; by loss weights, logprobs, advantages float32 [N]

@@ -63,10 +63,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors of one push, in order.
-
-    A push of payload `delta` has the elements that changed since `base_version`, or whole tensors where that is None.
-    """
+    """The tensors of one push, in order. A push of payload `delta` has the elements that changed since `base_version`,
+    or whole tensors where that is None."""
 
     tensors: tuple[TensorSpec, ...]
     payload: Payload = "weights"

@@ -67,10 +67,8 @@ class SourceConfig(Section):
 
 
 class PlaceholdersConfig(Section):
-    """Placeholders of media in the texts of rows; an empty text disables a placeholder.
-
-    If parts of a message hold the media, placeholders are plain text.
-    """
+    """Placeholders of media in the texts of rows; an empty text disables a placeholder. If parts of a message hold the
+    media, placeholders are plain text."""
 
     image: str = "<image>"
     """Placeholder of an image."""

@@ -35,11 +35,8 @@ class RunVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """A sample that shows the finding: a text, and pictures.
-
-    `images` are paths of PNG files below the run folder, or keys of thumbnails in `samples.jsonl`. `pngs` are pictures
-    that `with_files` has not written yet.
-    """
+    """A sample that shows the finding: a text, and pictures. `images` are paths of PNG files below the run folder, or
+    keys of thumbnails in `samples.jsonl`. `pngs` are pictures that `with_files` has not written yet."""
 
     text: str
     images: tuple[str, ...] = ()

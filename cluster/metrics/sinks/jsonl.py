@@ -14,11 +14,8 @@ _logger = logging.getLogger(__name__)
 
 
 class JsonlSink:
-    """Appends to `path`, one flushed line per record.
-
-    A run that resumes from `version` removes later lines, so that no curve has two values at one step. `kept` holds
-    the earlier records.
-    """
+    """Appends to `path`, one flushed line per record. A run that resumes from `version` removes later lines, so that no
+    curve has two values at one step. `kept` holds the earlier records."""
 
     name = "jsonl"
 

@@ -96,9 +96,9 @@ def doctor(
         for finding in chain(machine, check_checkpoint(config), check_rows(config)):
             num_missing += finding.verdict is Verdict.MISSING
             console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
-            console.print(f"{finding.name}: {finding.detail}", markup=False, highlight=False)
+            console.print(f"{finding.name}: {finding.detail}")
             if finding.action:
-                console.print(f"          -> {finding.action}", markup=False, highlight=False)
+                console.print(f"          -> {finding.action}")
     if num_missing:
         raise typer.Exit(FAILED)
 
@@ -163,7 +163,7 @@ def diagnose(
     from mobula.deploy.report.diagnose.command import show
 
     if json:
-        terminal(soft_wrap=True).print(to_json(findings), markup=False, highlight=False)
+        terminal(soft_wrap=True).print(to_json(findings))
     else:
         show(subject.title, findings, terminal())
     if any(finding.verdict is RunVerdict.FAULT for finding in findings):
@@ -226,15 +226,13 @@ def lmms_eval(options: LmmsEval) -> None:
     console = terminal(soft_wrap=True)
     with explained("what was scored until now is in the run's log alone; run it again"):
         with _stopped_by_sigterm():
-            path, artifact = evaluate(options, lambda line: console.print(line, markup=False, highlight=False))
+            path, artifact = evaluate(options, lambda line: console.print(line))
     terminal().print(_table(artifact))
     console.print(
         f"mean score {_figure(artifact['mean_primary_score'], 4)}, {artifact['num_samples']} samples in "
-        f"{artifact['seconds']:.1f} s",
-        markup=False,
-        highlight=False,
+        f"{artifact['seconds']:.1f} s"
     )
-    console.print(f"written: {path}", markup=False, highlight=False)
+    console.print(f"written: {path}")
 
 
 @contextmanager

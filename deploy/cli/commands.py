@@ -60,7 +60,7 @@ class ExportDtype(StrEnum):
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        terminal().print(f"mobula {metadata.version('mobula')}", highlight=False)
+        terminal().print(f"mobula {metadata.version('mobula')}")
         raise typer.Exit
 
 
@@ -166,9 +166,9 @@ def status(
     from mobula.deploy.jobs.status_view import as_json, as_table
 
     if json:
-        terminal(soft_wrap=True).print(as_json(run_status), markup=False, highlight=False)
+        terminal(soft_wrap=True).print(as_json(run_status))
     else:
-        terminal().print(as_table(run_status, time.time()), markup=False, highlight=False)
+        terminal().print(as_table(run_status, time.time()))
 
 
 def top(
@@ -187,7 +187,7 @@ def top(
         set_auth(auth.value)
         console = terminal()
         ended = show_top(find_run(name, run, address), console, interval_s=interval, timeout_s=timeout)
-    console.print(ended, markup=False, highlight=False)
+    console.print(ended)
 
 
 def scale(
@@ -211,7 +211,7 @@ def scale(
     for outcome in outcomes:
         console.print(f"{outcome.role}={outcome.num_workers}", style="green" if outcome.is_accepted else "red", end=" ")
         message = "accepted: `mobula status` shows who joins and who leaves" if outcome.is_accepted else outcome.refusal
-        console.print(message, markup=False, highlight=False)
+        console.print(message)
     if not all(outcome.is_accepted for outcome in outcomes):
         raise typer.Exit(FAILED)
 
@@ -224,7 +224,7 @@ def report(
         from mobula.deploy.run.run_report import report_again
 
         path = report_again(run)
-    terminal(soft_wrap=True).print(f"report: {path}", markup=False, highlight=False)
+    terminal(soft_wrap=True).print(f"report: {path}")
 
 
 def export(
@@ -255,7 +255,7 @@ def show_config(overrides: Overrides = None) -> None:
             from mobula.deploy.preflight.user_code import check_user_code
 
             check_user_code(config)
-    terminal(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
+    terminal(soft_wrap=True).print(dump_config(config), end="")
 
 
 def init_model(
@@ -297,7 +297,7 @@ def init_model(
     sampler = {**dict.fromkeys(TINY_FLOW, "sampler=flow "), TINY_JANUS: "sampler=image_tokens "}.get(name, "")
     use = f"use it with {sampler}policy.model={written}"
     message = f"{model} written to {written}: {use}"
-    terminal(soft_wrap=True).print(message, markup=False)
+    terminal(soft_wrap=True).print(message)
 
 
 def _config(overrides: Sequence[str], file: Path | None) -> RunConfig:

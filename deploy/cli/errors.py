@@ -54,4 +54,4 @@ def _with_log(error: MobulaError, log: Path | None) -> str:
 def _complain(message: object) -> None:
     console = terminal(stderr=True, soft_wrap=True)
     console.print("mobula:", style="bold red", end=" ")
-    console.print(str(message), markup=False, highlight=False)
+    console.print(str(message))

@@ -70,7 +70,7 @@ def submit(
             working_dir = Path()  # the user's code and tasks go along
         submission = Submission(auth.value, working_dir, tuple(exclude or ()), python, wait_s, submission_id, variables)
         job_id = send(config, overrides or [], submission, jobs)
-        terminal(soft_wrap=True).print(f"job {job_id} submitted to {address}", markup=False, highlight=False)
+        terminal(soft_wrap=True).print(f"job {job_id} submitted to {address}")
         jobs.wait_until_started(job_id, start_timeout)
         if follow:
             _end(jobs.follow(job_id, _write))
@@ -89,7 +89,7 @@ def stop(
         check_address(address)
         code = Jobs(address, auth.value).stop(job, timeout)
     shown = {0: "done", 130: "stopped; submit the same words again to go on"}.get(code, f"failed with exit code {code}")
-    terminal(soft_wrap=True).print(f"job {job}: {shown}", markup=False, highlight=False)
+    terminal(soft_wrap=True).print(f"job {job}: {shown}")
 
 
 def logs(

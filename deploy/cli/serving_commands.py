@@ -25,7 +25,7 @@ SERVED = "sampler.adapters.max_served=16"  # if the user has set nothing
 def announcing(name: str) -> Callable[[str], None]:
     """Returns a function that prints the URL of a server."""
     console = terminal(soft_wrap=True)
-    return lambda url: console.print(f"{name}: {url}", markup=False, highlight=False)
+    return lambda url: console.print(f"{name}: {url}")
 
 
 def play(

@@ -49,7 +49,7 @@ def convert(config: RunConfig, output: Path, splits: Sequence[str], console: Con
             written.replace(output)  # whole or not at all; an empty folder is replaced
     except (OSError, ValueError) as error:
         raise PreflightError(f"{output} cannot be written: {error}") from error
-    console.print(f"{output} is complete: read it with data=messages data.path={output}", markup=False, soft_wrap=True)
+    console.print(f"{output} is complete: read it with data=messages data.path={output}", soft_wrap=True)
 
 
 def message_record(row: Row, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def _stored(folder: Path, kind: str, file: File) -> str:
 
 def _report(console: Console, line: str, skipped: Sequence[Skipped]) -> None:
     reasons = ", ".join(f"{reason} {num:,}" for reason, num in count_by_reason(skipped).items())
-    console.print(f"{line}; {f'skipped: {reasons}' if skipped else 'none skipped'}", markup=False, soft_wrap=True)
+    console.print(f"{line}; {f'skipped: {reasons}' if skipped else 'none skipped'}", soft_wrap=True)
     for sample in skipped[:NUM_NAMED]:
-        console.print(f"  {sample}", markup=False, soft_wrap=True)
+        console.print(f"  {sample}", soft_wrap=True)
     if len(skipped) > NUM_NAMED:
-        console.print(f"  and {len(skipped) - NUM_NAMED:,} more", markup=False)
+        console.print(f"  and {len(skipped) - NUM_NAMED:,} more")

@@ -133,11 +133,10 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
     console.print(
         f"{split}: {len(opened.rows):,} rows, {checked.num_usable:,} checked and usable, "
         f"{len(checked.skipped):,} skipped; page: {output}",
-        markup=False,
         soft_wrap=True,
     )
     for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
+        console.print(note, soft_wrap=True)
     return 0
 
 

@@ -50,10 +50,10 @@ def replay(run_folder: Path, config: RunConfig) -> int:
         assert isinstance(prepared, Prepared), "offline jobs keep no log"
         with learner_place(config) as spawner:
             version = asyncio.run(_replay(run_folder, prepared, spawner, log))
-    console.print(f"{version} steps trained again: {output / POLICY_FOLDER}", markup=False, soft_wrap=True)
+    console.print(f"{version} steps trained again: {output / POLICY_FOLDER}", soft_wrap=True)
     if (run_folder / POLICY_FOLDER).is_dir() and version == config.num_steps:
         gap = largest_difference(output / POLICY_FOLDER, run_folder / POLICY_FOLDER)
-        console.print(f"largest difference of a weight from the run's own policy: {gap:g}", markup=False)
+        console.print(f"largest difference of a weight from the run's own policy: {gap:g}")
     return 0
 
 

@@ -61,9 +61,9 @@ def score(command: ScoreCommand, console: Console) -> int:
         with _replacing(command.output) as file:
             file.write(text.encode("utf-8", errors="replace") + b"\n")
     if not command.is_quiet:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
     lengths = [c.name for c in rewards.components if c.function in READ_LENGTHS or is_user_code(c.function)]
-    console.print(_line(report, lengths), markup=False, highlight=False, soft_wrap=True)
+    console.print(_line(report, lengths), soft_wrap=True)
     return 0 if report["num_scored"] else NOTHING_SCORED
 
 

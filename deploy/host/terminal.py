@@ -99,7 +99,7 @@ class PlainConsole(Console):
     response, a name or a record of a foreign run cannot write to the clipboard, the title or other lines."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         # The text of every renderable passes here, before Rich adds its own escape sequences. Controls are Rich's own.

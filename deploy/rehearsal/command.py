@@ -78,33 +78,32 @@ def show(console: Console, page: Rehearsal) -> None:
     """Prints the page, 80 characters wide."""
     stage, played, result, sweep = page.stage, page.played, page.result, page.sweep
     for line in _headline(stage, page.source):
-        console.print(line, highlight=False)
+        console.print(line)
     console.print(_step_table(result))
     console.print(_role_table(stage, result))
     staleness = ", ".join(f"{lag}: {share:.0%}" for lag, share in result.staleness.items())
-    console.print(f"staleness of trained tokens, in versions: {staleness}", highlight=False)
+    console.print(f"staleness of trained tokens, in versions: {staleness}")
     console.print(demand_table(page.memory.demands))
     for demand in page.memory.shortfalls:
         text = f"{demand.node_id}, {demand.place}: {demand.shortfall / GIB:.1f} GiB short"
-        console.print(text, style="red", highlight=False)
+        console.print(text, style="red")
     for line in _loads(stage, result):
-        console.print(line, highlight=False)
+        console.print(line)
     for event in played.events:
-        console.print(f"event, {event}", highlight=False)
+        console.print(f"event, {event}")
     for gain in page.gains:
         if gain.gain >= MIN_GAIN:
-            console.print(f"{gain.role} at twice the speed: {gain.gain:+.0%} steps/h", highlight=False)
+            console.print(f"{gain.role} at twice the speed: {gain.gain:+.0%} steps/h")
     if page.gains and page.gains[0].gain < MIN_GAIN:
-        console.print("no role at twice the speed gives more than 2 % steps/h", highlight=False)
+        console.print("no role at twice the speed gives more than 2 % steps/h")
     if sweep.sizes:
         console.print(_size_table(sweep.sizes))
-        console.print(_first_limit(sweep.sizes), highlight=False)
+        console.print(_first_limit(sweep.sizes))
     if sweep.ended:
-        console.print(sweep.ended, highlight=False)
+        console.print(sweep.ended)
     console.print(
         f"{len(played.steps)} steps: {played.virtual_s:.0f} s in virtual time, {played.wall_s:.1f} s here "
-        f"({played.driver_s:.1f} CPU s driver, {played.simulation_s:.1f} CPU s simulation)",
-        highlight=False,
+        f"({played.driver_s:.1f} CPU s driver, {played.simulation_s:.1f} CPU s simulation)"
     )
 
 

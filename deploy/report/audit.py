@@ -65,13 +65,13 @@ def audit(
     result = replace(result, findings=[*result.findings, *wrong])
     if is_json:
         found = {**as_json(result), "weights_compared": sorted(weights)}
-        console.print(json.dumps(found, indent=1), highlight=False, soft_wrap=True)
+        console.print(json.dumps(found, indent=1))
     else:
         for label, text in (*_lines(result), *_comparison_lines(result.history)):
-            console.print(Text.assemble((f"{label:<12}", "bold"), text), highlight=False, soft_wrap=True)
+            console.print(Text.assemble((f"{label:<12}", "bold"), text))
         _show_findings(result, console)
         for line in _limits(result, weights):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line)
     return 1 if result.findings else 0
 
 
@@ -282,11 +282,11 @@ def reproduced(history: History) -> tuple[Path, Comparison | None] | None:
 
 def _show_findings(result: Audit, console: Console) -> None:
     for finding in result.findings[:MAX_FINDINGS]:
-        console.print(Text(f"{finding}", style="red"), highlight=False, soft_wrap=True)
+        console.print(Text(f"{finding}", style="red"))
     if len(result.findings) > MAX_FINDINGS:
-        console.print(f"and {len(result.findings) - MAX_FINDINGS} more: --json has all", style="red", highlight=False)
+        console.print(f"and {len(result.findings) - MAX_FINDINGS} more: --json has all", style="red")
     verdict = f"{len(result.findings)} findings" if result.findings else "nothing is missing, altered or out of order"
-    console.print(verdict, style="red" if result.findings else "green", highlight=False)
+    console.print(verdict, style="red" if result.findings else "green")
 
 
 def _limits(result: Audit, weights: Mapping[int, str]) -> Iterator[str]:

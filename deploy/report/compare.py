@@ -31,7 +31,7 @@ def compare(arguments: Sequence[str], output: Path, json_output: Path | None, by
         text = json.dumps([strict(asdict(row)) for row in rows], indent=2, allow_nan=False)
         write_atomically(json_output, text + "\n")
     console.print(_view(rows))
-    console.print(f"comparison: {output}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"comparison: {output}", soft_wrap=True)
 
 
 def _line(argument: str) -> ComparedRuns:

@@ -33,7 +33,7 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | N
     """`mobula export`: prints what `export_policy` wrote; returns the exit code."""
     written = export_policy(run, step, merge=merge, ema=ema, dtype=dtype, output=output)
     text = f"step {written.step} of {written.run_folder}: {written.path}, {written.layout}"
-    terminal(soft_wrap=True).print(text, markup=False, highlight=False)
+    terminal(soft_wrap=True).print(text)
     return 0
 
 

@@ -244,11 +244,11 @@ def show_leftovers(ids: Sequence[str], address: str | None, console: Console) ->
     if not ids:
         for leftover in dead:
             console.print(leftover.id, style="bold", end="  ")
-            console.print(f"run {leftover.run}: {leftover.what}", markup=False, highlight=False)
+            console.print(f"run {leftover.run}: {leftover.what}")
         console.print("End one with --free ID." if dead else "Dead runs left nothing on this machine.")
     for leftover, refusal in free(ids, dead, FREE_WITHIN_S):
         num_left += bool(refusal)
-        console.print(f"{leftover.id}: {refusal or 'freed'}", markup=False, highlight=False)
+        console.print(f"{leftover.id}: {refusal or 'freed'}")
     return num_left
 
 

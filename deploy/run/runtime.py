@@ -83,11 +83,9 @@ def train(config: RunConfig, preloaded: Preloaded | None = None) -> int:
     start_up = StartUp(time.perf_counter() - process.age_s)
     start_up.ended("imports")
     summary = run_training(config, console, start_up=start_up, preloaded=preloaded)
-    console.print(
-        f"{headline(config, summary)}; report: {config.run_folder / REPORT_FILE}", markup=False, soft_wrap=True
-    )
+    console.print(f"{headline(config, summary)}; report: {config.run_folder / REPORT_FILE}", soft_wrap=True)
     for warning in summary.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if summary.optimizer_steps == 0:
         raise NothingTrainedError(
             f"{summary.num_steps} steps ran and every one of their optimizer steps was skipped, so the weights are as "
@@ -113,12 +111,10 @@ def evaluate(config: RunConfig, output: Path | None = None, preloaded: Preloaded
         console.print(
             f"{config.policy.model}: {result.suite} accuracy {result.accuracy:.3f} ({result.low:.3f} to "
             f"{result.high:.3f}) on {result.record().counted}"
-            + "".join(f", {name} {value:.3f}" for name, value in result.values.items()),
-            markup=False,
-            highlight=False,
+            + "".join(f", {name} {value:.3f}" for name, value in result.values.items())
         )
     num = sum(result.num_scored + result.num_unscored for result in results)
-    console.print(f"{num / seconds:.2f} responses/s, sampled and scored in {seconds:.1f} s", highlight=False)
+    console.print(f"{num / seconds:.2f} responses/s, sampled and scored in {seconds:.1f} s")
     return 0
 
 

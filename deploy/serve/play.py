@@ -134,14 +134,14 @@ async def play(game: Game, seed: int, console: Console) -> None:
             return
         if command == ":reset":
             if rest and not rest.isdecimal():
-                console.print(f"{rest!r} is no seed: give a whole number", style="red", markup=False)
+                console.print(f"{rest!r} is no seed: give a whole number", style="red")
                 continue
             episode, num_shown = await game.begin(int(rest) if rest else episode.seed + 1), 0
         else:
             try:
                 episode = await (game.let_policy_act() if command == ":policy" else game.act(line))
             except ValueError as error:
-                console.print(str(error), style="red", markup=False)
+                console.print(str(error), style="red")
                 continue
         _show(console, episode, num_shown)
 
@@ -165,11 +165,11 @@ def _show(console: Console, episode: PlayedEpisode, start: int) -> None:
             console.print(blocks(image), end="")
     if episode.rewards and not episode.failure:
         parts = ", ".join(f"{name} {value:g}" for name, value in episode.rewards[-1].items())
-        console.print(f"turn {episode.num_turns}: {parts} (sum {episode.total:g})", style="green", markup=False)
+        console.print(f"turn {episode.num_turns}: {parts} (sum {episode.total:g})", style="green")
     if episode.outcome:
         style = "red" if episode.failure else "yellow"
         shown = episode.failure or f"the episode is {episode.outcome}; its reward is {episode.total:g}"
-        console.print(shown, style=style, markup=False)
+        console.print(shown, style=style)
 
 
 def blocks(encoded: bytes) -> Segments:

@@ -133,8 +133,8 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
         write_transcripts(folder, rolled, images, summary)
     console.print(_table(rolled))
     for label, value in summary.items():
-        console.print(f"{label}: {value}", markup=False, highlight=False)
-    console.print(f"written to {folder / JSON_FILE} and {folder / PAGE_FILE}", markup=False, soft_wrap=True)
+        console.print(f"{label}: {value}")
+    console.print(f"written to {folder / JSON_FILE} and {folder / PAGE_FILE}", soft_wrap=True)
     return 0
 
 

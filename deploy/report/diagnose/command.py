@@ -139,9 +139,7 @@ STYLES = {
 def show(title: str, findings: Sequence[RunFinding], console: Console) -> None:
     """Prints one row a finding, with its next action and its evidence below it."""
     counts = Counter(finding.verdict for finding in findings)
-    console.print(
-        f"{title}: " + ", ".join(f"{counts[v]} {v}" for v in RunVerdict if counts[v]), markup=False, highlight=False
-    )
+    console.print(f"{title}: " + ", ".join(f"{counts[v]} {v}" for v in RunVerdict if counts[v]))
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -7,17 +7,17 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from runs import whole_run
 from typer.testing import CliRunner
 
 from mobula.deploy.cli.commands import app
+from mobula.deploy.host.terminal import PlainConsole
 from mobula.deploy.report.audit import audit
 
 
 def shown(folder: Path, *, is_json: bool = False, head: str = "") -> tuple[int, str]:
     text = io.StringIO()
-    code = audit(None, folder, Console(file=text, width=200), head=head, is_json=is_json)
+    code = audit(None, folder, PlainConsole(file=text, width=200, soft_wrap=True), head=head, is_json=is_json)
     return code, text.getvalue()
 
 

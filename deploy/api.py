@@ -132,7 +132,6 @@ def export(
 
 
 def _run(command: str, config: RunConfig, words: Sequence[str]) -> None:
-    """Runs a `mobula` command with the resolved configuration and forwards its output."""
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "stderr", "w+", encoding="utf-8") as errors:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")

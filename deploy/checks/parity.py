@@ -62,8 +62,6 @@ SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt with its images, video frames and sounds."""
-
     prompt: Prompt
     images: tuple[Image.Image, ...]
     videos: tuple[tuple[Image.Image, ...], ...] = ()

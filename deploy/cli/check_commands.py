@@ -266,7 +266,6 @@ def _table(artifact: Mapping[str, Any]) -> Table:
 
 
 def _stderr_name(metric: str) -> str:
-    """Returns the harness's name for the standard error of `NAME` or `NAME,FILTER`."""
     name, comma, filtered = metric.partition(",")
     return f"{name}_stderr{comma}{filtered}"
 

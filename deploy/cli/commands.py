@@ -74,7 +74,6 @@ def about(
 
 
 def main() -> None:
-    """Entry point of the `mobula` script."""
     if any(name.lower().endswith("_proxy") for name in os.environ):
         from mobula.cluster.proxies import bypass_loopback
 
@@ -307,7 +306,6 @@ def _config(overrides: Sequence[str], file: Path | None) -> RunConfig:
 
 
 def _train_offline(job: str, overrides: Sequence[str]) -> None:
-    """Trains with the default experiment of a job, or with the experiment of that job in `overrides`."""
     from mobula.configs.load import load_config
     from mobula.configs.overrides import overridden
 
@@ -323,7 +321,6 @@ def _train_offline(job: str, overrides: Sequence[str]) -> None:
 
 
 def _parse_scale(arguments: Sequence[str]) -> tuple[dict[str, int], str | None]:
-    """Parses ROLE=N arguments and at most one run name, in any order."""
     pairs = [argument.partition("=") for argument in arguments if "=" in argument]
     names = [argument for argument in arguments if "=" not in argument]
     bad = [f"{role}={num}" for role, _, num in pairs if not _is_number_of_workers(num)]

@@ -23,7 +23,6 @@ SERVED = "sampler.adapters.max_served=16"  # if the user has set nothing
 
 
 def announcing(name: str) -> Callable[[str], None]:
-    """Returns a function that prints the URL of a server."""
     console = terminal(soft_wrap=True)
     return lambda url: console.print(f"{name}: {url}")
 

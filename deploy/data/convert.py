@@ -33,7 +33,6 @@ File = tuple[bytes, str]  # content and extension
 
 
 def convert(config: RunConfig, output: Path, splits: Sequence[str], console: Console) -> None:
-    """Writes the splits into the folder `output`."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise PreflightError(f"{output} is there and not an empty folder: give another folder, or remove it first")
     ensure_data(config)
@@ -73,12 +72,10 @@ def message_record(row: Row, media: Mapping[str, Sequence[Any]]) -> dict[str, An
 
 
 def _content(text: str) -> str | list[dict[str, str]]:
-    """Splits a text into parts if it contains a literal placeholder."""
     return parts_of(text) if BREAK in text else text
 
 
 def _write(config: RunConfig, split: str, folder: Path, file: TextIO) -> tuple[int, list[Skipped]]:
-    """Writes a split; returns the number of rows written and the skipped rows."""
     rows = open_split(config.data, split, config.rewards.label_key).rows
     skipped: list[Skipped] = []
     most = config.data.max_skipped_fraction * len(rows)
@@ -122,7 +119,6 @@ def _image_file(source: ImageSource, limits: ImageLimits) -> File:
 
 
 def _video_files(video: Video, limits: VideoLimits) -> list[File]:
-    """The file of a video, or the files of its frames."""
     decode_video(load_video(video, limits), limits)
     if isinstance(video, FrameList):
         return [_image_file(frame, limits.frame) for frame in video.frames]

@@ -84,8 +84,6 @@ class HeaderChecker:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """One row as the page shows it."""
-
     row: Row
     label: str
     images: Sequence[str]  # data URLs; an empty text for an image that cannot be decoded
@@ -93,8 +91,6 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """Histogram of row lengths."""
-
     bars: Sequence[tuple[float, float, float, str]]  # left, width and height in per cent, text
     ticks: Sequence[tuple[float, str]]
 
@@ -156,7 +152,6 @@ def histogram(lengths: Sequence[int]) -> LengthHistogram | None:
 
 
 def _checker(config: RunConfig) -> tuple[RowChecker[Row], str]:
-    """The processor of the model where one is named, and the unit of lengths."""
     if config.policy.model == UNKNOWN_MODEL:
         return HeaderChecker(VideoLimits.of(config.data), _audio_limits(config.data)), "characters"
     ensure_model(config)
@@ -168,7 +163,6 @@ def _checker(config: RunConfig) -> tuple[RowChecker[Row], str]:
 
 
 def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[ShownRow]:
-    """`num` of the rows that were checked, evenly spread over them."""
     limits, audio = VideoLimits.of(config.data), _audio_limits(config.data)
     shown = []
     for position in range(num):
@@ -187,7 +181,6 @@ def _image(image: ImageSource, limits: ImageLimits) -> Image.Image:
 
 
 def _strip(video: Video, limits: VideoLimits) -> Image.Image:
-    """Returns a few of the prompt's frames side by side."""
     frames = decode_video(load_video(video, limits), limits)
     shown = np.unique(np.linspace(0, len(frames) - 1, STRIP_FRAMES).round().astype(int))
     return Image.fromarray(np.concatenate(frames[shown], axis=1))
@@ -216,7 +209,6 @@ def _thumbnail(decode: Callable[[], Image.Image]) -> str:
 def _facts(
     measured: SplitMeasurements, skipped: Sequence[Skipped], num_rows: int, unit: str
 ) -> list[tuple[str, str, str]]:
-    """Label, value and help of each number of the headline."""
     lengths, num_checked = measured.lengths, len(measured.lengths) + len(skipped)
     num_images = sum(num * rows for num, rows in measured.images.items())
     return [

@@ -97,7 +97,6 @@ def _progress(source: Source, console: Console, is_quiet: bool) -> Iterator[Call
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a draft that replaces `path` on success."""
     try:
         with replacing(path) as file:
             yield file

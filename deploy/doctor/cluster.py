@@ -63,7 +63,6 @@ def report(paths: Mapping[str, str], folder: str) -> NodeReport:
 
 
 def clock() -> float:
-    """Seconds since the epoch, here and now."""
     return time.time()
 
 
@@ -114,7 +113,6 @@ def examine_cluster(config: RunConfig, address: str) -> Iterator[Finding]:
 
 
 def check_cluster_placement(config: RunConfig, nodes: Sequence[NodeResources]) -> Finding:
-    """Whether the preset fits what is free."""
     cpus, gpus = sum(node.num_cpus for node in nodes), sum(node.num_gpus for node in nodes)
     return check_nodes(config, nodes, f"{len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs free")
 
@@ -212,7 +210,6 @@ def _disk(config: RunConfig, report: NodeReport) -> Finding:
 
 
 def _examined(config: RunConfig) -> list[Examined]:
-    """Examines each living node in a task on it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

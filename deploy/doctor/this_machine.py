@@ -79,7 +79,6 @@ def check_python(version: tuple[int, int]) -> Finding:
 
 
 def check_placement(config: RunConfig, machine: Machine) -> Finding:
-    """Whether the resource preset fits this machine alone."""
     detail = f"{machine.num_cores} CPU cores, {machine.num_gpus} GPUs"
     return check_nodes(config, [as_node(machine, config.resources)], detail)
 
@@ -174,7 +173,6 @@ def check_cuda_software(software: CudaSoftware) -> Iterator[Finding]:
 
 
 def check_engine_here(config: RunConfig) -> Finding:
-    """Whether vLLM of this environment computes on the preset's device."""
     try:
         check_engine_build(config, needed_roles(config))
     except PreflightError as error:

@@ -138,8 +138,6 @@ class CudaSoftware:
 
 @dataclass(frozen=True)
 class Flaw:
-    """A reason why a run on GPUs would fail, and the next action."""
-
     title: str
     detail: str
     action: str
@@ -194,7 +192,6 @@ def python_headers() -> str:
 
 
 def flaws(software: CudaSoftware) -> list[Flaw]:
-    """Returns every reason why a run on this machine's GPUs would fail."""
     return list(_flaws(software))
 
 

@@ -292,7 +292,6 @@ class RunRecord:
 
 @contextmanager
 def recorded(record: RunRecord) -> Iterator[None]:
-    """Publishes the record while the body runs."""
     for path in record.paths:
         record.write(path)
     try:

@@ -87,7 +87,6 @@ class Jobs:
         return sorted(rows, key=lambda row: -(row.started or 0.0))
 
     def wait_until_started(self, submission_id: str, timeout_s: float) -> None:
-        """Waits until the entry point runs or has ended."""
         deadline = time.monotonic() + timeout_s
         while str(self._client.get_job_status(submission_id)) == "PENDING":
             if time.monotonic() > deadline:
@@ -103,7 +102,6 @@ class Jobs:
         return self._client.get_job_logs(submission_id)
 
     def follow(self, submission_id: str, write: Callable[[str], None]) -> int:
-        """Forwards the job's output until it ends; returns its exit code."""
         self._require(submission_id)
 
         async def pass_on() -> None:

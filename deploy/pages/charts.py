@@ -26,7 +26,6 @@ def unit_of(runs: Sequence[RunFolder]) -> str:
 
 
 def counted_in(unit: str, text: str) -> str:
-    """Replaces tokens by `unit` in a text."""
     return text.replace(TOKEN, unit)
 
 
@@ -104,7 +103,6 @@ class Chart:
 
 
 def curve(label: str, colour: int, values: Sequence[tuple[int, float]], *, keeps_peaks: bool = False) -> Curve:
-    """Builds a curve from plain (step, value) pairs."""
     return Curve(label, colour, [Point(step, v, v, v) for step, v in values], keeps_peaks)
 
 
@@ -220,7 +218,6 @@ def _with_error(record: StepRecord, name: MetricName) -> Point:
 
 
 def phases_chart(steps: Sequence[StepRecord]) -> Chart:
-    """Returns the stacked chart of the seconds of each phase."""
     series = [curve(phase_label(name), colour, values) for name, colour, values in _phase_seconds(steps)]
     text = "Wall time of each step, split by what it was spent on. Steps that take far longer than most are cut off."
     return Chart("seconds", "Seconds per phase", text, series, "s", is_stacked=True)
@@ -246,7 +243,6 @@ def _phase_seconds(steps: Sequence[StepRecord]) -> list[tuple[str, int, list[tup
 
 
 def _reward(steps: Sequence[StepRecord]) -> Chart:
-    """Returns the chart of the reward, and of its components if there are several."""
     series = []
     names = list(dict.fromkeys(name for record in steps for name in record.components))
     if len(names) > 1:
@@ -258,7 +254,6 @@ def _reward(steps: Sequence[StepRecord]) -> Chart:
 
 
 def _turns(steps: Sequence[StepRecord]) -> Chart:
-    """Chart of the environment's rewards for the first turns of an episode."""
     names = {f"turn {n}": f"turn_reward_{n}" for n in range(1, 6)}
     series = [
         curve(label, n, [(r.step, r.values[name]) for r in steps if name in r.values])
@@ -269,7 +264,6 @@ def _turns(steps: Sequence[StepRecord]) -> Chart:
 
 
 def _preference(steps: Sequence[StepRecord]) -> Chart:
-    """Chart of the rewards of chosen and rejected answers in an offline job."""
     names = {"chosen": MetricName.CHOSEN_REWARD, "rejected": MetricName.REJECTED_REWARD, "margin": MetricName.MARGIN}
     series = [curve(label, n, _values(steps, name)) for n, (label, name) in enumerate(names.items(), start=1)]
     return Chart("preference", "Chosen and rejected answers", MetricName.MARGIN.help, series)

@@ -160,7 +160,6 @@ def _row(line: ComparedRuns, suite: str, evaluations: _Evaluations) -> SuiteAccu
 
 
 def _over_runs(records: Sequence[EvaluationRecord]) -> Interval:
-    """Returns the interval over prompts of a single run, or a bootstrap interval over several runs."""
     if len(records) == 1:
         return Interval(records[0].accuracy, records[0].low, records[0].high)
     return _interval([record.accuracy for record in records])
@@ -185,8 +184,6 @@ def _course(line: ComparedRuns) -> Course:
 
 
 class _Charts:
-    """Charts of the lines, over steps or over epochs."""
-
     def __init__(self, lines: Sequence[ComparedRuns], by_epoch: bool) -> None:
         self._lines = lines
         self._by_epoch = by_epoch
@@ -202,7 +199,6 @@ class _Charts:
             yield self._chart(f"suite_{suite}", title, text, values, domain=(0.0, 1.0))
 
     def curves(self) -> Iterator[Chart]:
-        """Yields the metrics of the steps that any run has."""
         for name, title in _CURVES:
             title, text, unit = (counted_in(_unit(self._lines), words) for words in (title, name.help, name.unit))
             yield self._chart(str(name), title, text, partial(_step_values, name), unit=unit)
@@ -258,7 +254,6 @@ def _cumulative(steps: Sequence[StepRecord], steps_per_epoch: float) -> Iterator
 
 
 def _steps_per_epoch(run: RunFolder) -> float:
-    """Returns the number of steps of an epoch."""
     if run.summary is None or run.summary.train_prompts is None or not run.config:
         raise ValueError(f"run {run.name} has no summary.json or no config.yaml: compare it over steps, not epochs")
     return run.summary.train_prompts / yaml.safe_load(run.config)["algorithm"]["prompts_per_step"]

@@ -44,7 +44,6 @@ def write_tables(folder: Path, run: RunFolder) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Cell]]) -> str:
-    """Formats rows as CSV with a header."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -188,7 +187,6 @@ def _facts(run: RunFolder) -> list[Fact]:
 
 
 def _pushes(run: RunFolder) -> list[Fact]:
-    """Returns the mean size of a push; nothing if no step names one."""
     sizes, shares = (
         [step.values[name] for step in run.steps if name in step.values]
         for name in (MetricName.PUSH_BYTES, MetricName.PUSH_CHANGED_SHARE)
@@ -200,7 +198,6 @@ def _pushes(run: RunFolder) -> list[Fact]:
 
 
 def _stage(run: RunFolder) -> list[Fact]:
-    """Returns the stage of the curriculum; nothing without a curriculum."""
     values = run.steps[-1].values if run.steps else {}
     if MetricName.CURRICULUM_STAGE not in values:
         return []
@@ -243,7 +240,6 @@ def _staleness_rows(run: RunFolder) -> list[tuple[int, int, float]]:
 
 
 def _tallies(run: RunFolder) -> list[CounterTable]:
-    """Returns every non-empty counter of the last step, with its reasons by size."""
     counters = run.steps[-1].counters if run.steps else {}
     return [
         CounterTable(name.replace("_", " "), sorted(reasons.items(), key=lambda item: -item[1]))

@@ -95,7 +95,6 @@ def described_nodes(text: str) -> tuple[PlannedNode, ...]:
 
 
 def read_cluster(path: Path) -> tuple[PlannedNode, ...]:
-    """The nodes of a cluster file."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         kinds = ClusterFile.model_validate(content).nodes

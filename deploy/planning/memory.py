@@ -159,7 +159,6 @@ def engine_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _text_block(shape: ModelShape, dtype: str, is_autocast: bool) -> int:
-    """Bytes that one block of the language model keeps for one token."""
     text, value = shape.text, DTYPE_BYTES[dtype]
     has_head_norms = any(spec.name.endswith("q_norm.weight") for spec in shape.manifest.tensors)
     head_norms = (text.num_heads + text.num_kv_heads) * text.head_dim * (FLOAT32 + value) if has_head_norms else 0

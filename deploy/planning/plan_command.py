@@ -125,7 +125,6 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
 
 
 def _of_roles(config: RunConfig, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
-    """Other numbers of workers, and other presets of the same device."""
     learner, resources = config.learner, config.resources
     for preset in _presets(resources):
         counted = {"resources.num_nodes": len(nodes)} if "num_nodes" in _own(preset) else {}

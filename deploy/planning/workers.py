@@ -67,7 +67,6 @@ class WorkerMemory:
 
     @property
     def peak(self) -> int:
-        """Peak bytes on the device."""
         return max(sum(parts.values()) for parts in self.device.values())
 
     @property
@@ -82,7 +81,6 @@ class WorkerMemory:
 
     @property
     def largest(self) -> Parts:
-        """The largest value of every part over the phases."""
         names = dict.fromkeys(name for parts in self.device.values() for name in parts)
         return {name: max(parts.get(name, 0) for parts in self.device.values()) for name in names}
 

@@ -32,14 +32,12 @@ def check_template_kwargs(config: RunConfig, loaded: LoadedModel) -> Iterator[Pr
 
 
 def check_question(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
-    """Checks that a plain question becomes a prompt with the question's text."""
     problem = _problem(chat, [("user", QUESTION)])
     if problem:
         yield PreflightFinding(MODEL, _of_template(config, f"cannot write a question: it {problem}"), ANOTHER)
 
 
 def check_system_prompt(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
-    """Checks that the prompt contains `data.system_prompt`."""
     if not config.data.system_prompt:
         return
     problem = _problem(chat, [("system", QUESTION), ("user", NEXT_QUESTION)])
@@ -80,7 +78,6 @@ def check_turns(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFin
 
 
 def check_images(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFinding]:
-    """The template of a model that takes images places them."""
     if not chat.takes_images or config.sampler.max_images_per_prompt == 0:
         return
     try:

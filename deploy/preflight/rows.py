@@ -16,7 +16,6 @@ NUM_SHOWN = 12
 
 
 def row_notes(config: RunConfig, row: AnyRow) -> Iterator[str]:
-    """Yields the notes on a usable row."""
     yield ROWS
     yield from (f"{FIELD}{name}" for name in row.unread)
     if isinstance(row, Row) and _reads_box(config, row) and _is_out_of_reach(row.answer):

@@ -36,7 +36,6 @@ def main() -> None:
 
 
 def serve(stages: Sequence[tuple[socket.socket, Sequence[str]]]) -> None:
-    """Imports the modules of the first stage and serves its socket."""
     (listener, names), *later = stages
     for name in names:
         importlib.import_module(name)

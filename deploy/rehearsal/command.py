@@ -63,8 +63,6 @@ MIN_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The results of a rehearsal."""
-
     stage: RehearsalStage
     source: str  # of its speeds
     memory: MemoryPlan
@@ -75,7 +73,6 @@ class Rehearsal:
 
 
 def show(console: Console, page: Rehearsal) -> None:
-    """Prints the page, 80 characters wide."""
     stage, played, result, sweep = page.stage, page.played, page.result, page.sweep
     for line in _headline(stage, page.source):
         console.print(line)

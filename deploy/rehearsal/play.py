@@ -110,13 +110,11 @@ def warm(steps: Sequence[RehearsedStep]) -> Sequence[RehearsedStep]:
 
 
 def mean_phases(steps: Sequence[RehearsedStep]) -> dict[str, float]:
-    """Phase -> mean seconds of a step."""
     names = dict.fromkeys(name for step in steps for name in step.seconds)
     return {name: sum(step.seconds.get(name, 0.0) for step in steps) / len(steps) for name in names}
 
 
 def staleness_shares(steps: Sequence[RehearsedStep]) -> dict[int, float]:
-    """Lag in versions -> share of the trained tokens."""
     tokens = Counter[int]()
     for step in steps:
         tokens.update(step.staleness)
@@ -149,7 +147,6 @@ class DriverLoad:
 
 
 def driver_load(config: RunConfig, steps: Sequence[RehearsedStep]) -> DriverLoad:
-    """The mean over `steps`."""
     algorithm, resources = config.algorithm, config.resources
     num_checks = sum(step.seconds["total"] for step in steps) / len(steps) / config.supervision.interval_s
     of_step = CALLS_OF_RANK * resources.learner.num_workers + CALLS_OF_ENGINE * resources.rollout.num_workers

@@ -183,14 +183,12 @@ class SimulatedRoles:
         return free
 
     def restore(self, node_id: str) -> None:
-        """Brings a node back."""
         self.down.discard(node_id)
         self.returning.discard(node_id)
         self._restored.set()
         self._restored = asyncio.Event()
 
     def slow_down(self, node_id: str, factor: float) -> None:
-        """Multiplies all seconds of a node's workers."""
         self.slow[node_id] = factor
         for engine in self.engines.values():
             if engine.node_id == node_id:
@@ -202,7 +200,6 @@ class SimulatedRoles:
                 self.ranks.slow_down[worker.index] = factor
 
     async def compute_driver(self) -> None:
-        """Waits for the driver's work between the phases of a step."""
         await self._hardware.cores.compute(self._hardware.speeds.step_s)
 
     def busy_s(self) -> dict[str, float]:
@@ -215,7 +212,6 @@ class SimulatedRoles:
         }
 
     async def all_up(self) -> None:
-        """Waits until every node of a learner rank is there."""
         while any(worker.node_id in self.down for worker in self.places(LEARNER)):
             await self._restored.wait()
 
@@ -373,7 +369,6 @@ class _Hosts:
 
 
 def with_role(resources: ResourcesConfig, role: str, workers: WorkerResources) -> ResourcesConfig:
-    """The resources with other workers of a role."""
     if role in type(resources).model_fields:
         return resources.model_copy(update={role: workers})
     name = role.partition(".")[2]

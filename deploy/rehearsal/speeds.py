@@ -155,8 +155,6 @@ LENGTH = "response_num_tokens"  # column of the trajectory log
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run: its configuration, and the medians of its steps."""
-
     config: RunConfig
     seconds: dict[str, float]  # phase -> median of a step
     push_s: float  # median, until every engine serves the version

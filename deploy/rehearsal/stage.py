@@ -119,8 +119,6 @@ FASTER: Mapping[str, tuple[str, ...]] = {  # role -> its speeds
 
 @dataclass(frozen=True)
 class RehearsalStage:
-    """A configuration with its data, hardware and speeds."""
-
     prepared: Prepared
     shape: ModelShape
     nodes: tuple[PlannedNode, ...]
@@ -206,7 +204,6 @@ class Result:
 
     @property
     def wait_share(self) -> float:
-        """Share of a step in which the learner waits for rollouts."""
         return self.phases["wait_for_rollouts"] / self.step_s
 
 

@@ -110,7 +110,6 @@ def refuse_other_weights(config: RunConfig, folder: Path) -> None:
 
 
 def as_json(result: Audit) -> dict[str, Any]:
-    """Returns every figure of the audit."""
     history, staleness = result.history, staleness_of(result.history)
     return {
         "is_closed": result.is_closed,

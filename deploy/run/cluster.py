@@ -39,7 +39,6 @@ class RunCluster:
 
     @asynccontextmanager
     async def spawner(self) -> AsyncIterator[Spawner]:
-        """Reserves the plan's resources while the body runs."""
         config = self.prepared.config
         bookings = await asyncio.to_thread(
             create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s

@@ -221,7 +221,6 @@ PACKAGES = ("actors", "cluster", "configs", "deploy", "learner", "rewards")
 
 
 def provenance(prepared: AnyPrepared) -> dict[str, Any]:
-    """Returns what the results of a run depend on, as JSON."""
     config = prepared.config
     identity = prepared.identity
     text = dump_config(config)
@@ -239,7 +238,6 @@ def provenance(prepared: AnyPrepared) -> dict[str, Any]:
 
 
 def bounds(config: RunConfig) -> dict[str, Any]:
-    """Returns the limits that the audit compares with."""
     return {
         "max_staleness": 0 if config.offline.is_on else config.algorithm.max_staleness,
         "stragglers": config.algorithm.stragglers,

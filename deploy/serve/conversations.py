@@ -58,7 +58,6 @@ class LocalPolicy:
     """Renders whole conversations with the chat template and samples with the engine of `sampler.kind`."""
 
     def __init__(self, config: RunConfig, *, keep_files: bool = False) -> None:
-        """`keep_files` keeps the files of images, to capture them."""
         if config.sampler.is_flow:
             raise PreflightError("sampler=flow answers with images, not with text: use sampler=huggingface or vllm")
         require_model(config)
@@ -252,7 +251,6 @@ def _start_of(prompt: Prompt) -> str:
 
 
 def _copied(episode: Episode) -> Episode:
-    """Copies an episode with its lists, so that several calls can continue it."""
     values = {part.name: getattr(episode, part.name) for part in fields(episode)}
     lists: dict[str, Any] = {name: [*value] for name, value in values.items() if isinstance(value, list)}
     return replace(episode, **lists)

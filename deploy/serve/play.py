@@ -34,8 +34,6 @@ ASSISTANT = "assistant"
 
 @dataclass
 class PlayedEpisode:
-    """The messages of an episode, and the reward of each turn."""
-
     seed: int
     messages: list[Message]
     rewards: list[dict[str, float]] = field(default_factory=list)
@@ -119,7 +117,6 @@ HELP = "A line is your turn. :policy lets the policy act, :reset [SEED] begins a
 
 
 async def play(game: Game, seed: int, console: Console) -> None:
-    """Play until `:quit` or the end of the input."""
     console.print(HELP, style="dim")
     episode = await game.begin(seed)
     _show(console, episode, 0)
@@ -147,7 +144,6 @@ async def play(game: Game, seed: int, console: Console) -> None:
 
 
 async def watch(game: Game, seed: int, console: Console) -> None:
-    """Let the policy play one episode to its end."""
     episode = await game.begin(seed)
     _show(console, episode, 0)
     while not episode.outcome:
@@ -157,7 +153,6 @@ async def watch(game: Game, seed: int, console: Console) -> None:
 
 
 def _show(console: Console, episode: PlayedEpisode, start: int) -> None:
-    """Prints the messages from index `start`, and the rewards."""
     for message in episode.messages[start:]:
         style = {"system": "dim", ASSISTANT: "bold cyan"}.get(message.role, "")
         console.print(Text(f"{message.role}: ", style="dim") + Text(message.text, style=style))
@@ -173,7 +168,6 @@ def _show(console: Console, episode: PlayedEpisode, start: int) -> None:
 
 
 def blocks(encoded: bytes) -> Segments:
-    """An image as rows of half blocks, two pixels each, at most `MAX_COLUMNS` wide."""
     with Image.open(BytesIO(encoded)) as opened:
         image = opened.convert("RGB")
     if image.width > MAX_COLUMNS:

@@ -161,7 +161,6 @@ def summarise(config: RunConfig, options: RolloutOptions, rolled: Sequence[Rolle
 async def _episodes(
     options: RolloutOptions, prepared: Prepared, inference: Inference
 ) -> tuple[list[Rolled], dict[str, bytes]]:
-    """Returns the episodes, and the images (PNG) that they show by the names of their files."""
     config = prepared.config
     split = config.evaluation.split
     prompts = fixed_prompts(prepared.usable(split), InDriver(prepared.processor), options.num_episodes)

@@ -253,7 +253,6 @@ def _answer(outcome: RequestOutcome) -> Response:
 
 
 async def _training_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body, decompressed."""
     body = await request.body()
     if request.headers.get("content-encoding") != "zstd":
         return body

@@ -66,7 +66,6 @@ def _row(group: TrajectoryGroup, trajectory: Trajectory, advantage: float, image
 
 
 def _chunks(tokens: np.ndarray, prompt: Prompt, actions: TokenActions, images: Path) -> Iterator[tk.ModelInputChunk]:
-    """The tokens, with an image file in place of each span of media."""
     later = (MediaSpan(s.start + prompt.num_tokens, s.end + prompt.num_tokens) for s in actions.media_spans)
     at = 0
     for handle, span in zip((*prompt.media, *actions.media), (*prompt.media_spans, *later), strict=True):

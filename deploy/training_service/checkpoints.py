@@ -50,16 +50,13 @@ class CheckpointStore:
         """Receives the sampling session that a save opens."""
 
     async def load(self) -> None:
-        """Reads the records."""
         records = await self._database.all(CheckpointRecord)
         self._records = {record.path: record for record in sorted(records, key=lambda record: record.created_s)}
 
     def any(self, path: str) -> CheckpointRecord | None:
-        """Returns the checkpoint, of whatever tenant."""
         return self._records.get(path)
 
     def visible(self, path: str, tenant: str) -> CheckpointRecord | None:
-        """Returns the checkpoint if the tenant may read it."""
         record = self._records.get(path)
         is_expired = record is not None and record.expires_s is not None and record.expires_s < time.time()
         if record is None or is_expired or not (record.tenant == tenant or record.is_public):
@@ -67,21 +64,18 @@ class CheckpointStore:
         return record
 
     def owned(self, path: str, tenant: str) -> CheckpointRecord:
-        """Returns the tenant's checkpoint."""
         record = self.visible(path, tenant)
         if record is None or record.tenant != tenant:
             raise RefusedRequestError(404, _no_checkpoint(path))
         return record
 
     def readable(self, path: str, tenant: str) -> CheckpointRecord:
-        """Returns a checkpoint that the tenant may read."""
         record = self.visible(path, tenant)
         if record is None:
             raise RefusedRequestError(404, _no_checkpoint(path))
         return record
 
     def trained(self, path: str, tenant: str) -> CheckpointRecord:
-        """Returns a checkpoint from which training continues."""
         record = self.visible(path, tenant)
         if record is None:
             raise RequestError(_no_checkpoint(path))
@@ -97,7 +91,6 @@ class CheckpointStore:
         return (r for r in self._records.values() if r.tenant == tenant and not r.is_ephemeral)
 
     def newest_inflight(self, model_id: str) -> CheckpointRecord | None:
-        """Returns the newest in-flight weights of a model."""
         records = [r for r in self._records.values() if r.model_id == model_id and r.name.startswith(INFLIGHT)]
         return max(records, key=lambda record: record.created_s, default=None)
 
@@ -163,12 +156,10 @@ class CheckpointStore:
         return json_outcome(type="save_weights_for_sampler", sampling_session_id=sampler.sampler_id)
 
     async def put(self, record: CheckpointRecord) -> None:
-        """Adds or changes a record."""
         await self._database.put(record)
         self._records[record.path] = record
 
     async def copy(self, source: CheckpointRecord, model_id: str, tenant: str, ttl_s: int | None) -> CheckpointRecord:
-        """Copies a checkpoint to another model id."""
         folder = self._folder / model_id.replace(":", "-") / source.kind / source.name
         await asyncio.to_thread(shutil.copytree, source.folder, folder, dirs_exist_ok=True)
         record = replace(
@@ -186,7 +177,6 @@ class CheckpointStore:
         return record
 
     async def remove(self, record: CheckpointRecord) -> None:
-        """Removes the record, then the files."""
         await self._database.remove(CheckpointRecord, [record.path])
         self._records.pop(record.path, None)
         await asyncio.to_thread(shutil.rmtree, record.folder, ignore_errors=True)
@@ -207,7 +197,6 @@ def _no_checkpoint(path: str) -> str:
 
 
 def expiry(ttl_s: int | None) -> float | None:
-    """Returns the time at which a checkpoint expires."""
     if ttl_s is None:
         return None
     if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:

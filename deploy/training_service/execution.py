@@ -72,7 +72,6 @@ class ModelQueue:
         return found
 
     def pop(self, request: RequestRecord) -> None:
-        """Removes the finished head."""
         assert request.seq_id == self.next_seq, f"request {request.request_id} finished before {self.next_seq}"
         del self.requests[request.seq_id]
         self.next_seq += 1
@@ -127,7 +126,6 @@ class Execution:
         return max(self._resume_at - time.monotonic(), 0.0)
 
     def is_loaded(self, queue: ModelQueue) -> bool:
-        """Whether the learner holds the model's adapter in its current state."""
         return queue.loaded_in == self._incarnation
 
     async def restore(self, queue: ModelQueue) -> None:
@@ -174,7 +172,6 @@ class Execution:
         await self._finish(finished)
 
     async def run(self, queue: ModelQueue, request: RequestRecord) -> None:
-        """Runs one request that is neither forward nor forward_backward."""
         try:
             outcome = await self._run(queue, request)
         except LearnerLostError as error:
@@ -260,7 +257,6 @@ class Execution:
         return json_outcome(type="load_weights", path=path, model_id=queue.model_id)
 
     async def _load_checkpoint(self, queue: ModelQueue, request: RequestRecord) -> str:
-        """Loads the checkpoint that a request names; returns its path."""
         message = parsed(tk.LoadWeightsRequest, request.body)
         folder = Path(self._checkpoints.trained(message.path, queue.record.tenant).folder)
         loading = self._learner.load(queue.model_id, folder, with_optimizer=message.optimizer)
@@ -268,7 +264,6 @@ class Execution:
         return message.path
 
     def _exported(self, kind: Kind) -> Callable[[str, Path], Awaitable[None]]:
-        """Returns what writes an adapter to a folder: its whole state, or PEFT's files."""
         if kind is Kind.SAVE:
             return lambda adapter, folder: self._call(self._learner.save(adapter, folder), "save a checkpoint")
         return lambda adapter, folder: self._call(self._learner.export(adapter, folder), "export an adapter")
@@ -309,7 +304,6 @@ class Execution:
             self._futures.finish(request.request_id, outcome)
 
     async def _call(self, call: Awaitable[T], what: str) -> T:
-        """Awaits the learner."""
         try:
             async with asyncio.timeout(self._limits.learner_s):
                 answer = await call
@@ -323,7 +317,6 @@ class Execution:
         return answer
 
     def _lose(self, error: Exception) -> None:
-        """Counts a loss of the learner; all adapters have to be restored."""
         now = time.monotonic()
         if self._num_losses == 0:
             self._lost_since = now
@@ -395,11 +388,9 @@ class Scheduler:
         self._waiting_since: float | None = None
 
     def wake(self) -> None:
-        """Called when a request has arrived."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Runs requests until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._changed.wait()

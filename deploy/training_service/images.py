@@ -16,7 +16,6 @@ class ChatImages:
     """Implements `ImagePlacer`. Called from several threads."""
 
     def __init__(self, chat: ChatProcessor, max_images: int) -> None:
-        """`max_images` of one input is what the engines take."""
         self.max_images = max_images
         self._images = chat.images
         assert self._images.placeholder_id is not None, "a model that takes images has a placeholder"

@@ -32,8 +32,6 @@ Chunk = TextChunk | ImageChunk
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """A processed image and the tokens that stand for it."""
-
     handle: MediaHandle
     placeholder_id: int  # its one token in the compact ids
     expanded_ids: np.ndarray  # int32 [E]

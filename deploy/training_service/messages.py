@@ -44,7 +44,6 @@ class TtlBody(BaseModel):
 
 
 def parsed(model: type[M], body: bytes) -> M:
-    """Returns the message in `body`."""
     try:
         message = model.model_validate_json(body)
     except ValidationError as error:
@@ -60,7 +59,6 @@ def json_outcome(**fields: object) -> RequestOutcome:
 
 
 def read_adam(body: bytes) -> AdamParameters:
-    """Returns the settings of a step."""
     params = parsed(tk.OptimStepRequest, body).optim_params
     if not isinstance(params, tk.AdamParams):
         raise RequestError(f"optimizer {params.type!r} is not supported: send AdamParams")
@@ -92,7 +90,6 @@ def parse_request(body: bytes) -> proto.ForwardBackwardRequest:
 
 
 def read_call(body: bytes, inputs: InputBuilder, limits: ServiceLimits) -> LossCall:
-    """Returns the learner's call."""
     message = parse_request(body)
     loss = SUMMED_LOSSES.get(message.loss_fn)
     if loss is None:
@@ -191,7 +188,6 @@ def _chunks(chunks: Sequence[proto.Chunk], name: str) -> Iterator[Chunk]:
 
 
 def _array(tensor: proto.Tensor, name: str, max_dense: int) -> np.ndarray:
-    """Returns the tensor; one in compressed sparse rows becomes dense."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise RequestError(f"{name} has dtype {tensor.dtype}: send float32 or int64")
@@ -265,7 +261,6 @@ def read_sample(
 
 
 def write_samples(result: SampleResult, request: tk.SampleRequest) -> bytes:
-    """Returns the client's message of a result."""
     message = proto.SampleResponse(sequences=[_sequence(sample) for sample in result.samples])
     last = request.prompt_logprobs_last_n
     if request.prompt_logprobs and result.prompt_logprobs is not None:

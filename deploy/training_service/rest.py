@@ -28,7 +28,6 @@ CHECKPOINT = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 
 def add_rest_routes(app: FastAPI, service: TrainingService) -> None:
-    """Adds the routes."""
     _add_sessions(app, service)
     _add_runs(app, service)
     _add_checkpoints(app, service)

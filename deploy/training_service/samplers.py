@@ -75,7 +75,6 @@ class Samplers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def load(self) -> None:
-        """Reads the sessions and starts the requests that were not finished."""
         self._samplers = {sampler.sampler_id: sampler for sampler in await self._database.all(SamplingSession)}
         for record in await self._database.all(PendingSample):
             if record.sampler_id in self._samplers:
@@ -103,7 +102,6 @@ class Samplers:
         return [sampler.sampler_id for sampler in self._samplers.values() if sampler.session_id == session_id]
 
     def check_path(self, path: str, tenant: str) -> CheckpointRecord:
-        """Returns the weights to sample from."""
         record = self._checkpoints.readable(path, tenant)
         if record.kind != SAMPLER:
             raise RefusedRequestError(400, f"{path} cannot be sampled from: save with save_weights_for_sampler")
@@ -125,7 +123,6 @@ class Samplers:
         return time.time() - max(used_at, record.created_s)
 
     async def join(self, sampler_id: str, tenant: str) -> int:
-        """Returns the number of a new clone of the session's client."""
         sampler = self.get(sampler_id, tenant)
         joined = replace(sampler, num_clones=sampler.num_clones + 1)
         self._samplers[sampler_id] = joined
@@ -158,7 +155,6 @@ class Samplers:
         return request_id, ids
 
     async def retrieved(self, request_ids: Sequence[str]) -> None:
-        """Drops results that the client has."""
         if request_ids:
             for request_id in request_ids:
                 self._futures.forget(request_id)
@@ -180,7 +176,6 @@ class Samplers:
         return [item for _, item in completions.finished], max(at for at, _ in completions.finished)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a request that its client has given up."""
         for task in self._tasks:
             if task.get_name() == request_id:
                 task.cancel()

@@ -176,7 +176,6 @@ class TrainingService:
         return await self._add_model(model_id, session, spec, request.user_metadata, Kind.CREATE, body)
 
     def _spec(self, lora: tk.LoraConfig) -> AdapterSpec:
-        """Returns what a new model trains."""
         if self.limits.weights == "full":
             return AdapterSpec(rank=0, alpha=self.limits.alpha, seed=0)
         if not 1 <= lora.rank <= self.limits.max_rank:
@@ -219,7 +218,6 @@ class TrainingService:
         return (await self.checkpoints.copy(source, model_id, tenant, ttl_s)).path
 
     async def remove_checkpoint(self, record: CheckpointRecord) -> None:
-        """Takes a checkpoint out of the engines and removes it."""
         await self.samplers.withdraw(record.path)
         await self.checkpoints.remove(record)
 
@@ -249,7 +247,6 @@ class TrainingService:
         return request.request_id
 
     async def unload(self, model_id: str, tenant: str) -> None:
-        """Takes a model out of the learner until its next request."""
         self.model(model_id, tenant)
         queue = self._queues.get(model_id)
         if queue is not None:

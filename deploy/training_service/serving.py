@@ -96,7 +96,6 @@ def serve(
 
 
 def _refuse_unfit(config: RunConfig, tenants: Tenants) -> None:
-    """Raises: PreflightError: the service cannot train so."""
     try:
         refuse_unsupported(config)
     except ValueError as error:
@@ -121,7 +120,6 @@ def _end_soon() -> None:
 
 
 def served_model(config: RunConfig) -> Prepared:
-    """Returns the base model with its processor, checked."""
     require_model(config)
     if config.sampler.is_flow or config.sampler.draws_tokens:
         raise PreflightError(f"sampler={config.sampler.kind} makes images, not text: use sampler=vllm or huggingface")
@@ -148,7 +146,6 @@ def cluster_spawner(prepared: Prepared, logs: Path) -> Iterator[tuple[Prepared, 
 def make_service(
     prepared: Prepared, spawner: Spawner, folder: Path, model_name: str | None
 ) -> tuple[TrainingService, Roles]:
-    """Returns the service and its roles, not started."""
     config, chat = prepared.config, prepared.processor
     assert isinstance(chat, ChatProcessor), "only language models are served"
     in_flight = InFlightRequests(config.sampler.chunk_tokens)

@@ -19,8 +19,6 @@ from mobula.cluster.training_service.interfaces import AdapterSpec
 
 
 class Kind(StrEnum):
-    """What a request of a model does."""
-
     CREATE = "create"
     CREATE_FROM = "create_from"  # a new model with the weights of a checkpoint
     FORWARD = "forward"
@@ -48,8 +46,6 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Session:
-    """One client program."""
-
     session_id: str
     tenant: str
     created_s: float
@@ -205,7 +201,6 @@ class Database:
         await self._insert("REPLACE", [record])
 
     async def all(self, kind: type[R]) -> list[R]:
-        """Returns all records of a kind."""
         return [_record(kind, row) for row in await self._rows(f"SELECT * FROM {TABLES[kind]}")]
 
     async def find(self, kind: type[R], key: str) -> R | None:
@@ -217,7 +212,6 @@ class Database:
         await self._run(lambda db: db.executemany(query, [(key,) for key in keys]))
 
     async def finish(self, requests: Sequence[tuple[RequestRecord, RequestOutcome]]) -> None:
-        """Writes the outcomes of requests."""
         now = time.time()
         values = [
             (
@@ -238,7 +232,6 @@ class Database:
         return _request(rows[0]) if rows else None
 
     async def position(self, model_id: str) -> Position:
-        """Returns where a model stands."""
         rows = await self._rows(
             "SELECT seq_id, kind, status FROM requests WHERE model_id=? AND status!=?", model_id, Status.QUEUED
         )

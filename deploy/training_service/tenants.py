@@ -51,12 +51,10 @@ class Futures:
         self._finished: OrderedDict[str, RequestOutcome] = OrderedDict()
 
     def open(self, request_id: str) -> None:
-        """Registers an accepted request."""
         if request_id not in self._waiting and request_id not in self._finished:
             self._waiting[request_id] = asyncio.get_running_loop().create_future()
 
     def finish(self, request_id: str, outcome: RequestOutcome) -> None:
-        """Sets the outcome of a request and wakes its waiting clients."""
         future = self._waiting.pop(request_id, None)
         self._finished[request_id] = outcome
         while len(self._finished) > self._num_kept:
@@ -79,7 +77,6 @@ class Futures:
             return None
 
     def forget(self, request_id: str) -> None:
-        """Drops a finished outcome."""
         self._finished.pop(request_id, None)
 
 
@@ -126,7 +123,6 @@ class Tenants:
 
 
 def tenant_of(request: Request) -> str:
-    """The tenant that the gate has found."""
     tenant: str = request.state.tenant
     return tenant
 
@@ -153,7 +149,6 @@ def read_tenants(file: Path | None) -> Tenants:
 
 
 def tenant_gate(app: ASGIApp, tenants: Tenants, max_request_bytes: int) -> RequestGate:
-    """Returns the service behind its gate."""
     return RequestGate(app, tenants, max_request_bytes, READ_S, MEDIA_TYPES)
 
 
@@ -174,7 +169,6 @@ class ServiceLimits(TrainingServiceConfig):
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Returns the bounds that a configuration sets."""
         own, timeouts, adapters = config.training_service, config.timeouts, config.sampler.adapters
         is_full = own.weights == "full"
         return cls(

@@ -308,7 +308,6 @@ def _on_sampled(metrics: Metrics, summary: GroupSummary) -> None:
 
 
 async def _after_push(prepared: Prepared, inference: Inference, metrics: Metrics, push: Push) -> None:
-    """Adds the figures of a push, and the driver's counters since the one before."""
     metrics.count(CounterName.WEIGHT_SYNCS, "push")
     metrics.start_up.ended("first push", push.seconds)
     metrics.observe(MetricName.PUSH_SECONDS, push.seconds)

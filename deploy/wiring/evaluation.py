@@ -50,7 +50,6 @@ def build_evaluator(
     responses: ResponseLog,
     journal: GroupJournal | None = None,
 ) -> Evaluator:
-    """Builds held-out evaluation on the run's rollout actors."""
     config = prepared.config
     return Evaluator(
         suites=list(_suites(prepared)),

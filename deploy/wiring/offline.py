@@ -43,7 +43,6 @@ class OfflineTraining:
 
     @property
     def scalable(self) -> dict[str, Scalable]:
-        """Returns the roles that can be scaled during the run, by name."""
         return {"reference": self.reference.pool} if isinstance(self.reference, ReferencePool) else {}
 
 

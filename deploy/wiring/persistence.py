@@ -179,11 +179,9 @@ class RunContext:
         self.metrics.count(CounterName.RESTARTS, kind)
 
     def rescored(self, reason: str) -> None:
-        """Counts groups that are scored again by the reason."""
         self.metrics.count(CounterName.REFERENCE_RETRIES, reason)
 
     def retried(self, kind: str) -> None:
-        """Counts a prompt that is sampled again by the kind of the failure."""
         self.metrics.count(CounterName.ROLLOUT_RETRIES, kind)
 
 

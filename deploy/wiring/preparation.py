@@ -188,8 +188,6 @@ class PreparedJob(Generic[R, P]):
 
 @dataclass(frozen=True)
 class Prepared(PreparedJob[Row, Prompt]):
-    """The parts of a run that samples responses."""
-
     processor: ChatProcessor | FlowProcessor | ImageTokenProcessor
 
 
@@ -319,7 +317,6 @@ def _splits(evaluation: EvaluationConfig) -> list[str]:
 
 
 def _check_dtype(config: RunConfig) -> None:
-    """Checks that vLLM on CPU supports the precision for this model."""
     dtypes = family_at(config.policy.model).engine_dtypes_on_cpu
     resources, is_vllm = config.resources, config.sampler.kind is SamplerKind.VLLM
     if resources.device == "cpu" and is_vllm and resources.dtype not in dtypes:
@@ -343,7 +340,6 @@ def _check_window(config: RunConfig) -> None:
 
 
 def _check_answers(config: RunConfig) -> None:
-    """Checks that model and sampler both generate images, or neither."""
     makes_images = family_at(config.policy.model).makes_images
     if makes_images and not config.sampler.draws_tokens:
         raise PreflightError(
@@ -358,7 +354,6 @@ def _check_answers(config: RunConfig) -> None:
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
-    """Checks the names in `policy.freeze` and `policy.lora.target_modules`, and that something is left to train."""
     names = [spec.name for spec in checkpoint.tensors]
     refuse_unknown_prefixes(policy.freeze, family_at(policy.model).parts, names)
     if policy.lora.is_on:

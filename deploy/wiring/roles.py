@@ -100,8 +100,6 @@ def service_settings(config: RunConfig) -> ServiceSettings:
 
 @dataclass(frozen=True)
 class Processors:
-    """The processor workers of a run, if any."""
-
     start: Callable[[], Coroutine[Any, Any, None]]  # returns when the workers serve
     watched: tuple[Watched, ...] = ()
     scalable: Mapping[str, Scalable] = field(default_factory=dict)  # by the name of the role
@@ -147,7 +145,6 @@ def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], No
 
 
 def reward_role(service: str) -> str:
-    """Returns the role of the workers that run a service's components."""
     return service if service == SHARED_SERVICE else f"{REWARD_SERVICE}{service}"
 
 
@@ -471,7 +468,6 @@ def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]
 
 
 def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
-    """Returns the roles that can be scaled during the run, by name."""
     reference = training.reference
     rewards = {reward_role(name): service.pool for name, service in inference.rewards.services.items()}
     scorers = {"reference": reference.pool} if isinstance(reference, ReferencePool) else {}
@@ -513,7 +509,6 @@ def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
 
 
 def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
-    """Returns the handles of all ranks of a separate critic. Blocks and raises like `start_learner`."""
     ranks = spawner.book_together("critic")
     env = learner_environment(prepared.config)
     return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w, env=env) for w in ranks]

@@ -117,7 +117,6 @@ class Spawner:
         max_concurrency: int = 1,
         **kwargs: Any,
     ) -> Any:
-        """Returns the handle of one worker, which loads in the background."""
         return spawn(
             role_class,
             *args,
@@ -166,7 +165,6 @@ class Spawner:
                 remove_placement_groups({name: self._bookings.pop(name)})
 
     def _book(self, role: str, indices: Sequence[int]) -> tuple[PlacedWorker, ...]:
-        """Returns the places of these workers; reserves them together if necessary."""
         names, resources = [f"{role}/{index}" for index in indices], self._config.resources
         if not all(name in self._placed for name in names):
             run_name = f"{self._config.name}/{names[0]}"
@@ -236,8 +234,6 @@ class RoleHosts:
 
 
 class ScaleFile:
-    """Keeps the requested numbers of workers in the run folder for a resume."""
-
     def __init__(self, folder: Path, resources: ResourcesConfig) -> None:
         self._path = folder / SCALE_FILE
         self._configured = {role: workers.num_workers for role, workers in resources.roles.items()}

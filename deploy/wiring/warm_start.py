@@ -88,8 +88,6 @@ def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
 
 
 class Examples(Protocol):
-    """Builds a training example from a prompt and a sampling seed."""
-
     async def taught(self, prompt: Prompt, seed: int) -> Example: ...
 
     async def checked(self, prompt: Prompt, seed: int) -> Example:

@@ -117,13 +117,10 @@ class CheckedMachine:
 
 @dataclass
 class CheckResults:
-    """The machine and its finished stages by name."""
-
     machine: CheckedMachine
     stages: dict[str, StageResult] = field(default_factory=dict)
 
     def write(self, file: Path) -> None:
-        """Replaces the file as a whole."""
         write_atomically(file, json.dumps(asdict(self), indent=1) + "\n")
 
 

@@ -149,7 +149,6 @@ def check_flow(context: Context) -> Figures:
 
 
 def _parts() -> tuple[Transformer, Tensor, dict[str, Tensor]]:
-    """Network, noise levels and condition, the same on every call."""
     torch.manual_seed(0)
     condition = {"encoder_hidden_states": torch.randn(1, 3, WIDTH), "pooled_projections": torch.randn(1, WIDTH)}
     return Transformer(), torch.tensor([1.0, 0.93, 0.84, 0.7, 0.5, 0.2, 0.0]), condition

@@ -138,20 +138,17 @@ class Model:
         return self.config.weight_sync.bucket_bytes
 
     def learner(self) -> Learner:
-        """A learner of one process that holds the checkpoint's weights."""
         learner = Learner(self.config, 0, 1, self.processor.media_token_ids)
         learner.connect("")
         return learner
 
     async def actor(self) -> LocalActor:
-        """A rollout actor with a loaded engine of `sampler.kind`."""
         settings = engine_settings(self.config, self.folder, self.manifest, self.processor, 0)
         actor = LocalActor(self.config.sampler.kind, settings, object_timeout_s=self.config.timeouts.object_s)
         await actor.start()
         return actor
 
     def weight_sync(self, sender: LocalSender, actor: LocalActor) -> WeightSync:
-        """Pushes from `sender` to `actor`, each followed by the canary."""
         settings, dtype = self.config.weight_sync, self.config.resources.dtype
         return WeightSync(
             sender,

@@ -121,7 +121,6 @@ def _utilisation(context: Context, model: Model, tokens_per_s: float) -> Figures
 
 
 async def _sampler_figures(model: Model, num_tokens: int) -> Figures:
-    """Times the second group of a prompt."""
     actor = await model.actor()
     settings = replace(model.sampling(seed=0), max_tokens=min(num_tokens, MOST_SAMPLED), num_samples=16)
     for _ in range(2):
@@ -133,7 +132,6 @@ async def _sampler_figures(model: Model, num_tokens: int) -> Figures:
 
 
 def _random_groups(model: Model, num: int, num_tokens: int) -> list[TrajectoryGroup]:
-    """Groups of responses of random tokens, as an engine of version 0 would report them."""
     random = np.random.default_rng(0)
 
     def trajectory(name: str) -> Trajectory:

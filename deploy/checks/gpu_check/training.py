@@ -322,7 +322,6 @@ def _packing_difference(padded: Model, packed: Model, close: float) -> float:
 
 
 def pushed_weights(model: Model, learner: Learner) -> dict[str, torch.Tensor]:
-    """The learner's weights as a push carries them, by name."""
     _, buckets = learner.export_weights(model.bucket_bytes)
     return {name: t.clone() for name, t in unpack_all(learner.manifest(), model.bucket_bytes, buckets)}
 
@@ -357,7 +356,6 @@ def _gradient_norm(model: Model, groups: list[ScoredGroup]) -> float:
 
 
 def _on_ranks(context: Context, model: Model, groups: list[ScoredGroup], num_ranks: int) -> float:
-    """The gradient norm of one step of `num_ranks` ranks; this process is rank 0."""
     learner = Learner(model.config, 0, num_ranks, model.processor.media_token_ids)
     address = learner.rendezvous_address()
     others = [_started_rank(context, model, groups, rank, num_ranks, address) for rank in range(1, num_ranks)]

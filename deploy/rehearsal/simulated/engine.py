@@ -100,7 +100,6 @@ class Decoder:
         self._follow()
 
     async def decode(self, lengths: Sequence[int], prompt_tokens: int) -> Counter[int]:
-        """Decodes a group and returns the tokens of all siblings by version."""
         group = _Group(lengths, prompt_tokens, self._loop.create_future(), num_left=len(lengths))
         self.settle()
         self._queue.extend((sibling, group) for sibling in range(len(lengths)))
@@ -138,7 +137,6 @@ class Decoder:
         self._end_due()
 
     def replan(self) -> None:
-        """Sets the timer of the next response that ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -212,7 +210,6 @@ class StoreLedger:
         self._held: set[int] = set()  # ids of objects
 
     def hold(self, thing: Any, node_id: str, num_bytes: int) -> None:
-        """Counts `thing` once, however often it is held."""
         if id(thing) in self._held:
             return
         self._held.add(id(thing))
@@ -226,8 +223,6 @@ class StoreLedger:
 
 
 class Observed:
-    """Object stores, decoders and the CPU time of the simulation."""
-
     def __init__(self, driver_node: str) -> None:
         self.driver_node = driver_node
         self.cpu = CpuMeter()
@@ -402,7 +397,6 @@ class SimulatedEngine:
 def summary_of(
     prompt: Prompt, tokens_by_version: Mapping[int, int], lengths: Sequence[int], max_tokens: int
 ) -> GroupSummary:
-    """The summary of a group that has lengths and nothing else."""
     num_tokens = sum(lengths)
     return GroupSummary(
         group_id=prompt.prompt_id,

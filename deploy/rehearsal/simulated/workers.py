@@ -221,8 +221,6 @@ class SimulatedRank:
 
 
 class SimulatedWorker:
-    """The calls that every worker of a pool answers."""
-
     async def ping(self) -> bool:
         return True
 

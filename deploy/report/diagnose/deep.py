@@ -68,7 +68,6 @@ class Trials:
         self._learner: LearnerGroup | None = None
 
     async def run(self) -> list[RunFinding]:
-        """Runs the trials one after the other."""
         steps = self._log.steps()
         first = await asyncio.to_thread(self._groups, steps)
         newest = await asyncio.to_thread(self._groups, steps[::-1])

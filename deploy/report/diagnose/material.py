@@ -41,8 +41,6 @@ _PLACEHOLDER = re.compile(r"<\w+>")
 
 @dataclass(frozen=True)
 class PicturedRow:
-    """A row with small PNGs of its pictures."""
-
     sample_id: str
     pngs: tuple[bytes, ...]
 
@@ -75,8 +73,6 @@ class SplitSurvey:
 
 @dataclass(frozen=True)
 class DataSurvey:
-    """The surveyed splits: training rows, and held-out rows."""
-
     train: SplitSurvey
     held_out: SplitSurvey
     held_out_name: str
@@ -314,7 +310,6 @@ class Material:
 
     @property
     def num_late_samples(self) -> int:
-        """Trained responses of the last quarter of the steps."""
         late = self.steps[-max(1, len(self.steps) // 4) :]
         return int(sum(step.values[MetricName.NUM_SAMPLES] for step in late))
 
@@ -330,7 +325,6 @@ class Material:
 
     @cached_property
     def is_learning(self) -> bool:
-        """Whether the reward rises, or the task is solved."""
         reward = self.trend(MetricName.REWARD_MEAN)
         return self.is_solved or (reward is not None and reward.rises)
 
@@ -382,8 +376,6 @@ CHECKS: list[Check] = []  # filled by `check`
 def check(
     name: str, needs: Needs, explains: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Material], RunFinding]], Callable[[Material], RunFinding]]:
-    """Adds a function to the checks of `mobula diagnose`."""
-
     def add(measure: Callable[[Material], RunFinding]) -> Callable[[Material], RunFinding]:
         CHECKS.append(Check(name, needs, measure, explains))
         return measure

@@ -271,7 +271,6 @@ def _action_groups(material: Material, right: float | None, wrong: float | None)
 
 
 def _by_difficulty(material: Material) -> tuple[Evidence, ...]:
-    """Distribution of the drawn groups over the share of right siblings."""
     component = material.config.rewards.accuracy_component
     shares = []
     for group in material.answers:

@@ -51,7 +51,6 @@ class TrialGroup:
 
     @property
     def best(self) -> int:
-        """Index of the response with the highest reward."""
         return int(np.argmax(self.advantages))
 
 

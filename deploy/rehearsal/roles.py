@@ -11,16 +11,13 @@ from typing import Any
 
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.errors import PlacementError, WorkerDiedError
-from mobula.cluster.recovery.checkpoints import newest_learner_state
-from mobula.cluster.recovery.lost_ranks import NotRestartableError, RestoredRanks
+from mobula.cluster.recovery.lost_ranks import NotRestartableError
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
 from mobula.cluster.weight_sync.manifest import Manifest
-from mobula.cluster.workers.status import RestartBudget
 from mobula.cluster.workers.supervisor import watched_pool
 from mobula.configs.schema import ResourcesConfig, RunConfig, WorkerResources
-from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, EngineTimes, Observed, SimulatedEngine
 from mobula.deploy.rehearsal.simulated.machine import Cores, ResponseLengths
 from mobula.deploy.rehearsal.simulated.workers import (
@@ -39,9 +36,10 @@ from mobula.deploy.wiring.roles import (
     alive_s,
     health_checks,
     restart_policy,
+    restored_ranks,
     reward_role,
     service_settings,
-    watched_rank,
+    watched_reference,
 )
 from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
@@ -108,20 +106,10 @@ class SimulatedRoles:
 
     def training(self) -> Training:
         config = self.config
-        group = _LearnerGroup(self)
-        group.losses = RestoredRanks(
-            group,
-            newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
-            budget=RestartBudget(restart_policy(config)),
-            on_lost=self._on_lost,
-        )
-        watched = [
-            replace(watched_rank(group, index, group, config), close=_nothing) for index in range(len(group.workers))
-        ]
-        reference = self._reference()
-        if isinstance(reference, ReferencePool):
-            watched.append(watched_pool(REFERENCE, reference.pool.check, reference.pool.close))
-        return Training(group, reference, replay_buffer(config), tuple(watched), None)
+        group, reference = _LearnerGroup(self), self._reference()
+        ranks = [replace(rank, close=_nothing) for rank in restored_ranks(group, config, self._on_lost)]
+        watched = (*ranks, *watched_reference(reference))
+        return Training(group, reference, replay_buffer(config), watched, None)
 
     def node_of(self, role: str, index: int) -> str:
         return next(worker.node_id for worker in self.places(role) if worker.index == index)

@@ -11,7 +11,7 @@ import zstandard
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from mobula.deploy.training_service.checkpoints import SAVED
+from mobula.deploy.training_service.checkpoints import SaveRequest
 from mobula.deploy.training_service.messages import parse_request, parsed
 from mobula.deploy.training_service.rest import add_rest_routes
 from mobula.deploy.training_service.service import TrainingService
@@ -29,10 +29,12 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": False,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
-SAVES: Mapping[str, Kind] = {
-    "/api/v1/save_weights": Kind.SAVE,
-    "/api/v1/save_weights_for_sampler": Kind.SAVE_SAMPLER,
-    "/api/v1/save_weights_external": Kind.SAVE_EXTERNAL,
+Numbered = tk.OptimStepRequest | SaveRequest
+QUEUED: Mapping[str, tuple[Kind, type[Numbered]]] = {  # requests of a model that need no further check
+    "/api/v1/optim_step": (Kind.STEP, tk.OptimStepRequest),
+    "/api/v1/save_weights": (Kind.SAVE, tk.SaveWeightsRequest),
+    "/api/v1/save_weights_for_sampler": (Kind.SAVE_SAMPLER, tk.SaveWeightsForSamplerRequest),
+    "/api/v1/save_weights_external": (Kind.SAVE_EXTERNAL, tk.SaveWeightsExternalRequest),
 }
 
 
@@ -138,31 +140,24 @@ def _add_training(app: FastAPI, service: TrainingService) -> None:
         kind = Kind.FORWARD if message.forward_only else Kind.FORWARD_BACKWARD
         return _accepted(await service.submit(kind, message.model_id, message.seq_id, body, tenant_of(request)))
 
-    @app.post("/api/v1/optim_step")
-    async def optim_step(request: Request) -> Response:
-        body = await request.body()
-        message = parsed(tk.OptimStepRequest, body)
-        return _accepted(await service.submit(Kind.STEP, message.model_id, message.seq_id, body, tenant_of(request)))
-
     @app.post("/api/v1/load_weights")
     async def load_weights(request: Request) -> Response:
         body = await request.body()
         message = parsed(tk.LoadWeightsRequest, body)
+        tenant = tenant_of(request)
         if message.model_id is not None:
-            return _accepted(
-                await service.submit(Kind.LOAD, message.model_id, message.seq_id, body, tenant_of(request))
-            )
+            return _accepted(await service.submit(Kind.LOAD, message.model_id, message.seq_id, body, tenant))
         if message.session_id is None or message.model_seq_id is None:
             raise RefusedRequestError(400, "load_weights needs model_id, or session_id and model_seq_id")
-        return _accepted(await service.create_from(message, body, tenant_of(request)))
+        return _accepted(await service.create_from(message, body, tenant))
 
-    async def save(request: Request) -> Response:
-        kind, body = SAVES[request.url.path], await request.body()
-        message = parsed(SAVED[kind][1], body)
+    async def queued(request: Request) -> Response:
+        (kind, model), body = QUEUED[request.url.path], await request.body()
+        message = parsed(model, body)
         return _accepted(await service.submit(kind, message.model_id, message.seq_id, body, tenant_of(request)))
 
-    for path in SAVES:
-        app.post(path)(save)
+    for path in QUEUED:
+        app.post(path)(queued)
 
     @app.post("/api/v1/unload_model")
     async def unload_model(request: Request) -> Response:

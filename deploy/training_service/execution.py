@@ -20,13 +20,7 @@ from mobula.cluster.files import sync_folder
 from mobula.cluster.training_service.interfaces import AdapterLearner, LossCall, LossResult
 from mobula.deploy.training_service.checkpoints import CheckpointStore
 from mobula.deploy.training_service.inputs import InputBuilder
-from mobula.deploy.training_service.messages import (
-    json_outcome,
-    parsed,
-    read_adam,
-    read_call,
-    write_result,
-)
+from mobula.deploy.training_service.messages import json_outcome, parsed, read_adam, read_call, write_result
 from mobula.deploy.training_service.store import Database, Kind, ModelRecord, RequestOutcome, RequestRecord
 from mobula.deploy.training_service.tenants import Futures, RequestError, ServiceLimits
 
@@ -90,6 +84,7 @@ class LearnerLostError(Exception):
     """The learner did not answer, or failed in a way that is not the request's."""
 
 
+@dataclass(eq=False)
 class Execution:
     """Runs requests on the learner, records their outcomes, and restores adapters after a failure.
 
@@ -99,27 +94,17 @@ class Execution:
     that results. The caller runs one request, or one batch, of a model at a time.
     """
 
-    def __init__(
-        self,
-        learner: AdapterLearner,
-        database: Database,
-        futures: Futures,
-        checkpoints: CheckpointStore,
-        inputs: InputBuilder,
-        limits: ServiceLimits,
-        folder: Path,
-    ) -> None:
-        self._learner = learner
-        self._database = database
-        self._futures = futures
-        self._checkpoints = checkpoints
-        self._inputs = inputs
-        self._limits = limits
-        self._folder = folder
-        self._incarnation = 0
-        self._num_losses = 0  # in a row
-        self._lost_since = 0.0
-        self._resume_at = 0.0
+    learner: AdapterLearner
+    database: Database
+    futures: Futures
+    checkpoints: CheckpointStore
+    inputs: InputBuilder
+    limits: ServiceLimits
+    folder: Path
+    _incarnation: int = 0
+    _num_losses: int = 0  # in a row
+    _lost_since: float = 0.0
+    _resume_at: float = 0.0
 
     def pause_s(self) -> float:
         """Seconds until the learner is tried again; 0 if it is available."""
@@ -133,16 +118,16 @@ class Execution:
         record, head = queue.record, queue.head
         incarnation = self._incarnation
         try:
-            await self._call(self._learner.drop(record.model_id), "drop an adapter")
-            await self._call(self._learner.create(record.model_id, record.spec), "create an adapter")
+            await self._call(self.learner.drop(record.model_id), "drop an adapter")
+            await self._call(self.learner.create(record.model_id, record.spec), "create an adapter")
             if record.snapshot:
                 await self._call(
-                    self._learner.load(record.model_id, Path(record.snapshot), with_optimizer=True), "load a snapshot"
+                    self.learner.load(record.model_id, Path(record.snapshot), with_optimizer=True), "load a snapshot"
                 )
             await self._repeat(queue)
         except LearnerLostError as error:
             self._lose(error)
-            if head is not None and time.monotonic() - self._lost_since > self._limits.recovery_s:
+            if head is not None and time.monotonic() - self._lost_since > self.limits.recovery_s:
                 await self._finish([(queue, head, _failed(f"the learner is not available: {error}", "server"))])
             return
         except (ValueError, CheckpointError) as error:
@@ -158,7 +143,7 @@ class Execution:
         read = await asyncio.to_thread(lambda: [self._read_call(request.body) for _, request in work])
         calls = [call for call in read if isinstance(call, LossCall)]
         try:
-            results = iter(await self._call(self._learner.compute(calls), "compute losses") if calls else [])
+            results = iter(await self._call(self.learner.compute(calls), "compute losses") if calls else [])
         except (LearnerLostError, ValueError) as error:
             self._lose(error)
             await self._count_loss([queue for queue, _ in batch], error)
@@ -181,7 +166,7 @@ class Execution:
         except (ValueError, CheckpointError, OSError) as error:
             outcome = _failed(str(error), "user" if isinstance(error, ValueError) else "server")
         await self._finish([(queue, request, outcome)])
-        is_due = queue.num_steps >= self._limits.snapshot_steps or request.kind in (Kind.LOAD, Kind.CREATE_FROM)
+        is_due = queue.num_steps >= self.limits.snapshot_steps or request.kind in (Kind.LOAD, Kind.CREATE_FROM)
         if is_due and not outcome.is_failed:
             await self.snapshot(queue)
 
@@ -189,17 +174,17 @@ class Execution:
         """Writes a snapshot of an adapter between two steps, and drops the requests that it covers."""
         seq_id = queue.next_seq - 1
         old = queue.record.snapshot
-        folder = self._folder / "snapshots" / _file_name(queue.model_id) / str(seq_id)
+        folder = self.folder / "snapshots" / queue.model_id.replace(":", "-") / str(seq_id)
         shutil.rmtree(folder, ignore_errors=True)  # of a snapshot that was not completed
         folder.mkdir(parents=True)
         try:
-            await self._call(self._learner.save(queue.model_id, folder), "save a snapshot")
+            await self._call(self.learner.save(queue.model_id, folder), "save a snapshot")
         except (LearnerLostError, ValueError, CheckpointError, OSError) as error:
             self._lose(error)
             return
         await asyncio.to_thread(sync_folder, folder)
-        queue.record = await self._database.set_snapshot(
-            queue.record, seq_id, str(folder), self._limits.kept_results, self._limits.kept_results_s
+        queue.record = await self.database.set_snapshot(
+            queue.record, seq_id, str(folder), self.limits.kept_results, self.limits.kept_results_s
         )
         queue.num_steps = 0
         if old:
@@ -211,7 +196,7 @@ class Execution:
             await self.snapshot(queue)
         queue.loaded_in = NOT_LOADED
         try:
-            await self._call(self._learner.drop(queue.model_id), "drop an adapter")
+            await self._call(self.learner.drop(queue.model_id), "drop an adapter")
         except (LearnerLostError, ValueError) as error:
             self._lose(error)
 
@@ -221,7 +206,7 @@ class Execution:
         step = next((request for request in waiting if request.kind is Kind.STEP), None)
         if step is not None:
             await self._discard_gradient(queue, step)
-        await self._database.finish([(request, outcome) for request in waiting])
+        await self.database.finish([(request, outcome) for request in waiting])
 
     async def _run(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         if request.kind is Kind.CREATE:
@@ -230,16 +215,19 @@ class Execution:
             return await self._step(queue, request)
         if request.kind in (Kind.LOAD, Kind.CREATE_FROM):
             return await self._load(queue, request)
-        return await self._checkpoints.save(queue.record, request, self._exported(request.kind))
+        write, what = self.learner.export, "export an adapter"  # in PEFT's format
+        if request.kind is Kind.SAVE:  # the whole state
+            write, what = self.learner.save, "save a checkpoint"
+        return await self.checkpoints.save(
+            queue.record, request, lambda adapter, folder: self._call(write(adapter, folder), what)
+        )
 
     async def _step(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         if queue.gradient_error:
             reason, queue.gradient_error = queue.gradient_error, ""
             await self._discard_gradient(queue, request)
             return _failed(f"no step was made, the gradient is not complete and was discarded: {reason}", "user")
-        metrics = await self._call(
-            self._learner.step(queue.model_id, read_adam(request.body)), "make an optimizer step"
-        )
+        metrics = await self._call(self.learner.step(queue.model_id, read_adam(request.body)), "make an optimizer step")
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}  # as JSON requires
         outcome = json_outcome(metrics=finite)
         queue.last_step = request.seq_id
@@ -248,7 +236,7 @@ class Execution:
 
     async def _discard_gradient(self, queue: ModelQueue, step: RequestRecord) -> None:
         """Discards the gradient that a failed step would have applied; the adapter is restored without it."""
-        await self._database.discard_gradient(queue.model_id, queue.last_step, step.seq_id)
+        await self.database.discard_gradient(queue.model_id, queue.last_step, step.seq_id)
         queue.loaded_in = NOT_LOADED
 
     async def _load(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
@@ -258,15 +246,10 @@ class Execution:
 
     async def _load_checkpoint(self, queue: ModelQueue, request: RequestRecord) -> str:
         message = parsed(tk.LoadWeightsRequest, request.body)
-        folder = Path(self._checkpoints.trained(message.path, queue.record.tenant).folder)
-        loading = self._learner.load(queue.model_id, folder, with_optimizer=message.optimizer)
+        folder = Path(self.checkpoints.trained(message.path, queue.record.tenant).folder)
+        loading = self.learner.load(queue.model_id, folder, with_optimizer=message.optimizer)
         await self._call(loading, "load a checkpoint")
         return message.path
-
-    def _exported(self, kind: Kind) -> Callable[[str, Path], Awaitable[None]]:
-        if kind is Kind.SAVE:
-            return lambda adapter, folder: self._call(self._learner.save(adapter, folder), "save a checkpoint")
-        return lambda adapter, folder: self._call(self._learner.export(adapter, folder), "export an adapter")
 
     async def _repeat(self, queue: ModelQueue) -> None:
         """Runs the finished requests after the snapshot again, for their effect on the adapter."""
@@ -274,17 +257,17 @@ class Execution:
 
         async def add_gradients() -> None:
             if calls:
-                for result in await self._call(self._learner.compute(calls), "repeat losses"):
+                for result in await self._call(self.learner.compute(calls), "repeat losses"):
                     if isinstance(result, Exception):
                         raise LearnerLostError(f"a request that succeeded fails when it is repeated: {result}")
                 calls.clear()
 
-        for request in await self._database.finished_since(queue.model_id, queue.record.snapshot_seq):
+        for request in await self.database.finished_since(queue.model_id, queue.record.snapshot_seq):
             if request.kind is Kind.FORWARD_BACKWARD:
-                calls.append(await asyncio.to_thread(read_call, request.body, self._inputs, self._limits))
+                calls.append(await asyncio.to_thread(read_call, request.body, self.inputs, self.limits))
             elif request.kind is Kind.STEP:
                 await add_gradients()
-                await self._call(self._learner.step(queue.model_id, read_adam(request.body)), "repeat a step")
+                await self._call(self.learner.step(queue.model_id, read_adam(request.body)), "repeat a step")
             elif request.kind in (Kind.LOAD, Kind.CREATE_FROM):
                 calls.clear()
                 await self._load_checkpoint(queue, request)
@@ -292,25 +275,25 @@ class Execution:
 
     def _read_call(self, body: bytes) -> LossCall | RequestOutcome:
         try:
-            return read_call(body, self._inputs, self._limits)
+            return read_call(body, self.inputs, self.limits)
         except RequestError as error:
             return _failed(str(error), "user")
 
     async def _finish(self, finished: Sequence[tuple[ModelQueue, RequestRecord, RequestOutcome]]) -> None:
         """Records outcomes, then gives them to the clients."""
-        await self._database.finish([(request, outcome) for _, request, outcome in finished])
+        await self.database.finish([(request, outcome) for _, request, outcome in finished])
         for queue, request, outcome in finished:
             queue.pop(request)
-            self._futures.finish(request.request_id, outcome)
+            self.futures.finish(request.request_id, outcome)
 
     async def _call(self, call: Awaitable[T], what: str) -> T:
         try:
-            async with asyncio.timeout(self._limits.learner_s):
+            async with asyncio.timeout(self.limits.learner_s):
                 answer = await call
         except (ValueError, CheckpointError):
             raise
         except TimeoutError as error:
-            raise LearnerLostError(f"no answer within {self._limits.learner_s:g} s to: {what}") from error
+            raise LearnerLostError(f"no answer within {self.limits.learner_s:g} s to: {what}") from error
         except Exception as error:
             raise LearnerLostError(f"{what}: {type(error).__name__}: {error}") from error
         self._num_losses = 0
@@ -339,10 +322,6 @@ class Execution:
                 await self._finish([(queue, head, _failed(message, "server"))])
 
 
-def _file_name(model_id: str) -> str:
-    return model_id.replace(":", "-")
-
-
 def _failed(message: str, category: str) -> RequestOutcome:
     return RequestOutcome(error=message, category=category)
 
@@ -360,6 +339,7 @@ WAITED_SHARE = 0.25  # of the last call
 MAX_WAIT_S = 0.1
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Runs the requests of all models.
 
@@ -368,24 +348,16 @@ class Scheduler:
     time for each model, beside the call.
     """
 
-    def __init__(
-        self,
-        queues: Mapping[str, ModelQueue],
-        execution: Execution,
-        *,
-        max_batch_tokens: int,
-        count: Callable[[bytes], int],
-    ) -> None:
-        self._queues = queues
-        self._execution = execution
-        self._max_batch_tokens = max_batch_tokens
-        self._count = count
-        self._changed = asyncio.Event()
-        self._is_computing = False
-        self._order: list[str] = []  # tenants, the one to serve next first
-        self._computed_at: dict[str, float] = {}  # model -> end of its last call
-        self._call_s = 0.0  # duration of the last call
-        self._waiting_since: float | None = None
+    queues: Mapping[str, ModelQueue]
+    execution: Execution
+    max_batch_tokens: int
+    count: Callable[[bytes], int]
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_computing: bool = False
+    _order: list[str] = field(default_factory=list)  # tenants, the one to serve next first
+    _computed_at: dict[str, float] = field(default_factory=dict)  # model -> end of its last call
+    _call_s: float = 0.0  # duration of the last call
+    _waiting_since: float | None = None
 
     def wake(self) -> None:
         self._changed.set()
@@ -395,7 +367,7 @@ class Scheduler:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                pause_s = self._execution.pause_s()
+                pause_s = self.execution.pause_s()
                 if pause_s > 0:
                     asyncio.get_running_loop().call_later(pause_s, self.wake)
                     continue
@@ -406,16 +378,16 @@ class Scheduler:
         """Marks models as busy and returns what to run for them."""
         jobs: list[Coroutine[Any, Any, None]] = []
         ready: list[ModelQueue] = []
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             head = queue.head
             if queue.is_busy or head is None:
                 continue
-            if not self._execution.is_loaded(queue):
-                jobs.append(self._job([queue], partial(self._execution.restore, queue)))
+            if not self.execution.is_loaded(queue):
+                jobs.append(self._job([queue], partial(self.execution.restore, queue)))
             elif head.kind.is_compute:
                 ready.append(queue)
             else:
-                jobs.append(self._job([queue], partial(self._execution.run, queue, head)))
+                jobs.append(self._job([queue], partial(self.execution.run, queue, head)))
         if ready and not self._is_computing and not self._waits_for_others(ready):
             batch = self._batch(ready)
             self._is_computing = True
@@ -440,7 +412,7 @@ class Scheduler:
 
     async def _computed(self, batch: Sequence[tuple[ModelQueue, Sequence[RequestRecord]]]) -> None:
         started = time.monotonic()
-        await self._execution.compute(batch)
+        await self.execution.compute(batch)
         now = time.monotonic()
         self._call_s = now - started
         self._computed_at = {m: at for m, at in self._computed_at.items() if now - at < 2 * self._call_s}
@@ -474,7 +446,7 @@ class Scheduler:
             waiting.setdefault(queue.record.tenant, []).append(queue)
         self._order = [t for t in self._order if t in waiting] + [t for t in waiting if t not in self._order]
         batch: list[tuple[ModelQueue, list[RequestRecord]]] = []
-        left = self._max_batch_tokens
+        left = self.max_batch_tokens
         served: list[str] = []
         while waiting and left > 0:
             for tenant in [t for t in self._order if t in waiting]:
@@ -483,7 +455,7 @@ class Scheduler:
                     del waiting[tenant]
                 taken: list[RequestRecord] = []
                 for request in queue.computes():
-                    num_tokens = self._count(request.body)
+                    num_tokens = self.count(request.body)
                     if num_tokens > left and (batch or taken):
                         break
                     taken.append(request)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from mobula.actors.datasets.images import EncodedFile
+from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.records.trajectory import Prompt
 from mobula.deploy.training_service.tenants import RequestError
+from mobula.learner.policies.families.base import Size
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,39 @@ class PlacedImage:
     expanded_ids: np.ndarray  # int32 [E]
 
 
-class ImagePlacer(Protocol):
-    """Processes images for the model. Both methods raise SkippedSample for an unfit image."""
+class ChatImages:
+    """Images by the model's own processor, in several threads. Methods raise SkippedSample for an unfit image."""
 
-    max_images: int  # of one input
+    def __init__(self, chat: ChatProcessor, max_images: int) -> None:
+        self.max_images = max_images
+        self._images = chat.images
+        assert self._images.placeholder_id is not None, "a model that takes images has a placeholder"
+        self._placeholder_id: int = self._images.placeholder_id
+        self._lock = threading.Lock()
 
-    def place(self, content: bytes, name: str) -> PlacedImage: ...
+    def place(self, content: bytes, name: str) -> PlacedImage:
+        file = EncodedFile(content, name)
+        with self._lock:
+            self._images.check([file], name)
+            loaded = self._images.load(file)
+            expanded_ids = self._expanded(file, loaded.measure, name)
+            handle = self._images.store(loaded)
+        return PlacedImage(handle, self._placeholder_id, expanded_ids)
 
     def count(self, content: bytes, name: str) -> int:
-        """Returns the number of tokens of an image, from the header of its file."""
-        ...
+        file = EncodedFile(content, name)
+        return len(self._expanded(file, self._images.measure(file), name))
+
+    def _expanded(self, file: EncodedFile, size: Size, name: str) -> np.ndarray:
+        """Returns int32 [E]: the tokens that stand for an image of this size."""
+        _, [expanded_ids] = self._images.expansions(np.array([self._placeholder_id]), [file], [size], name)
+        return expanded_ids
 
 
 class InputBuilder:
     """Builds prompts from chunks. `max_tokens` bounds an expanded sequence."""
 
-    def __init__(self, images: ImagePlacer | None, *, num_embeddings: int, max_tokens: int) -> None:
+    def __init__(self, images: ChatImages | None, *, num_embeddings: int, max_tokens: int) -> None:
         self._images = images
         self._num_embeddings = num_embeddings
         self.max_tokens = max_tokens

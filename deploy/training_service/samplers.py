@@ -8,7 +8,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,39 +44,31 @@ class _Completions:
     changed: asyncio.Event
 
 
+@dataclass(eq=False)
 class Samplers:
     """Sampling sessions. Requests are durable until their result is retrieved; a restart samples them again."""
 
-    def __init__(
-        self,
-        engines: AdapterEngines,
-        database: Database,
-        futures: Futures,
-        checkpoints: CheckpointStore,
-        inputs: InputBuilder,
-        limits: ServiceLimits,
-    ) -> None:
-        self._engines = engines
-        self._database = database
-        self._futures = futures
-        self._checkpoints = checkpoints
-        self._inputs = inputs
-        self._limits = limits
-        self._samplers: dict[str, SamplingSession] = {}
-        self._num_open: dict[str, int] = {}  # tenant -> sequences that are not finished
-        self._served: OrderedDict[str, asyncio.Task[None]] = OrderedDict()  # path -> the call of `serve`
-        self._users: dict[str, int] = {}  # path -> requests that sample from it
-        self._changing = asyncio.Lock()  # held while weights are taken out of the engines
-        self._released = asyncio.Event()
-        self._used_at: dict[str, float] = {}  # path -> time of the last request
-        self._started_at = time.time()
-        self._completions: dict[tuple[str, int], _Completions] = {}
-        self._cursor = time.time_ns() // 1000  # above every cursor of an earlier start
-        self._tasks: set[asyncio.Task[None]] = set()
+    engines: AdapterEngines
+    database: Database
+    futures: Futures
+    checkpoints: CheckpointStore
+    inputs: InputBuilder
+    limits: ServiceLimits
+    _samplers: dict[str, SamplingSession] = field(default_factory=dict)
+    _num_open: dict[str, int] = field(default_factory=dict)  # tenant -> sequences that are not finished
+    _served: OrderedDict[str, asyncio.Task[None]] = field(default_factory=OrderedDict)  # path -> the call of `serve`
+    _users: dict[str, int] = field(default_factory=dict)  # path -> requests that sample from it
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are taken out of the engines
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
+    _used_at: dict[str, float] = field(default_factory=dict)  # path -> time of the last request
+    _started_at: float = field(default_factory=time.time)
+    _completions: dict[tuple[str, int], _Completions] = field(default_factory=dict)
+    _cursor: int = field(default_factory=lambda: time.time_ns() // 1000)  # above every cursor of an earlier start
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def load(self) -> None:
-        self._samplers = {sampler.sampler_id: sampler for sampler in await self._database.all(SamplingSession)}
-        for record in await self._database.all(PendingSample):
+        self._samplers = {sampler.sampler_id: sampler for sampler in await self.database.all(SamplingSession)}
+        for record in await self.database.all(PendingSample):
             if record.sampler_id in self._samplers:
                 self._start(record, self._samplers[record.sampler_id])
 
@@ -88,7 +80,7 @@ class Samplers:
     async def put(self, sampler: SamplingSession) -> None:
         """Adds a session; one with the same id stays."""
         if sampler.sampler_id not in self._samplers:
-            await self._database.put(sampler)
+            await self.database.put(sampler)
             self._samplers[sampler.sampler_id] = sampler
 
     def get(self, sampler_id: str, tenant: str) -> SamplingSession:
@@ -102,7 +94,7 @@ class Samplers:
         return [sampler.sampler_id for sampler in self._samplers.values() if sampler.session_id == session_id]
 
     def check_path(self, path: str, tenant: str) -> CheckpointRecord:
-        record = self._checkpoints.readable(path, tenant)
+        record = self.checkpoints.readable(path, tenant)
         if record.kind != SAMPLER:
             raise RefusedRequestError(400, f"{path} cannot be sampled from: save with save_weights_for_sampler")
         return record
@@ -112,7 +104,7 @@ class Samplers:
         async with self._changing:
             task = self._served.pop(path, None)
             if task is not None and task.done() and not task.exception():
-                await self._engines.withdraw(path)
+                await self.engines.withdraw(path)
         self._released.set()
 
     def idle_s(self, record: CheckpointRecord) -> float:
@@ -126,7 +118,7 @@ class Samplers:
         sampler = self.get(sampler_id, tenant)
         joined = replace(sampler, num_clones=sampler.num_clones + 1)
         self._samplers[sampler_id] = joined
-        await self._database.put(joined)
+        await self.database.put(joined)
         return joined.num_clones
 
     async def submit(self, body: bytes, tenant: str) -> tuple[str, list[str]]:
@@ -137,28 +129,28 @@ class Samplers:
             raise RefusedRequestError(422, str(error)) from error
         if request.sampling_session_id is None or request.seq_id is None:
             raise RefusedRequestError(400, "a sampling request needs sampling_session_id and seq_id")
-        if not 0 < request.num_samples <= self._limits.max_samples:
+        if not 0 < request.num_samples <= self.limits.max_samples:
             raise RefusedRequestError(
-                422, f"num_samples={request.num_samples}: 1 to training_service.max_samples={self._limits.max_samples}"
+                422, f"num_samples={request.num_samples}: 1 to training_service.max_samples={self.limits.max_samples}"
             )
         sampler = self.get(request.sampling_session_id, tenant)
         request_id = f"{PREFIX}{sampler.sampler_id}:{request.seq_id}"
         ids = [f"{request_id}:{number}" for number in range(request.num_samples)]
-        if self._futures.is_known(request_id):
+        if self.futures.is_known(request_id):
             return request_id, ids
         num_open = self._num_open.get(tenant, 0)
-        if num_open and num_open + request.num_samples > self._limits.max_samples:
-            raise RefusedRequestError(429, f"{num_open} sequences are open, {self._limits.max_samples} are allowed")
+        if num_open and num_open + request.num_samples > self.limits.max_samples:
+            raise RefusedRequestError(429, f"{num_open} sequences are open, {self.limits.max_samples} are allowed")
         record = PendingSample(request_id, sampler.sampler_id, body)
         self._start(record, sampler, request)
-        await self._database.add(record)
+        await self.database.add(record)
         return request_id, ids
 
     async def retrieved(self, request_ids: Sequence[str]) -> None:
         if request_ids:
             for request_id in request_ids:
-                self._futures.forget(request_id)
-            await self._database.remove(PendingSample, request_ids)
+                self.futures.forget(request_id)
+            await self.database.remove(PendingSample, request_ids)
 
     async def completions(
         self, sampler_id: str, clone: int, cursor: int, timeout_s: float
@@ -181,7 +173,7 @@ class Samplers:
                 task.cancel()
 
     def _start(self, record: PendingSample, sampler: SamplingSession, request: tk.SampleRequest | None = None) -> None:
-        self._futures.open(record.request_id)
+        self.futures.open(record.request_id)
         task = asyncio.create_task(self._run(record, sampler, request), name=record.request_id)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -193,12 +185,12 @@ class Samplers:
             request = request or parsed(tk.SampleRequest, record.body)
             num_samples = request.num_samples
             self._num_open[sampler.tenant] = self._num_open.get(sampler.tenant, 0) + num_samples
-            async with asyncio.timeout(self._limits.sample_s):
+            async with asyncio.timeout(self.limits.sample_s):
                 outcome = await self._sample(record, sampler, request)
         except (ValueError, SkippedSample) as error:
             outcome = RequestOutcome(error=str(error), category="user")
         except TimeoutError:
-            message = f"no samples within {self._limits.sample_s:g} s"
+            message = f"no samples within {self.limits.sample_s:g} s"
             outcome = RequestOutcome(error=message, category="server")
         finally:
             self._num_open[sampler.tenant] = self._num_open.get(sampler.tenant, 0) - num_samples
@@ -214,14 +206,14 @@ class Samplers:
                 read_sample,
                 request,
                 None if weights is None else weights.path,
-                self._inputs,
+                self.inputs,
                 seed=random.randrange(MAX_SEED),
                 name=record.request_id,
             )
             try:
                 if weights is not None:
                     await self._serve(weights)
-                result = await self._engines.sample(call)
+                result = await self.engines.sample(call)
             except (ValueError, SkippedSample):
                 raise
             except Exception:
@@ -237,9 +229,9 @@ class Samplers:
         """Returns the weights of a session and marks them as used; None for the base model."""
         if sampler.path is None:
             return None
-        record = self._checkpoints.visible(sampler.path, sampler.tenant)
+        record = self.checkpoints.visible(sampler.path, sampler.tenant)
         if sampler.inflight_model is not None:
-            record = self._checkpoints.newest_inflight(sampler.inflight_model)
+            record = self.checkpoints.newest_inflight(sampler.inflight_model)
         if record is None:
             raise RequestError(f"the checkpoint {sampler.path} was deleted or has expired")
         self._users[record.path] = self._users.get(record.path, 0) + 1
@@ -260,7 +252,7 @@ class Samplers:
                     break
                 self._released.clear()
                 if await self._make_room():
-                    call = self._engines.serve(record.path, Path(record.folder))
+                    call = self.engines.serve(record.path, Path(record.folder))
                     self._served[record.path] = asyncio.ensure_future(call)
                     break
             await self._released.wait()  # the deadline is that of the request
@@ -275,17 +267,17 @@ class Samplers:
     async def _make_room(self) -> bool:
         """Takes weights that no request uses out of the engines, those that were used first. Returns whether the
         engines can serve one more."""
-        while len(self._served) >= self._limits.max_served:
+        while len(self._served) >= self.limits.max_served:
             idle = (path for path, served in self._served.items() if served.done() and path not in self._users)
             path = next(idle, None)
             if path is None:
                 return False
             if not self._served.pop(path).exception():
-                await self._engines.withdraw(path)
+                await self.engines.withdraw(path)
         return True
 
     def _finish(self, record: PendingSample, outcome: RequestOutcome) -> None:
-        self._futures.finish(record.request_id, outcome)
+        self.futures.finish(record.request_id, outcome)
         seq_id = int(record.request_id.rpartition(":")[2])
         completions = self._completions_of(record.sampler_id, seq_id // CLONE_SEQ_IDS)
         self._cursor += 1

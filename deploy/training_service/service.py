@@ -71,12 +71,8 @@ class TrainingService:
         self._execution = Execution(learner, self.database, self.futures, self.checkpoints, inputs, limits, folder)
         self._queues: dict[str, ModelQueue] = {}
         self._models: dict[str, ModelRecord] = {}  # those that cannot be trained as well
-        self._scheduler = Scheduler(
-            self._queues,
-            self._execution,
-            max_batch_tokens=limits.max_batch_tokens,
-            count=partial(count_tokens, inputs=inputs),
-        )
+        count = partial(count_tokens, inputs=inputs)
+        self._scheduler = Scheduler(self._queues, self._execution, limits.max_batch_tokens, count)
         self._sessions: dict[str, Session] = {}
         self._seen: dict[str, float] = {}  # session -> time of its last heartbeat; -inf once it has finished
         self._last_request: dict[str, float] = {}  # model -> time

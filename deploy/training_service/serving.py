@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mobula.deploy.host.session import ray_session  # isort: skip  (first: sets what ray reads)
 import ray
@@ -25,16 +24,14 @@ from mobula.cluster.serving import Address, run_server
 from mobula.cluster.training_service.interfaces import AdapterEngines
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access
-from mobula.deploy.host.session import learner_environment
 from mobula.deploy.planning.clusters import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.training_service.app import make_app
-from mobula.deploy.training_service.images import ChatImages
-from mobula.deploy.training_service.inputs import InputBuilder
+from mobula.deploy.training_service.inputs import ChatImages, InputBuilder
 from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 from mobula.deploy.wiring.preparation import Prepared, prepare_base, require_model
-from mobula.deploy.wiring.roles import adapter_engines, rollout_pool, swapped_engines
+from mobula.deploy.wiring.roles import adapter_engines, rollout_pool, start_ranks, swapped_engines
 from mobula.deploy.wiring.spawner import Spawner
 from mobula.learner.adapters.call_rank import refuse_unsupported
 from mobula.learner.adapters.full_weights import FullWeightsRank
@@ -156,7 +153,8 @@ def make_service(
         engines = swapped_engines(prepared, pool, in_flight, on_retry)
     else:
         engines = adapter_engines(prepared, pool, in_flight, on_retry)
-    learner = AdapterGroup(partial(_start_ranks, config, spawner), config.timeouts, ray.put)
+    rank = FullWeightsRank if config.training_service.weights == "full" else AdapterRank
+    learner = AdapterGroup(partial(start_ranks, rank, "learner", config, spawner), config.timeouts, ray.put)
     images = ChatImages(chat, config.sampler.max_images_per_prompt) if chat.takes_images else None
     inputs = InputBuilder(images, num_embeddings=chat.num_embeddings, max_tokens=config.sampler.max_model_len)
     base_folder = str(prepared.model_folder.absolute())
@@ -164,10 +162,3 @@ def make_service(
     base = BaseModel(tuple(dict.fromkeys(name for name in names if name)), base_folder, config.sampler.max_model_len)
     service = TrainingService(base, learner, engines, inputs, ServiceLimits.of(config), folder.absolute())
     return service, Roles(learner, pool)
-
-
-def _start_ranks(config: RunConfig, spawner: Spawner) -> list[Any]:
-    ranks = spawner.book_together("learner")
-    env = learner_environment(config)
-    role = FullWeightsRank if config.training_service.weights == "full" else AdapterRank
-    return [spawner.start(role, config, w.index, len(ranks), worker=w, env=env) for w in ranks]

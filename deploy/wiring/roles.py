@@ -289,9 +289,21 @@ def adapter_engines(
     prepared: Prepared, pool: RolloutPool, in_flight_requests: InFlightRequests, on_retry: Callable[[str], None]
 ) -> PooledAdapterEngines:
     """Returns the training service's view of a rollout pool. `on_retry` gets the kind of each retried failure."""
-    if not prepared.config.sampler.adapters.are_on:
+    config = prepared.config
+    if not (config.sampler.adapters.are_on or config.training_service.weights == "full"):
         raise ValueError("sampler.adapters.max_served=0 serves no adapters: set it to 1 or more")
-    return _pooled_engines(prepared, pool, in_flight_requests, on_retry)
+    retries = RetryingRollouts(pool, in_flight_requests, max_retries=config.max_rollout_retries, on_retry=on_retry)
+    is_batched = config.sampler.kind is SamplerKind.VLLM
+    sizes = prepared.engine
+    in_batch = (sizes.num_seqs if sizes else config.sampler.vllm.max_num_seqs) if is_batched else 1
+    limits = SampleLimits(
+        max_model_len=config.sampler.max_model_len,
+        num_token_ids=shape_of(str(prepared.model_folder)).vocab,
+        max_in_flight=in_batch * config.resources.rollout.num_workers,
+        counts_sequences=is_batched,
+        object_s=config.timeouts.object_s,
+    )
+    return PooledAdapterEngines(pool, retries, limits)
 
 
 def swapped_engines(
@@ -314,26 +326,8 @@ def swapped_engines(
         buckets = [ray.put(bucket) for bucket in publisher.export(bucket_bytes)]
         return PackedWeights(prepared.checkpoint, bucket_bytes, buckets)
 
-    engines = _pooled_engines(prepared, pool, in_flight_requests, on_retry)
+    engines = adapter_engines(prepared, pool, in_flight_requests, on_retry)
     return SwappedEngines(engines, pool, read, prepared.model_folder)
-
-
-def _pooled_engines(
-    prepared: Prepared, pool: RolloutPool, in_flight_requests: InFlightRequests, on_retry: Callable[[str], None]
-) -> PooledAdapterEngines:
-    config = prepared.config
-    retries = RetryingRollouts(pool, in_flight_requests, max_retries=config.max_rollout_retries, on_retry=on_retry)
-    is_batched = config.sampler.kind is SamplerKind.VLLM
-    sizes = prepared.engine
-    in_batch = (sizes.num_seqs if sizes else config.sampler.vllm.max_num_seqs) if is_batched else 1
-    limits = SampleLimits(
-        max_model_len=config.sampler.max_model_len,
-        num_token_ids=shape_of(str(prepared.model_folder)).vocab,
-        max_in_flight=in_batch * config.resources.rollout.num_workers,
-        counts_sequences=is_batched,
-        object_s=config.timeouts.object_s,
-    )
-    return PooledAdapterEngines(pool, retries, limits)
 
 
 def _role(config: RunConfig) -> tuple[Any, ...]:
@@ -430,18 +424,21 @@ def spawn_learner(
     supervised: SupervisedRows | None = None,
 ) -> tuple[LearnerGroup, list[Watched]]:
     """Starts the learner ranks; returns the group, and each rank for the supervisor."""
-    config = prepared.config
     learner = learner_group(prepared, spawner, supervised)
+    return learner, restored_ranks(learner, prepared.config, on_lost)
+
+
+def restored_ranks(learner: LearnerGroup, config: RunConfig, on_lost: Callable[[str], None]) -> list[Watched]:
+    """Lets the ranks restart from the newest checkpoint after a loss; returns each rank for the supervisor."""
     learner.losses = RestoredRanks(
         learner,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
         budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )
-    watched = [
+    return [
         watched_rank(group, index, learner, config) for group in learner.groups for index in range(len(group.workers))
     ]
-    return learner, watched
 
 
 def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
@@ -450,7 +447,7 @@ def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: Supervise
     if not config.algorithm.critic.has_own_ranks:
         return LearnerGroup(start, config.timeouts, ray.put, supervised, planners)
     critic = CriticGroup(
-        partial(_start_critic, prepared, spawner),
+        partial(start_ranks, CriticRank, "critic", config, spawner),
         config.timeouts,
         ray.put,
         planner_of(config.of_critic_ranks, role="critic"),
@@ -500,18 +497,15 @@ def _chunk_tokens(config: RunConfig) -> int:
 
 
 def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
-    """Returns the handles of all learner ranks, which load in the background. If a rank's node is gone, blocks until
+    ids = (prepared.processor.media_token_ids, prepared.processor.template_token_ids)
+    return start_ranks(Learner, "learner", prepared.config, spawner, *ids)
+
+
+def start_ranks(rank: type, role: str, config: RunConfig, spawner: Spawner, *arguments: Any) -> list[Any]:
+    """Returns the handles of all ranks of a role, which load in the background. If a rank's node is gone, blocks until
     all ranks are placed again, or raises PlacementError."""
-    config, processor = prepared.config, prepared.processor
-    ranks = spawner.book_together("learner")
-    env, ids = learner_environment(config), (processor.media_token_ids, processor.template_token_ids)
-    return [spawner.start(Learner, config, w.index, len(ranks), *ids, worker=w, env=env) for w in ranks]
-
-
-def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
-    ranks = spawner.book_together("critic")
-    env = learner_environment(prepared.config)
-    return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w, env=env) for w in ranks]
+    workers, env = spawner.book_together(role), learner_environment(config)
+    return [spawner.start(rank, config, w.index, len(workers), *arguments, worker=w, env=env) for w in workers]
 
 
 def watched_rank(ranks: RankGroup, index: int, learner: LearnerGroup, config: RunConfig) -> Watched:

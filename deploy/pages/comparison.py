@@ -73,18 +73,6 @@ class SuiteAccuracy:
     counted: str  # prompts or responses behind each mean of the newest evaluations
 
 
-@dataclass(frozen=True)
-class Course:
-    """Steps and throughput of one line, as means over its runs."""
-
-    label: str
-    runs: Sequence[str]
-    steps: str
-    wall: str
-    samples_per_s: str
-    response_length: str
-
-
 def render_comparison(lines: Sequence[ComparedRuns], *, by_epoch: bool) -> str:
     """Renders the page as HTML. `by_epoch` draws over epochs of the training data instead of steps."""
     if not 1 <= len(lines) <= MAX_LINES:
@@ -169,13 +157,14 @@ def _interval(values: Sequence[float]) -> Interval:
     return Interval(mean(values), *bootstrap_interval(values, SEED))
 
 
-def _course(line: ComparedRuns) -> Course:
+def _course(line: ComparedRuns) -> tuple[str, ...]:
+    """Returns runs, steps, wall time, throughput and length of a line, as means over its runs."""
     summaries = [run.summary for run in line.runs if run.summary is not None]
     rates = [s.samples_per_s for s in summaries if s.samples_per_s is not None]
     lengths = [s.response_length for s in summaries if s.response_length is not None]
-    return Course(
+    return (
         line.label,
-        [run.name for run in line.runs],
+        ", ".join(run.name for run in line.runs),
         ", ".join(sorted({f"{len(run.steps):,}" for run in line.runs})),
         write_duration(mean(s.wall_s for s in summaries)) if summaries else "–",
         f"{mean(rates):,.1f}" if rates else "–",
@@ -183,16 +172,16 @@ def _course(line: ComparedRuns) -> Course:
     )
 
 
+@dataclass(frozen=True)
 class _Charts:
-    def __init__(self, lines: Sequence[ComparedRuns], by_epoch: bool) -> None:
-        self._lines = lines
-        self._by_epoch = by_epoch
+    lines: Sequence[ComparedRuns]
+    by_epoch: bool
 
     def accuracy(self) -> Iterator[Chart]:
         """Yields training accuracy (over epochs: cumulative within each), then each suite."""
-        text = "All sampled responses" + (", cumulative within an epoch." if self._by_epoch else ".")
+        text = "All sampled responses" + (", cumulative within an epoch." if self.by_epoch else ".")
         yield self._chart("accuracy", "Training accuracy", text, self._training_accuracy, domain=(0.0, 1.0))
-        evaluations = _Evaluations(self._lines)
+        evaluations = _Evaluations(self.lines)
         for suite in evaluations.suites:
             title, text = f"Accuracy on {suite.replace('_', ' ')}", "Each point is one weight version."
             values = partial(_suite_accuracy, evaluations, suite)
@@ -200,7 +189,7 @@ class _Charts:
 
     def curves(self) -> Iterator[Chart]:
         for name, title in _CURVES:
-            title, text, unit = (counted_in(_unit(self._lines), words) for words in (title, name.help, name.unit))
+            title, text, unit = (counted_in(_unit(self.lines), words) for words in (title, name.help, name.unit))
             yield self._chart(str(name), title, text, partial(_step_values, name), unit=unit)
 
     def _chart(
@@ -213,22 +202,22 @@ class _Charts:
         domain: tuple[float, float] | None = None,
         unit: str = "",
     ) -> Chart:
-        axis = "epoch" if self._by_epoch else "step"
-        series = [Curve(line.label, n, self._points(line, values)) for n, line in enumerate(self._lines, start=1)]
+        axis = "epoch" if self.by_epoch else "step"
+        series = [Curve(line.label, n, self._points(line, values)) for n, line in enumerate(self.lines, start=1)]
         return Chart(key, title, text, series, unit, domain=domain, axis=axis)
 
     def _points(self, line: ComparedRuns, values: Callable[[RunFolder], _Values]) -> list[Point]:
         """Returns the mean over the runs that have a value at a step, with one standard deviation on each side."""
         values_at: dict[float, list[float]] = {}
         for run in line.runs:
-            length = _steps_per_epoch(run) if self._by_epoch else 1.0
+            length = _steps_per_epoch(run) if self.by_epoch else 1.0
             for step, value in values(run).items():
                 if math.isfinite(value):
                     values_at.setdefault(step / length, []).append(value)
         return [Point(x, mean(at), mean(at) - pstdev(at), mean(at) + pstdev(at)) for x, at in sorted(values_at.items())]
 
     def _training_accuracy(self, run: RunFolder) -> _Values:
-        if not self._by_epoch:
+        if not self.by_epoch:
             return {record.step: record.accuracy for record in run.steps if record.accuracy is not None}
         steps = [record for record in run.steps if record.accuracy is not None]
         return dict(_cumulative(steps, _steps_per_epoch(run)))

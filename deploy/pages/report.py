@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -71,45 +71,7 @@ _UNFINISHED = "unfinished"  # no summary
 _STATUS_TEXTS = {"killed": "the driver was killed"}  # others are shown as they are
 
 
-@dataclass(frozen=True)
-class Fact:
-    """One number of the headline."""
-
-    label: str
-    value: str
-    help: str = ""
-
-
-@dataclass(frozen=True)
-class PhaseShare:
-    """The share of one phase in the wall time of the run."""
-
-    label: str
-    colour: int
-    seconds: float
-    percent: float
-
-
-@dataclass(frozen=True)
-class CounterTable:
-    """One counter by reason."""
-
-    label: str
-    rows: Sequence[tuple[str, int]]
-
-
-@dataclass(frozen=True)
-class FaultRow:
-    """Consecutive losses of one worker with the same cause."""
-
-    worker: str
-    kind: str
-    cause: str
-    steps: str
-    phases: str
-    count: int
-    first: str  # local time
-    last: str
+Fact = tuple[str, str, str]  # label, value and help of a number of the headline
 
 
 def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
@@ -165,22 +127,23 @@ def render_report(
 def _facts(run: RunFolder) -> list[Fact]:
     """Returns the numbers of the headline; without a summary, the number of steps alone."""
     if run.summary is None:
-        return [Fact("steps", f"{len(run.steps):,}")]
+        return [("steps", f"{len(run.steps):,}", "")]
     s, unit = run.summary, unit_of([run])
+    wall_time_of = "at least: that of the finished steps" if s.status == "killed" else "start-up included"
     return [
-        Fact("steps", f"{s.num_steps:,}", f"version {s.version}"),
-        Fact("wall time", write_duration(s.wall_s), _wall_time_of(s)),
-        Fact("samples/s", _optional(s.samples_per_s), "of the whole loop"),
-        Fact(f"{unit}s/s", _optional(s.tokens_per_s), "of the whole loop"),
-        Fact("weight syncs", f"{s.weight_syncs:,}", "pushed to all engines"),
-        Fact("restarts", f"{s.restarts:,}", "after failures"),
-        Fact("mean log-prob gap", _optional(s.logprob_gap_mean), f"largest {_optional(s.logprob_gap_max)}"),
-        Fact("seed", str(s.seed)),
-        Fact("engines", f"{s.rollout_actors} × {s.sampler}", "rollout actors"),
-        Fact("learner", f"{s.learner_ranks} × {s.learner_backend}", "ranks"),
-        Fact("canary", _optional(s.canary_max), "largest gap after a push"),
-        Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length, unit)),
-        Fact("images stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
+        ("steps", f"{s.num_steps:,}", f"version {s.version}"),
+        ("wall time", write_duration(s.wall_s), wall_time_of),
+        ("samples/s", _optional(s.samples_per_s), "of the whole loop"),
+        (f"{unit}s/s", _optional(s.tokens_per_s), "of the whole loop"),
+        ("weight syncs", f"{s.weight_syncs:,}", "pushed to all engines"),
+        ("restarts", f"{s.restarts:,}", "after failures"),
+        ("mean log-prob gap", _optional(s.logprob_gap_mean), f"largest {_optional(s.logprob_gap_max)}"),
+        ("seed", str(s.seed), ""),
+        ("engines", f"{s.rollout_actors} × {s.sampler}", "rollout actors"),
+        ("learner", f"{s.learner_ranks} × {s.learner_backend}", "ranks"),
+        ("canary", _optional(s.canary_max), "largest gap after a push"),
+        ("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length, unit)),
+        ("images stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
         *_pushes(run),
         *_stage(run),
     ]
@@ -194,7 +157,7 @@ def _pushes(run: RunFolder) -> list[Fact]:
     if not sizes:
         return []
     changed = f"{100 * sum(shares) / len(shares):.2g} % of the weights changed" if shares else "to each engine"
-    return [Fact("size of a push", _size(round(sum(sizes) / len(sizes))), changed)]
+    return [("size of a push", _size(round(sum(sizes) / len(sizes))), changed)]
 
 
 def _stage(run: RunFolder) -> list[Fact]:
@@ -203,11 +166,7 @@ def _stage(run: RunFolder) -> list[Fact]:
         return []
     stage = int(values[MetricName.CURRICULUM_STAGE])
     opened = next(r.step for r in run.steps if r.values.get(MetricName.CURRICULUM_STAGE) == stage)
-    return [Fact("curriculum stage", str(stage), f"open since step {opened}")]
-
-
-def _wall_time_of(summary: Summary) -> str:
-    return "at least: that of the finished steps" if summary.status == "killed" else "start-up included"
+    return [("curriculum stage", str(stage), f"open since step {opened}")]
 
 
 def _lengths_not_trained(lengths: Mapping[str, float], unit: str) -> str:
@@ -217,7 +176,8 @@ def _lengths_not_trained(lengths: Mapping[str, float], unit: str) -> str:
     return f"{unit}s; not trained: {shown}" if shown else f"{unit}s"
 
 
-def _phase_shares(run: RunFolder) -> list[PhaseShare]:
+def _phase_shares(run: RunFolder) -> list[tuple[str, int, float, float]]:
+    """Returns label, colour, seconds, and per cent of the wall time of each phase."""
     totals: Counter[str] = Counter()
     for record in run.steps:
         totals.update({name: s for name, s in record.phases.items() if math.isfinite(s)})
@@ -225,7 +185,7 @@ def _phase_shares(run: RunFolder) -> list[PhaseShare]:
     if whole <= 0:
         return []
     return [
-        PhaseShare(phase_label(name), colour, totals[name], 100 * totals[name] / whole)
+        (phase_label(name), colour, totals[name], 100 * totals[name] / whole)
         for name, colour in phase_colours(run.steps).items()
     ]
 
@@ -239,22 +199,24 @@ def _staleness_rows(run: RunFolder) -> list[tuple[int, int, float]]:
     return [(lag, n, 100 * n / whole) for lag, n in sorted(tokens.items()) if whole]
 
 
-def _tallies(run: RunFolder) -> list[CounterTable]:
+def _tallies(run: RunFolder) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Returns each counter that is not empty with its reasons, the largest first."""
     counters = run.steps[-1].counters if run.steps else {}
     return [
-        CounterTable(name.replace("_", " "), sorted(reasons.items(), key=lambda item: -item[1]))
+        (name.replace("_", " "), sorted(reasons.items(), key=lambda item: -item[1]))
         for name, reasons in counters.items()
         if any(reasons.values())
     ]
 
 
-def _fault_rows(faults: Sequence[Fault]) -> list[FaultRow]:
-    """Returns faults in order of time; consecutive faults of one worker with the same cause are one row."""
-    rows: list[FaultRow] = []
+def _fault_rows(faults: Sequence[Fault]) -> list[tuple[str, ...]]:
+    """Returns the cells of each row, by time; consecutive faults of one worker with the same cause are one row."""
+    rows = []
     for (worker, kind, cause), group in groupby(faults, key=lambda fault: (fault.worker, fault.kind, fault.cause)):
         equal = list(group)
         first, last = _local_time(equal[0].at_s), _local_time(equal[-1].at_s)
-        rows.append(FaultRow(worker, kind, cause, _steps(equal), _phases(equal), len(equal), first, last))
+        when = first if first == last else f"{first} to {last}"
+        rows.append((when, _steps(equal), _phases(equal), worker, f"{kind}: {cause}", str(len(equal))))
     return rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -99,16 +99,10 @@ def _room(bare: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: S
         if bare.sampler.vllm.gpu_memory_fraction:
             own = memory["rollout"]
             rooms.append(int(bare.sampler.vllm.gpu_memory_fraction * size) - own.peak + own.context)
-        rooms.append(usable - _peak_with_cache(here, memory["rollout"], size))
+        with_cache = {phase for phase, parts in memory["rollout"].device.items() if KV_CACHE in parts}
+        absent = {phase for worker in here for phase in worker.device} - memory["rollout"].device.keys()
+        rooms.append(usable - _peak(here, size, with_cache | absent))
     return min(rooms)
-
-
-def _peak_with_cache(workers: Sequence[WorkerMemory], engine: WorkerMemory, gpu_bytes: int) -> int:
-    """The most bytes that workers of one GPU hold together while the engine's KV cache is there. In a phase that a
-    worker lacks, as other roles lack the learner's loading, it counts with its peak."""
-    phases = dict.fromkeys(phase for worker in workers for phase in worker.device)
-    with_cache = [phase for phase in phases if KV_CACHE in engine.device.get(phase, {KV_CACHE: 0})]
-    return max(sum(worker.in_phase(phase, gpu_bytes) for worker in workers) for phase in with_cache)
 
 
 def _with(config: RunConfig, kv_cache_bytes: int, num_seqs: int) -> RunConfig:
@@ -175,9 +169,10 @@ def _on_gpus(
     return demands
 
 
-def _peak(workers: Sequence[WorkerMemory], gpu_bytes: int | None) -> int:
-    """Returns the peak of the workers' total bytes over the phases, which they enter together."""
-    phases = dict.fromkeys(phase for worker in workers for phase in worker.device)
+def _peak(workers: Sequence[WorkerMemory], gpu_bytes: int | None, phases: Iterable[str] = ()) -> int:
+    """Returns the most bytes that the workers hold together in one of the phases (none: any), which they enter
+    together. In a phase that a worker lacks, as other roles lack the learner's loading, it counts with its peak."""
+    phases = phases or {phase for worker in workers for phase in worker.device}
     return max(sum(worker.in_phase(phase, gpu_bytes) for worker in workers) for phase in phases)
 
 

@@ -97,12 +97,6 @@ def step_rows(config: RunConfig) -> int:
     return ceil(rows * config.learner.sequence_parallel / config.resources.learner.num_workers)
 
 
-def checkpointing(config: RunConfig) -> str:
-    """Activations that the learner keeps of a block: `none` recomputes nothing, `blocks` keeps a block's input,
-    `blocks_offloaded` keeps it in host memory."""
-    return config.learner.activation_checkpointing
-
-
 def logprob_rows(config: RunConfig, targets: int) -> int:
     """Returns the number of targets with logits in memory at once; the backward pass recomputes a chunk's logits."""
     return min(targets, config.learner.logprob_chunk_tokens)
@@ -116,7 +110,7 @@ def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> t
         towers.append((shape.vision, batch.patches, _vision_block(shape.vision, config.resources.dtype, is_autocast)))
     device = host = 0
     value = FLOAT32 if is_autocast else DTYPE_BYTES[config.resources.dtype]
-    mode = checkpointing(config)
+    mode = config.learner.activation_checkpointing
     for tower, tokens, block in towers:
         inputs = tokens * tower.num_layers * tower.hidden * value
         if mode == "none":

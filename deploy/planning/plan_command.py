@@ -19,7 +19,7 @@ from mobula.configs.rules import checked
 from mobula.configs.schema import ResourcesConfig, RunConfig, SamplerKind
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes, nodes_at, read_cluster, this_node
 from mobula.deploy.planning.fit import GIB, Demand, EngineSizes, MemoryPlan, plan_memory
-from mobula.deploy.planning.memory import checkpointing, policy_shape, refuse_small_cache, sequence_bytes
+from mobula.deploy.planning.memory import policy_shape, refuse_small_cache, sequence_bytes
 from mobula.deploy.planning.workers import USABLE
 from mobula.learner.policies.shapes import ModelShape
 
@@ -90,7 +90,7 @@ def _fits(
 
 def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
     learner, resources = config.learner, config.resources
-    if checkpointing(config) == "none":
+    if learner.activation_checkpointing == "none":
         yield CHECKPOINTING
     yield from _of_roles(config, nodes)
     longest = config.data.max_prompt_tokens + config.sampler.max_tokens

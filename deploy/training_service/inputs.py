@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mobula.actors.datasets.images import EncodedFile
-from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.records.trajectory import Prompt
 from mobula.deploy.training_service.tenants import RequestError
-from mobula.learner.policies.families.base import Size
+
+if TYPE_CHECKING:  # they load transformers
+    from mobula.actors.processors.chat import ChatProcessor
+    from mobula.learner.policies.families.base import Size
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from mobula.deploy.report.diagnose.material import (
     Material,
     Needs,
     Trend,
+    by_share,
     check,
     finding,
     mean,
@@ -202,12 +203,8 @@ def check_exploitation(material: Material) -> RunFinding:
         return finding(RunVerdict.FAULT, "; ".join(parts), numbers, EXPLOITATION_ACTION, evidence)
     measured = "; ".join(parts)
     if reward.rises and falling:
-        return finding(
-            RunVerdict.FAULT,
-            f"{measured}: {', '.join(falling)} falls while the reward rises",
-            numbers,
-            EXPLOITATION_ACTION,
-        )
+        measured += f": {', '.join(falling)} falls while the reward rises"
+        return finding(RunVerdict.FAULT, measured, numbers, EXPLOITATION_ACTION)
     return finding(RunVerdict.OK, measured, numbers)
 
 
@@ -290,13 +287,9 @@ PARSER_ACTION = (
     "that the policy writes (rewards.components.N.options.extract)"
 )
 
+FAILURE_ACTION = "read the first failure in run.log; rewards.on_failure=stop ends the run at it"
+# Beginnings of reasons of answers that were found and are wrong.
 COMPARISONS = ("another value", "too far from every reference", "over budget", "the choice is taken back")
-
-
-"""Beginnings of reasons of answers that were found and are wrong."""
-
-
-FAULT_FROM, WARNING_FROM, NOTICE_FROM = 0.9, 0.3, 0.05
 
 
 @check("reward_parser", Needs.STEPS, NOTHING_TO_COMPARE)
@@ -322,31 +315,9 @@ def check_parser(material: Material) -> RunFinding:
         f"{component} found no answer in {share:.1%} of the newest {num} trained responses{shown}; "
         f"{failed_share:.1%} could not be scored"
     )
-    return finding(
-        _verdict_parser(max(share, failed_share)),
-        measured,
-        numbers,
-        _action_parser(share, failed_share),
-        _shown(material),
-    )
-
-
-def _verdict_parser(share: float) -> RunVerdict:
-    if share >= FAULT_FROM:
-        return RunVerdict.FAULT
-    if share >= WARNING_FROM:
-        return RunVerdict.WARNING
-    return RunVerdict.NOTICE if share >= NOTICE_FROM else RunVerdict.OK
-
-
-def _action_parser(share: float, failed_share: float) -> str:
-    if max(share, failed_share) < NOTICE_FROM:
-        return ""
-    return (
-        PARSER_ACTION
-        if share >= failed_share
-        else "read the first failure in run.log; rewards.on_failure=stop ends the run at it"
-    )
+    verdict = by_share(max(share, failed_share), fault=0.9, warning=0.3, notice=0.05)
+    action = PARSER_ACTION if share >= failed_share else FAILURE_ACTION
+    return finding(verdict, measured, numbers, "" if verdict is RunVerdict.OK else action, _shown(material))
 
 
 def _shown(material: Material) -> tuple[Evidence, ...]:
@@ -379,9 +350,5 @@ def check_trend(material: Material) -> RunFinding:
         # What a falling reward leaves behind is no cause of it.
         followed = tuple(name for name in SYMPTOMS if name != "reward_trend")
         return finding(RunVerdict.WARNING, measured, numbers, FALLS, (), followed)
-    return finding(
-        RunVerdict.NOTICE,
-        measured,
-        numbers,
-        "see the other findings; the first ones are the most likely causes",
-    )
+    action = "see the other findings; the first ones are the most likely causes"
+    return finding(RunVerdict.NOTICE, measured, numbers, action)

@@ -30,7 +30,7 @@ from mobula.configs.schema.base import unread
 from mobula.deploy.cli import app
 from mobula.deploy.cli.options import takes
 from mobula.deploy.doctor import this_machine as doctor
-from mobula.deploy.doctor.this_machine import RequiredPackage, Verdict
+from mobula.deploy.doctor.this_machine import Verdict
 from mobula.deploy.host.machine import Machine
 from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.run import run_client
@@ -285,9 +285,9 @@ def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
         (doctor.check_gpus(load_config(["experiment=digits", "resources=gpu_2"]), GOOD), Verdict.MISSING),
         (doctor.check_run_folder(Path("/proc/runs")), Verdict.MISSING),
         (doctor.check_loopback(), Verdict.OK),
-        (doctor.check_backend(RequiredPackage("yaml", "PyYAML", True, "install it")), Verdict.OK),
-        (doctor.check_backend(RequiredPackage("no_such_module", "none", True, "install it")), Verdict.MISSING),
-        (doctor.check_backend(RequiredPackage("no_such_module", "none", False, "install it")), Verdict.WARNING),
+        (doctor.check_package("yaml", "PyYAML", True, "install it"), Verdict.OK),
+        (doctor.check_package("no_such_module", "none", True, "install it"), Verdict.MISSING),
+        (doctor.check_package("no_such_module", "none", False, "install it"), Verdict.WARNING),
     ],
     ids=lambda value: f"{value.name}-{value.detail[:20]}" if isinstance(value, doctor.Finding) else str(value),
 )
@@ -311,18 +311,13 @@ def test_run_folder_that_is_not_there_yet_is_fine_and_stays_away(tmp_path: Path)
 )
 def test_doctor_needs_only_what_the_config_uses(overrides: list[str], needed: set[str]) -> None:
     optional = {"vllm", "tensorboard", "peft"}
-    found = {
-        backend.module
-        for backend in doctor.backends(load_config(["experiment=digits", *overrides]))
-        if backend.is_needed
-    }
+    packages = doctor.packages(load_config(["experiment=digits", *overrides]))
+    found = {module for module, _, is_needed, _ in packages if is_needed}
     assert found & optional == needed
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor, "backends", lambda config: (RequiredPackage("no_such_module", "none", True, "install it"),)
-    )
+    monkeypatch.setattr(doctor, "packages", lambda config: [("no_such_module", "none", True, "install it")])
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "no_such_module" in result.stdout

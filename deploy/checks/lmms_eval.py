@@ -240,15 +240,8 @@ def command_line(settings: LmmsEval) -> list[str]:
     options = ["--model", model_type, "--model_args", _model_args(settings, model_type), "--tasks", settings.tasks]
     if settings.endpoint is None:
         options += ["--device", settings.chosen_device]
-    options += [
-        "--batch_size",
-        str(settings.batch_size),
-        "--output_path",
-        RAW,
-        "--log_samples",
-        "--verbosity",
-        "WARNING",
-    ]
+    options += ["--batch_size", str(settings.batch_size), "--output_path", RAW]
+    options += ["--log_samples", "--verbosity", "WARNING"]
     if settings.include_path is not None:
         if not settings.include_path.is_dir():
             raise ConfigError(f"--include-path {settings.include_path} is no folder: give the one with the task YAMLs")

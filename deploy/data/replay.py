@@ -22,6 +22,7 @@ from mobula.cluster.runtime.placement_groups import create_placement_groups, rem
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access, run_lock
 from mobula.deploy.host.terminal import outlive_output, terminal
+from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.wiring.build import POLICY_FOLDER
 from mobula.deploy.wiring.persistence import trajectory_log
 from mobula.deploy.wiring.preparation import Prepared, prepare
@@ -86,10 +87,8 @@ async def _replay(run_folder: Path, prepared: Prepared, spawner: Spawner, log: T
     source = prepared.source()
     output = run_folder / OUTPUT_FOLDER
     try:
-        try:
+        with refusing():  # the configuration may not fit the model
             await learner.start()
-        except ValueError as error:  # the configuration does not fit the model
-            raise PreflightError(str(error)) from error
         await learner.load(run_folder / VERSION_ZERO / "learner")
         with (output / UPDATES_FILE).open("w", encoding="utf-8") as updates:
 

@@ -171,17 +171,35 @@ class MarkedProcess:
 
 def marked_processes(variable: str) -> Iterator[MarkedProcess]:
     """Yields the readable processes of this machine with `variable` in their environment."""
-    for folder in PROC.iterdir():
-        if folder.name.isdecimal() and (marked := _marked(int(folder.name), variable)) is not None:
-            yield marked
+    for pid, content, command in _readable():
+        pairs = (entry.decode(errors="replace").partition("=") for entry in content.split(b"\0"))
+        environment = {name: value for name, separator, value in pairs if separator}
+        if variable in environment and (process := ProcessId.of(pid)) is not None:
+            yield MarkedProcess(process, environment, command)
 
 
 def holders(folder: Path) -> Iterator[MarkedProcess]:
     """Yields processes with an open file below `folder` and no readable environment: Ray's agents overwrite theirs with
     a process title."""
-    for process in PROC.iterdir():
-        if process.name.isdecimal() and (holder := _holder(int(process.name), folder)) is not None:
-            yield holder
+    for pid, content, command in _readable():
+        if not content.strip(b"\0") and _holds(pid, folder) and (process := ProcessId.of(pid)) is not None:
+            yield MarkedProcess(process, {}, command)
+
+
+def _readable() -> Iterator[tuple[int, bytes, str]]:
+    """Yields id, environment and command of the processes that have not ended and belong to this user."""
+    for path in PROC.iterdir():
+        if path.name.isdecimal():
+            with suppress(OSError):
+                words = (path / "cmdline").read_bytes().replace(b"\0", b" ")
+                yield int(path.name), (path / "environ").read_bytes(), words.decode(errors="replace").strip()
+
+
+def _holds(pid: int, folder: Path) -> bool:
+    try:
+        return any(os.readlink(file).startswith(f"{folder}/") for file in (PROC / str(pid) / "fd").iterdir())
+    except OSError:  # it has ended
+        return False
 
 
 def end(process: ProcessId, timeout_s: float) -> bool:
@@ -204,32 +222,3 @@ def _signal(handle: int, number: signal.Signals, wait_s: float) -> bool:
     except ProcessLookupError:
         return True
     return _ends_within(handle, wait_s)
-
-
-def _holder(pid: int, folder: Path) -> MarkedProcess | None:
-    process_dir = PROC / str(pid)
-    try:
-        if (process_dir / "environ").read_bytes().strip(b"\0"):
-            return None
-        files = [os.readlink(file) for file in (process_dir / "fd").iterdir()]
-        command = _command(pid)
-    except OSError:  # it has ended, or belongs to another user
-        return None
-    process = ProcessId.of(pid) if any(file.startswith(f"{folder}/") for file in files) else None
-    return None if process is None else MarkedProcess(process, {}, command)
-
-
-def _command(pid: int) -> str:
-    return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-
-
-def _marked(pid: int, variable: str) -> MarkedProcess | None:
-    try:
-        entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        command = _command(pid)
-    except OSError:  # it has ended, or belongs to another user
-        return None
-    pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
-    environment = {name: value for name, separator, value in pairs if separator}
-    process = ProcessId.of(pid) if variable in environment else None
-    return None if process is None else MarkedProcess(process, environment, command)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
 
-from mobula.cluster.errors import PreflightError
 from mobula.cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
 from mobula.cluster.weight_sync.shared_ring import CHUNK_BYTES, NUM_CHUNKS
 from mobula.configs.schema import RunConfig, SamplerKind
@@ -27,6 +26,7 @@ from mobula.deploy.planning.memory import (
     step_rows,
     training_bytes,
 )
+from mobula.deploy.preflight.findings import refusing
 from mobula.learner.backends.sharded import MAX_COPY_BYTES
 from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.policies.shapes import ModelShape
@@ -180,10 +180,8 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]
     trained = shape.manifest.tensors
     if config.policy.lora.is_on:
         unfrozen = config.policy.model_copy(update={"freeze": ()})  # its names need a checkpoint that is there
-        try:
+        with refusing():
             trained = adapter_manifest(shape.manifest, unfrozen, shape).tensors
-        except ValueError as error:
-            raise PreflightError(str(error)) from error
     return [spec for spec in trained if not spec.name.startswith(starts)]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -31,6 +32,15 @@ class PreflightFinding:
 
     def __str__(self) -> str:
         return f"{self.problem}: {self.action}"
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raises a ValueError of the body, which is a mistake of the user, as a PreflightError."""
+    try:
+        yield
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
 
 
 def check_engine_build(config: RunConfig, roles: Sequence[str]) -> None:

@@ -9,11 +9,11 @@ from mobula.actors.datasets.formats.records import format_of
 from mobula.actors.datasets.readers import READERS, reader_of
 from mobula.actors.processors.worker import processor_maker
 from mobula.actors.samplers import sampler_maker
-from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.sinks.trackers import tracker
 from mobula.cluster.user_code import chosen, is_user_code
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import DataConfig
+from mobula.deploy.preflight.findings import refusing
 from mobula.learner.credit import Credit
 from mobula.learner.objective import PolicyObjective
 from mobula.learner.optim import optimizer_maker
@@ -26,11 +26,9 @@ def check_user_code(config: RunConfig) -> None:
 
     An environment is checked by its first reset, which runs where the episodes do.
     """
-    try:
+    with refusing():
         _check_reward_functions(config)
         _check_other_parts(config)
-    except ValueError as error:
-        raise PreflightError(str(error)) from error
 
 
 def data_writer(config: DataConfig) -> Callable[[Path], object]:

@@ -44,7 +44,7 @@ from mobula.deploy.rehearsal.stage import (
     RehearsalStage,
     Result,
     Size,
-    StatedPrompts,
+    StatedProcessor,
     Sweep,
     gains,
     prepared_run,
@@ -268,7 +268,7 @@ def _nodes(config: RunConfig, command: RehearseCommand) -> tuple[PlannedNode, ..
 
 def _prepared(config: RunConfig, shape: ModelShape, command: RehearseCommand) -> Prepared:
     if command.prompt_tokens is not None:
-        stated = StatedPrompts(command.prompt_tokens, command.media_tokens, command.media_bytes)
+        stated = StatedProcessor(command.prompt_tokens, command.media_tokens, command.media_bytes)
         data = config.data.model_copy(update={"path": Path(UNKNOWN_PATH)})
         return stated_run(config.model_copy(update={"data": data}), shape, stated)
     if str(config.data.path) == MISSING:

@@ -36,24 +36,16 @@ NUM_STATED_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class StatedPrompts:
-    """Prompts that have a length and one image of so many tokens and bytes."""
+class StatedProcessor:
+    """Implements `Processor`: every prompt has the stated length, with one image of so many tokens and bytes."""
 
     num_tokens: int
     media_tokens: int = 0
     media_bytes: int = 0
-
-
-class StatedProcessor:
-    """Implements `Processor`: every prompt has the stated length."""
-
     media_token_ids: tuple[int, ...] = ()
     template_token_ids: tuple[int, ...] = ()
-    takes_images = True
-    num_ahead = 1
-
-    def __init__(self, stated: StatedPrompts) -> None:
-        self._stated = stated
+    takes_images: bool = True
+    num_ahead: int = 1
 
     def begin(self, row: Row, prompt_id: str) -> Future[Prompt]:
         begun: Future[Prompt] = Future()
@@ -61,24 +53,22 @@ class StatedProcessor:
         return begun
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        stated = self._stated
-        ids = np.zeros(stated.num_tokens, dtype=np.int32)
-        media = (MediaHandle(row.sample_id, "image", stated.media_bytes, None),) if stated.media_tokens else ()
-        spans = (MediaSpan(0, stated.media_tokens),) if stated.media_tokens else ()
+        ids = np.zeros(self.num_tokens, dtype=np.int32)
+        media = (MediaHandle(row.sample_id, "image", self.media_bytes, None),) if self.media_tokens else ()
+        spans = (MediaSpan(0, self.media_tokens),) if self.media_tokens else ()
         return Prompt(prompt_id, row.sample_id, "", ids, ids, media, spans, row.references, row.metadata)
 
     def check(self, row: Row) -> int:
-        return self._stated.num_tokens
+        return self.num_tokens
 
     def num_media(self, row: Row) -> int:
-        return int(self._stated.media_tokens > 0)
+        return int(self.media_tokens > 0)
 
 
-def stated_run(config: RunConfig, shape: ModelShape, stated: StatedPrompts) -> Prepared:
+def stated_run(config: RunConfig, shape: ModelShape, processor: Any) -> Prepared:
     rows = tuple(Row(str(index), "", "", "") for index in range(NUM_STATED_ROWS))
-    report = PreflightReport(rows, (), stated.num_tokens)
+    report = PreflightReport(rows, (), processor.num_tokens)
     names = {TRAIN, VALIDATION, config.evaluation.split, *(s.split for s in config.evaluation.suites.values())}
-    processor: Any = StatedProcessor(stated)
     store = MediaStore(lambda media: None, config.data.media_cache_bytes)
     return Prepared(config, Path(config.policy.model), shape.manifest, processor, store, dict.fromkeys(names, report))
 

@@ -15,16 +15,15 @@ from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.step_records import strict
 from mobula.deploy.pages.comparison import ComparedRuns, SuiteAccuracy, render_comparison, table
+from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.run.run_client import RUNS, named_folder
 
 
 def compare(arguments: Sequence[str], output: Path, json_output: Path | None, by_epoch: bool, console: Console) -> None:
     """Writes the page and prints its table. An argument is `[LABEL=]RUN[,RUN...]`: runs that differ in their seed."""
     lines = [_line(argument) for argument in arguments]
-    try:
+    with refusing():
         page = render_comparison(lines, by_epoch=by_epoch)
-    except ValueError as error:
-        raise PreflightError(str(error)) from error
     write_atomically(output, page)
     rows = table(lines)
     if json_output is not None:

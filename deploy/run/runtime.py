@@ -8,18 +8,18 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mobula.deploy.host.session import run_record  # isort: skip  (first: sets what ray reads)
 from rich.console import Console
 
 from mobula.cluster.audit.chain import SigningKey, signing_key
-from mobula.cluster.errors import NothingTrainedError, PreflightError, RunStopped
+from mobula.cluster.errors import NothingTrainedError, RunStopped
 from mobula.cluster.failures import cause_in_one_line
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.hub import StartUp, informing
@@ -47,6 +47,7 @@ from mobula.deploy.host.run_folder import (
 )
 from mobula.deploy.host.terminal import outlive_output, signals_raise, terminal, until_signal
 from mobula.deploy.preflight.decisions import with_absolute_paths
+from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.run.cluster import RunCluster, joined_cluster, write_plan
 from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
@@ -223,7 +224,8 @@ async def _train_on_rows(prepared: PreparedRows, processors: Processors, spawner
     ranks = partial(rank_statuses, training.learner)
     roles = {**training.scalable, **processors.scalable}
     async with control_loop(run, spawner, roles, None, training.rows, ranks).running():
-        await _started(run.metrics.start_up.timing("learner", training.learner.start()), processors.start())
+        with refusing():
+            await run_all(run.metrics.start_up.timing("learner", training.learner.start()), processors.start())
         controller = await asyncio.to_thread(build_offline_controller, prepared, training, run)
         tune_gc()
         await controller.run()
@@ -237,12 +239,13 @@ async def _train_on_rollouts(prepared: Prepared, processors: Processors, spawner
     control, timing = control_loop(run, spawner, roles, in_flight, training.replay, ranks), run.metrics.start_up.timing
     try:
         async with control.running():
-            await _started(
-                timing("learner", training.learner.start()),
-                timing("engines", inference.rollouts.start()),
-                timing("scorers", inference.rewards.start()),
-                processors.start(),
-            )
+            with refusing():
+                await run_all(
+                    timing("learner", training.learner.start()),
+                    timing("engines", inference.rollouts.start()),
+                    timing("scorers", inference.rewards.start()),
+                    processors.start(),
+                )
             controller = await asyncio.to_thread(
                 build_controller, prepared, inference, training, run, processors.watched
             )
@@ -250,14 +253,6 @@ async def _train_on_rollouts(prepared: Prepared, processors: Processors, spawner
             await controller.run()
     finally:
         await training.replay.close()
-
-
-async def _started(*roles: Coroutine[Any, Any, Any]) -> None:
-    """Raises: PreflightError: the configuration does not fit the model."""
-    try:
-        await run_all(*roles)
-    except ValueError as error:
-        raise PreflightError(str(error)) from error
 
 
 async def _evaluate(

@@ -11,6 +11,7 @@ from mobula.cluster.serving import Address, RequestGate, run_server
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_rewards
 from mobula.configs.schema.data import EnvironmentConfig
+from mobula.deploy.preflight.findings import refusing
 from mobula.rewards.http.server import RewardScorer, RewardServer, ScorerThreads
 from mobula.rewards.http.server import make_app as rewards_app
 
@@ -53,10 +54,8 @@ def serve_environment(
             f"environment.name={config.name}, environment.host={config.host} is nothing to serve: give "
             "environment=NAME and environment.host=process, inline or ray"
         )
-    try:
+    with refusing():
         build_environment(config.name, config.options).close()
-    except ValueError as error:
-        raise PreflightError(str(error)) from error
     listener = address.listen()
     gate = RequestGate(
         make_app(EnvironmentServer(config, idle_s=idle_s)), address, MAX_REQUEST_BYTES, config.step_timeout_s

@@ -26,6 +26,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.planning.clusters import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
+from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.training_service.app import make_app
 from mobula.deploy.training_service.inputs import ChatImages, InputBuilder
 from mobula.deploy.training_service.service import BaseModel, TrainingService
@@ -55,10 +56,8 @@ class Roles:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Raises: PreflightError: the configuration does not fit the model."""
-        try:
+        with refusing():
             await run_all(self.learner.start(), self.pool.start())
-        except ValueError as error:
-            raise PreflightError(str(error)) from error
         try:
             async with self.pool.tended():
                 yield
@@ -93,10 +92,8 @@ def serve(
 
 
 def _refuse_unfit(config: RunConfig, tenants: Tenants) -> None:
-    try:
+    with refusing():
         refuse_unsupported(config)
-    except ValueError as error:
-        raise PreflightError(str(error)) from error
     if config.training_service.weights != "full":
         return
     if len(tenants.tokens) > 1:

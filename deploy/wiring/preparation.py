@@ -372,25 +372,19 @@ def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
 
 
 def _check_positions(config: RunConfig) -> None:
-    most, wanted = max_positions(config.policy.model), config.sampler.max_model_len
-    supervised = config.algorithm.supervised
-    if supervised.is_on and most is not None and supervised.max_tokens > most:
-        raise PreflightError(
-            f"algorithm.supervised.max_tokens={supervised.max_tokens} is more than the {most} positions of "
-            f"policy.model={config.policy.model}: set algorithm.supervised.max_tokens={most} or less"
-        )
-    if config.offline.is_on and most is not None and config.offline.max_tokens > most:
-        raise PreflightError(
-            f"offline.max_tokens={config.offline.max_tokens} is more than the {most} positions of policy.model="
-            f"{config.policy.model}: set offline.max_tokens={most} or less"
-        )
-    if config.offline.is_on:
-        return
-    if most is not None and wanted > most:
-        raise PreflightError(
-            f"sampler.max_model_len={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
-            f"set sampler.max_model_len={most} or less, and data.max_prompt_tokens and sampler.max_tokens to fit"
-        )
+    most, supervised, offline = max_positions(config.policy.model), config.algorithm.supervised, config.offline
+    lengths = {
+        "algorithm.supervised.max_tokens": supervised.max_tokens if supervised.is_on else 0,
+        "offline.max_tokens": offline.max_tokens if offline.is_on else 0,
+        "sampler.max_model_len": 0 if offline.is_on else config.sampler.max_model_len,
+    }
+    for key, length in lengths.items():
+        if most is not None and length > most:
+            others = ", and data.max_prompt_tokens and sampler.max_tokens to fit" if key.startswith("sampler") else ""
+            raise PreflightError(
+                f"{key}={length} is more than the {most} positions of policy.model={config.policy.model}: set "
+                f"{key}={most} or less{others}"
+            )
 
 
 def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:

@@ -91,7 +91,7 @@ def diagnose(subject: Subject, *, is_deep: bool = False) -> list[RunFinding]:
     """Runs all checks, with `is_deep` also the trials on recorded groups; the worst findings are first."""
     findings = list(run_checks(CHECKS, subject.material))
     if is_deep:
-        from mobula.deploy.report.diagnose.deep import run_trials  # which imports the session of Ray
+        from mobula.deploy.report.diagnose.trials import run_trials  # which imports the session of Ray
 
         findings += run_trials(subject.folder, subject.material.config)
     return with_files(causes_first(findings), pictures_folder(subject))

@@ -227,10 +227,6 @@ SAMPLED: Mapping[str, str] = {
 }
 
 
-def nothing() -> None:
-    """Reads nothing."""
-
-
 @dataclass(frozen=True)
 class Material:
     """What the checks read. `run` is None for a configuration without a run.
@@ -240,8 +236,8 @@ class Material:
 
     config: RunConfig
     run: RunFolder | None = None
-    read_data: Callable[[], DataSurvey | None] = field(default=nothing, repr=False)
-    read_model: Callable[[], LoadedModel | None] = field(default=nothing, repr=False)
+    read_data: Callable[[], DataSurvey | None] = field(default=lambda: None, repr=False)
+    read_model: Callable[[], LoadedModel | None] = field(default=lambda: None, repr=False)
 
     @property
     def steps(self) -> list[StepRecord]:

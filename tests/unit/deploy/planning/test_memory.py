@@ -27,7 +27,6 @@ from mobula.deploy.planning.clusters import PlannedNode, described_nodes
 from mobula.deploy.planning.fit import GIB, EngineSizes, MemoryPlan, plan_memory
 from mobula.deploy.planning.memory import (
     Microbatch,
-    checkpointing,
     logits_bytes,
     media_patches,
     refuse_small_cache,
@@ -129,7 +128,6 @@ def test_recomputed_blocks_keep_their_inputs_alone() -> None:
     shape = shape_of_config(text_model().config)
     batch = Microbatch(1, TOKENS, TOKENS, 0)
     with_blocks = config("float32", "learner.activation_checkpointing=blocks")
-    assert (checkpointing(config("float32")), checkpointing(with_blocks)) == ("none", "blocks")
     assert training_bytes(with_blocks, shape, batch)[0] < training_bytes(config("float32"), shape, batch)[0] / 2
 
 

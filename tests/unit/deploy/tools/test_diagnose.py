@@ -56,7 +56,7 @@ from mobula.deploy.report.diagnose.material import (
     Trend,
     run_checks,
 )
-from mobula.deploy.report.diagnose.trials import TrialGroup, ablate_pictures, judged, memorise, scan
+from mobula.deploy.report.diagnose.trials import TrialGroup, ablate_pictures, judged, memorise, run_trials, scan
 
 NUM_STEPS = 32
 
@@ -596,8 +596,6 @@ def test_a_learning_rate_that_is_far_too_small_is_named_with_its_factor() -> Non
 
 
 def test_trials_without_recorded_groups_say_what_is_missing(tmp_path: Path) -> None:
-    from mobula.deploy.report.diagnose.deep import run_trials
-
     config = load_config(["experiment=digits"])
     assert {finding.measured for finding in run_trials(None, config)} == {"trials need the recorded groups of a run"}
     missing = {finding.measured for finding in run_trials(tmp_path, config)}

@@ -1,31 +1,40 @@
-"""The wiring of a run: creates its roles and connects them. Every mode is chosen here."""
+"""The wiring of a run or of an offline job: connects its roles to the main loop. Every mode is chosen here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import ray
 
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row, count_by_reason
 from mobula.actors.environments.rows import ENVIRONMENT
+from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.controller import Controller
 from mobula.cluster.guard.guard import LogprobGuard, NoGuard
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics, StartUp
+from mobula.cluster.metrics.step_records import EvaluationRecord
+from mobula.cluster.metrics.summary import wilson_interval
 from mobula.cluster.records.trajectory import GroupSummary, Prompt
+from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.replay.buffer import LiveGroups
 from mobula.cluster.roles import Rollouts, UpdateReport
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher
-from mobula.cluster.rollout.evaluation import InformingLog
+from mobula.cluster.rollout.evaluation import EvaluationSchedule, InformingLog, RowEvaluator
 from mobula.cluster.rollout.group_observers import EpisodeStages, OpeningRule, RejectionCounts, StageCurriculum
+from mobula.cluster.rollout.row_stream import RowStream, stored
 from mobula.cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
+from mobula.cluster.weight_sync.interfaces import NoReceivers
 from mobula.cluster.weight_sync.tolerance import MEDIA, TEMPLATE, TEXT, FreshSamples, Rounding, Tolerance, classes_of
 from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
 from mobula.cluster.workers.colocation import GpuLease, LeasedRollouts, LeasedWeights
+from mobula.cluster.workers.status import Scalable
 from mobula.cluster.workers.supervisor import Supervisor, Watched
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.parity import parity_gate, tolerance_of
@@ -34,13 +43,23 @@ from mobula.deploy.wiring.evaluation import (
     JudgedLog,
     build_evaluator,
     build_guard,
+    content_of,
     record_evaluation,
     repeat_evaluation,
     response_log,
 )
 from mobula.deploy.wiring.persistence import RunContext, age_limit, build_recovery, checkpoints_of, step_learner
-from mobula.deploy.wiring.preparation import Prepared
-from mobula.deploy.wiring.roles import Inference, Training, reference_folder, sampling_settings
+from mobula.deploy.wiring.preparation import Prepared, PreparedRows
+from mobula.deploy.wiring.roles import (
+    Inference,
+    Training,
+    reference_folder,
+    reference_pool,
+    sampling_settings,
+    spawn_learner,
+    watched_reference,
+)
+from mobula.deploy.wiring.spawner import Spawner
 from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.learner_group import LearnerGroup
 
@@ -325,3 +344,120 @@ async def _after_push(prepared: Prepared, inference: Inference, metrics: Metrics
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)
     metrics.count_up_to(CounterName.SCORED_AHEAD, inference.rewards.scored_ahead)
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))
+
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OfflineTraining:
+    learner: LearnerGroup
+    reference: ReferencePool | NullReference
+    rows: RowStream
+    watched: tuple[Watched, ...]
+
+    @property
+    def scalable(self) -> dict[str, Scalable]:
+        return {"reference": self.reference.pool} if isinstance(self.reference, ReferencePool) else {}
+
+
+def spawn_offline(
+    prepared: PreparedRows,
+    spawner: Spawner,
+    run: RunContext,
+    beside: Sequence[Watched],
+) -> OfflineTraining:
+    """Starts the learner ranks, and reference scorers if the job compares with the initial policy. The supervisor also
+    watches the roles in `beside`."""
+    config = prepared.config
+    learner, watched = spawn_learner(prepared, spawner, run.lost)
+    frozen = reference_folder(config)
+    reference = reference_pool(config, spawner, frozen, (), teachers={}, on_lost=run.lost, on_retry=run.rescored)
+    rows = RowStream(prepared.source(), ray.put, reference, total_steps=config.num_steps)
+    return OfflineTraining(learner, reference, rows, (*watched, *watched_reference(reference), *beside))
+
+
+def build_offline_controller(
+    prepared: PreparedRows,
+    training: OfflineTraining,
+    run: RunContext,
+    put: Callable[[Any], Any] = ray.put,
+) -> Controller:
+    """Builds the main loop of an offline job and its collaborators. Prepares the held-out rows: call it in a thread,
+    since the event loop serves the processor workers."""
+    config, metrics = run.config, run.metrics
+    training.learner.losses.observers.append(run.audit)
+    held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)
+    rows = [stored(row, 0, put) for row in held_out.prompts]
+    identity = {
+        "split": config.evaluation.split,
+        "num_prompts": len(rows),
+        "num_samples": 1,
+        "rows": content_of([row.summary.sha256 for row in rows]),
+        "objective": content_of(config.offline.model_dump(mode="json", exclude={"batch_size"})),
+    }
+    evaluator = RowEvaluator(
+        rows=rows,
+        learner=training.learner,
+        reference=training.reference,
+        schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
+        on_result=partial(_record_result, metrics, identity),
+        identity=identity,
+    )
+    checkpoints = checkpoints_of(
+        run,
+        prepared.identity,
+        training.learner,
+        Recovery(),
+        parts={"stream": training.rows, "evaluator": evaluator},
+        prepare=partial(_freeze_reference, prepared, training.learner),
+        finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
+    )
+    return Controller(
+        total_steps=config.num_steps,
+        groups_per_step=config.offline.batch_size,
+        checkpoints=checkpoints,
+        weights=_Unpushed(prepared, metrics),
+        supervisor=Supervisor(
+            training.watched, interval_s=config.supervision.interval_s, deadline_s=config.supervision.sign_timeout_s
+        ),
+        rollouts=training.rows,
+        replay=training.rows,
+        reference=NullReference(),  # the row stream has scored them
+        learner=training.learner,
+        evaluator=evaluator,
+        metrics=metrics,
+        stop=run.stop,
+    )
+
+
+@dataclass(frozen=True)
+class _Unpushed(NoReceivers):
+    """Updates the driver's metrics at the end of a step instead of pushing weights."""
+
+    prepared: PreparedRows
+    metrics: Metrics
+
+    async def publish(self, version: int) -> int:
+        self.metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, self.prepared.media.num_bytes_unique)
+        self.metrics.set_counts(CounterName.SKIPPED, count_by_reason(self.prepared.skipped))
+        return version
+
+
+async def _freeze_reference(prepared: PreparedRows, learner: LearnerGroup) -> None:
+    if prepared.config.needs_reference:
+        await learner.export(reference_folder(prepared.config))
+
+
+def _record_result(metrics: Metrics, identity: Mapping[str, Any], version: int, values: Mapping[str, float]) -> None:
+    _logger.info(
+        "held-out rows at version %d: %s", version, ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    )
+    metrics.observe(MetricName.HELD_OUT_LOSS, values[MetricName.LOSS])
+    if MetricName.MARGIN in values:
+        metrics.observe(MetricName.HELD_OUT_MARGIN, values[MetricName.MARGIN])
+    accuracy, num_rows = min(values[MetricName.ACCURACY], 1.0), identity["num_prompts"]
+    interval = wilson_interval(accuracy, num_rows)
+    record = EvaluationRecord(version, accuracy, *interval, num_rows, values=dict(values), identity=identity)
+    if not metrics.totals.has_evaluation(record):  # an earlier part of this run may have recorded it
+        metrics.record_evaluation(record)

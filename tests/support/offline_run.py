@@ -21,7 +21,7 @@ from mobula.cluster.rollout.row_stream import RowStream
 from mobula.cluster.workers.status import RestartBudget
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
-from mobula.deploy.wiring.offline import OfflineTraining, build_offline_controller
+from mobula.deploy.wiring.build import OfflineTraining, build_offline_controller
 from mobula.deploy.wiring.persistence import RunContext, build_metrics
 from mobula.deploy.wiring.preparation import prepare
 from mobula.deploy.wiring.roles import reference_folder, restart_policy

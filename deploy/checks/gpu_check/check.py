@@ -8,16 +8,17 @@ import platform
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Any, NoReturn
 
 from mobula.cluster.files import write_atomically
 from mobula.deploy.host.processes import ROOT, checkout_commit, last_lines, run_logged
@@ -168,6 +169,7 @@ def table(results: CheckResults) -> str:
 
 RESULTS_FILE = "gpu_check.json"
 LEAST_S = 20.0  # a stage with less time than this is left for the next call
+CHILD = "import sys; from mobula.deploy.checks.gpu_check.check import run_stage; run_stage(*sys.argv[1:])"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
@@ -246,15 +248,9 @@ def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) 
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     result.unlink(missing_ok=True)
-    command = [
-        "-m",
-        "mobula.deploy.checks.gpu_check.child",
-        stage.name,
-        device,
-        *(str(p.resolve()) for p in (own, result)),
-    ]
+    command = [sys.executable, "-c", CHILD, stage.name, device, *(str(path.resolve()) for path in (own, result))]
     try:
-        code = run_logged([sys.executable, *command], {**os.environ, **OFFLINE}, ROOT, log, timeout_s)
+        code = run_logged(command, {**os.environ, **OFFLINE}, ROOT, log, timeout_s)
     except TimeoutError:
         return None
     finally:
@@ -273,6 +269,25 @@ def _log(stage: CheckStage, folder: Path) -> Path:
 def _crash(code: int, log: Path) -> str:
     ended = f"killed by {Signals(-code).name}" if code < 0 else f"ended with {code}"
     return f"its process was {ended}: {' '.join(last_lines(log, 1)) or 'it wrote nothing'} (see {log})"
+
+
+def run_stage(name: str, device: str, folder: str, result: str) -> NoReturn:
+    """Runs one stage in this process, which ends."""
+    from mobula.deploy.checks.gpu_check.roles import Context, NotHereError
+
+    module = import_module(f"mobula.deploy.checks.gpu_check.{stage_named(name).module}")
+    try:
+        figures = getattr(module, f"check_{name}")(Context(device, Path(folder)))
+        outcome = StageResult(Outcome.PASSED, figures=dict(figures))
+    except NotHereError as error:
+        outcome = StageResult(Outcome.NOT_HERE, str(error))
+    except Exception as error:  # a failed row, whatever it is; the traceback goes to the log of the stage
+        traceback.print_exc()
+        outcome = StageResult(Outcome.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    Path(result).write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an interpreter that ends in order is aborted by threads of an engine's libraries
 
 
 def run_check(options: CheckOptions) -> int:

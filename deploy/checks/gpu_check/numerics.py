@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
-from mobula.deploy.checks.gpu_check.context import MIB, Context, Figures
+from mobula.deploy.checks.gpu_check.roles import MIB, Context, Figures
 from mobula.learner.policies.flow.denoising import Denoising, canary_actions
 from mobula.learner.policies.flow.families import StableDiffusion3
 from mobula.learner.policies.flow.policy import CONDITION, FlowPolicy, LatentSequence, StepRescoring, collate_latents

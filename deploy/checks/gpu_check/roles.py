@@ -1,15 +1,16 @@
-"""Roles and jobs of a stage: engine, learner and what compares them."""
+"""Input and result of a stage, and its roles: engine, learner and what compares them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.actor import RolloutActor
@@ -27,7 +28,6 @@ from mobula.cluster.weight_sync.weight_sync import WeightSync
 from mobula.configs.load import load_config
 from mobula.configs.overrides import SMALL_EXAMPLE
 from mobula.configs.schema import RunConfig
-from mobula.deploy.checks.gpu_check.context import Context
 from mobula.deploy.checks.parity import cases
 from mobula.learner.learner import Learner
 from mobula.learner.policies.checkpoint.stored import stored_model
@@ -35,6 +35,51 @@ from mobula.learner.policies.tiny import write_checked
 
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor
+
+Figures = Mapping[str, float | int | str]
+"""Measured numbers by name, for the table and the JSON file."""
+ONE_PROCESS = ("learner=single", "resources.learner.num_workers=1", "algorithm.kl.coef=0", "warm_start=none")
+MIB = 1 << 20
+
+
+class NotHereError(Exception):
+    """This machine lacks what the stage needs; the message names it."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The device that is checked, and a folder for the files of one stage."""
+
+    device: str  # cpu | cuda
+    folder: Path
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def num_gpus(self) -> int:
+        return torch.cuda.device_count() if self.is_cuda else 0
+
+    def words(self, *own: str) -> tuple[str, ...]:
+        """Overrides of a run in one process on the device; of two words for one key the later one holds."""
+        preset = ("resources=gpu_1",) if self.is_cuda else ("resources=laptop",)
+        named = {override.partition("=")[0]: override for override in (*preset, *ONE_PROCESS, *own)}
+        return tuple(named.values())
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def restart_peak(self) -> None:
+        self.synchronize()
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_figures(self) -> Figures:
+        """Peak memory of torch on the GPU since `restart_peak`; nothing on a CPU."""
+        return {"peak_mib": torch.cuda.max_memory_allocated() // MIB} if self.is_cuda else {}
+
 
 NUM_SAMPLES = 4
 MAX_TOKENS = 8
@@ -189,14 +234,14 @@ async def sample(model: Model, actor: LocalActor, seed: int) -> list[TrajectoryG
     return list(await asyncio.gather(*(actor.sample_apart(prompt, model.sampling(seed)) for prompt in model.prompts)))
 
 
-def sampled_groups(model: Model, *, num: int = 1) -> list[list[ScoredGroup]]:
-    """`num` steps' groups of an engine that has the checkpoint's weights by a push of version 0."""
+def sampled_groups(model: Model) -> list[ScoredGroup]:
+    """A step's groups of an engine that has the checkpoint's weights by a push of version 0."""
 
-    async def of_engine() -> list[list[ScoredGroup]]:
+    async def of_engine() -> list[ScoredGroup]:
         learner, actor = model.learner(), await model.actor()
         try:
             await model.weight_sync(LocalSender(learner), actor).publish(0)
-            return [scored(await sample(model, actor, seed)) for seed in range(num)]
+            return scored(await sample(model, actor, seed=0))
         finally:
             learner.close()
             await actor.close()

@@ -24,11 +24,14 @@ from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.cluster.weight_sync.transport import TransferGroup, unpack_all
 from mobula.configs.load import load_config
 from mobula.configs.overrides import SMALL_EXAMPLE
-from mobula.deploy.checks.gpu_check.context import MIB, Context, Figures, NotHereError
 from mobula.deploy.checks.gpu_check.roles import (
+    MIB,
+    Context,
+    Figures,
     LocalActor,
     LocalSender,
     Model,
+    NotHereError,
     gap,
     open_checkpoint,
     open_model,
@@ -305,7 +308,7 @@ def check_packing(context: Context) -> Figures:
 
 
 def _packing_difference(padded: Model, packed: Model, close: float) -> float:
-    [groups] = sampled_groups(padded)
+    groups = sampled_groups(padded)
     outcomes = []
     for model in (padded, packed):
         learner = model.learner()
@@ -335,7 +338,7 @@ MEET_S = 120.0
 def check_sharding(context: Context) -> Figures:
     """FSDP2 on one and on more ranks computes what one process computes: a rank for each GPU, on a CPU two."""
     model = open_model(context, *SHARDING_WORDS)
-    [groups] = sampled_groups(model)
+    groups = sampled_groups(model)
     norms = {"single": _gradient_norm(model, groups)}
     for num_ranks in sorted({1, context.num_gpus if context.is_cuda else RANKS_ON_CPU}):
         own = (*SHARDING_WORDS, "learner=fsdp2", f"resources.learner.num_workers={num_ranks}")

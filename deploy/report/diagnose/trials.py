@@ -328,8 +328,6 @@ class Trials:
                     scored = self._live.revive(recorded)
                 except SkippedSample:
                     continue
-                [group] = fetch(
-                    [scored.group], timeout_s=timeout_s, what="a recorded group"
-                )
+                [group] = fetch([scored.group], timeout_s=timeout_s, what="a recorded group")
                 found.append(TrialGroup(scored, group.prompt, group.trajectories))
         return found

@@ -27,8 +27,7 @@ from mobula.deploy.checks.gpu_check.check import (
     read_results,
     table,
 )
-from mobula.deploy.checks.gpu_check.context import Context
-from mobula.deploy.checks.gpu_check.roles import overrides
+from mobula.deploy.checks.gpu_check.roles import Context, overrides
 from mobula.deploy.checks.gpu_check.throughput import allocated_bytes
 from mobula.deploy.checks.gpu_check.training import (
     FLOW_SAMPLER_WORDS,

@@ -27,7 +27,7 @@ import typer
 
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from mobula.deploy.pages.comparison import MAX_LINES, ComparedRuns, render_comparison
+from mobula.deploy.report.comparison import MAX_LINES, ComparedRuns, render_comparison
 
 ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "cpgd", "dapo", "gspo", "gmpo", "cispo", "dr_grpo", "ppo_gae", "distill")
 TARGETS = {"ppo_gae": 0.80}  # held-out accuracy after RL; of the others TARGET

@@ -143,7 +143,7 @@ def compare(
 ) -> None:
     """Compare runs on one page: curves, intervals and a table."""
     with explained():
-        from mobula.deploy.pages.comparison import compare as write
+        from mobula.deploy.report.comparison import compare as write
 
         write(runs, output, json, by_epoch, terminal())
 

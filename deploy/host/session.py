@@ -52,21 +52,17 @@ def ray_session(config: RunConfig) -> Iterator[ClusterSession]:
             return
         check_access(config)
         with sigterm_stays_ours():
-            _join_or_start(config)
+            if config.resources.address:
+                ray.init(config.resources.address, namespace=config.name, **_worker_start(), **QUIET)
+            elif os.environ.get(ADDRESS_VARIABLE):
+                ray.init(namespace=config.name, **_worker_start(), **QUIET)
+            else:
+                start_private(config, include_dashboard=config.resources.dashboard)
         try:
             yield ClusterSession(cluster_nodes(), _is_loopback(), mark)
         finally:
             with sigterm_stays_ours():
                 ray.shutdown()
-
-
-def _join_or_start(config: RunConfig) -> None:
-    if config.resources.address:
-        ray.init(config.resources.address, namespace=config.name, **_worker_start(), **QUIET)
-    elif os.environ.get(ADDRESS_VARIABLE):
-        ray.init(namespace=config.name, **_worker_start(), **QUIET)
-    else:
-        start_private(config, include_dashboard=config.resources.dashboard)
 
 
 def check_access(config: RunConfig) -> None:

@@ -61,13 +61,13 @@ def check_engine_build(config: RunConfig, roles: Sequence[str]) -> None:
 
 def engine_build() -> str | None:
     """Returns the device of the installed vLLM build, without an import; None if vLLM is not installed."""
-    versions = {device: _version(name) for device, name in BUILDS.items()}
+    versions = {device: installed_version(name) for device, name in BUILDS.items()}
     if versions["cpu"] or (versions["cuda"] or "").endswith(CPU_SUFFIX):
         return "cpu"
     return "cuda" if versions["cuda"] else None
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

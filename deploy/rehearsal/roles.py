@@ -125,11 +125,8 @@ class SimulatedRoles:
             if engine.node_id == node_id:
                 engine.lose(WorkerDiedError(f"{engine.name} died: {node_id} is gone"))
         for worker in lost:
-            handle = (
-                self.rank_handles[worker.index]
-                if worker.role == LEARNER
-                else self.handles.get((worker.role, worker.index))
-            )
+            others = self.handles.get((worker.role, worker.index))
+            handle = self.rank_handles[worker.index] if worker.role == LEARNER else others
             if handle is not None:
                 handle.lose(WorkerDiedError(f"{worker.name} died: {node_id} is gone"))
         return [worker.name for worker in lost]
@@ -143,15 +140,10 @@ class SimulatedRoles:
                 plan = plan_placement(with_role(resources, role, workers), self._free_nodes(), (role,))
             except PlacementError:
                 continue
-            moved = {
-                worker.index: replace(place, index=worker.index)
-                for worker, place in zip(own, plan.of_role(role), strict=True)
-            }
+            places = zip(own, plan.of_role(role), strict=True)
+            moved = {worker.index: replace(place, index=worker.index) for worker, place in places}
             self._placement = PlacementPlan(
-                tuple(
-                    moved.get(worker.index, worker) if worker.role == role else worker
-                    for worker in self._placement.workers
-                )
+                tuple(moved.get(w.index, w) if w.role == role else w for w in self._placement.workers)
             )
 
     def _free_nodes(self) -> list[NodeResources]:
@@ -205,11 +197,8 @@ class SimulatedRoles:
 
     def _pushed(self) -> Manifest:
         manifest, payload = self._hardware.manifest, self.config.weight_sync.payload
-        return (
-            adapter_manifest(manifest, self.config.policy)
-            if payload == "adapters"
-            else replace(manifest, payload=payload)
-        )
+        is_small = payload == "adapters"
+        return adapter_manifest(manifest, self.config.policy) if is_small else replace(manifest, payload=payload)
 
     @property
     def _push_s(self) -> float:
@@ -255,12 +244,8 @@ class SimulatedRoles:
         )
         decoder = Decoder(speed, num_slots=self._hardware.num_slots, cores=self._hardware.cores)
         decoder.slow_down = self.slow.get(node_id, 1.0)
-        push_s = self._push_s
         times = EngineTimes(
-            start_s=speeds.start_s,
-            receive_s=push_s,
-            load_s=speeds.settle_s,
-            wait_s=speeds.wait_s,
+            start_s=speeds.start_s, receive_s=self._push_s, load_s=speeds.settle_s, wait_s=speeds.wait_s
         )
         engine = SimulatedEngine(f"{ROLLOUT}/{index}", node_id, decoder, self._lengths, times, self._observed)
         self.engines[index] = engine
@@ -270,15 +255,8 @@ class SimulatedRoles:
         config, speeds = self.config, self._hardware.speeds
         if not (places := self.places(REFERENCE)):
             return NullReference()
-        make = partial(
-            SimulatedScorer,
-            speeds.start_s,
-            speeds.reference_tokens_per_s,
-            speeds.reference_response_s,
-            speeds.reference_s,
-            self._hardware.cores,
-        )
-        hosts = _Hosts(self, REFERENCE, make)
+        times = (speeds.start_s, speeds.reference_tokens_per_s, speeds.reference_response_s, speeds.reference_s)
+        hosts = _Hosts(self, REFERENCE, partial(SimulatedScorer, *times, self._hardware.cores))
         return ReferencePool(
             [hosts.handle(worker.index) for worker in places],
             Path("reference"),
@@ -330,24 +308,24 @@ class _LearnerGroup(LearnerGroup):
         return self._spawn()
 
 
+@dataclass(frozen=True)
 class _Hosts:
     """Implements `mobula.cluster.workers.work_queue.Hosts` with simulated workers."""
 
-    def __init__(self, roles: SimulatedRoles, role: str, make: Callable[[], Any]) -> None:
-        self._roles = roles
-        self._role = role
-        self._make = make
+    roles: SimulatedRoles
+    role: str
+    make: Callable[[], Any]
 
     def handle(self, index: int) -> Handle:
-        worker = self._make()
-        self._roles.workers.setdefault(self._role, []).append(worker)
-        handle = Handle(worker, f"{self._role}/{index}")
-        self._roles.handles[self._role, index] = handle
+        worker = self.make()
+        self.roles.workers.setdefault(self.role, []).append(worker)
+        handle = Handle(worker, f"{self.role}/{index}")
+        self.roles.handles[self.role, index] = handle
         return handle
 
     async def start(self, index: int) -> Handle:
-        if self._roles.node_of(self._role, index) in self._roles.down:
-            raise PlacementError(f"{self._role}/{index} has no place: its node is gone")
+        if self.roles.node_of(self.role, index) in self.roles.down:
+            raise PlacementError(f"{self.role}/{index} has no place: its node is gone")
         return self.handle(index)
 
     async def stop(self, index: int, handle: Handle) -> None:

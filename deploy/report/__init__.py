@@ -1,1 +1,1 @@
-"""Commands that explain a run: diagnose, audit."""
+"""Commands that explain a run: compare, diagnose, audit."""

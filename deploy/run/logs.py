@@ -70,7 +70,8 @@ class ConsoleHandler(logging.Handler):
 
 def set_up_logging(console: Console) -> None:
     """Logs to the console, and buffers records until `log_to` sets the folder. Call it once per run."""
-    _close(*_file_handlers(), *logging.getLogger(faults.__name__).handlers)
+    for handler in (*_file_handlers(), *logging.getLogger(faults.__name__).handlers):
+        handler.close()
     logging.getLogger(faults.__name__).handlers = []
     early, screen = MemoryHandler(NUM_KEPT, flushLevel=NEVER), ConsoleHandler(console)
     logger = logging.getLogger(OURS)
@@ -120,8 +121,3 @@ def log_failure(error: BaseException) -> Path | None:
 
 def _file_handlers() -> list[logging.FileHandler]:
     return [handler for handler in logging.getLogger(OURS).handlers if isinstance(handler, logging.FileHandler)]
-
-
-def _close(*handlers: logging.Handler) -> None:
-    for handler in handlers:
-        handler.close()

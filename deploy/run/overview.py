@@ -69,7 +69,8 @@ def _topics(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> Iterato
     settings = json.loads((prepared.model_folder / "config.json").read_text(encoding="utf-8"))
     kind = settings["_class_name" if prepared.config.sampler.is_flow else "model_type"]
     parameters = Parameters.of(prepared.checkpoint, config.policy)
-    yield "run", f"{config.run_folder}, {_steps(config, version)}, seed {config.seed}"
+    done = f", of which {version} are done" if version else ""
+    yield "run", f"{config.run_folder}, {config.num_steps} steps{done}, seed {config.seed}"
     yield "model", f"{config.policy.model} ({kind}, {_number(parameters.total)} parameters)"
     yield "trained", _trained(config, parameters)
     yield "data", _data(prepared)
@@ -121,10 +122,6 @@ def _offline_topics(prepared: AnyPrepared, plan: PlacementPlan, parameters: Para
     yield "evaluation", f"{config.evaluation.num_prompts} rows of {config.evaluation.split}, {every}"
     yield "checkpoints", _checkpoints(config, parameters)
     yield "roles", _roles(config, plan)
-
-
-def _steps(config: RunConfig, version: int) -> str:
-    return f"{config.num_steps} steps" + (f", of which {version} are done" if version else "")
 
 
 def _reference(algorithm: AlgorithmConfig) -> str:

@@ -199,21 +199,19 @@ def start(config: RunConfig, *, seed: int, plays_itself: bool, has_policy: bool,
     if plays_itself and not has_policy:
         raise PreflightError("--watch lets a policy play, and there is none: give --policy FOLDER")
     policy = LocalPolicy(config) if has_policy else None
-    asyncio.run(_run(config, policy, seed=seed, plays_itself=plays_itself, console=console))
 
-
-async def _run(
-    config: RunConfig, policy: LocalPolicy | None, *, seed: int, plays_itself: bool, console: Console
-) -> None:
-    if policy is not None:
-        await policy.start()
-    game = Game(config.environment, partial(_said, policy) if policy is not None else None)
-    try:
-        await (watch if plays_itself else play)(game, seed, console)
-    finally:
-        await game.close()
+    async def run() -> None:
         if policy is not None:
-            await policy.close()
+            await policy.start()
+        game = Game(config.environment, partial(_said, policy) if policy is not None else None)
+        try:
+            await (watch if plays_itself else play)(game, seed, console)
+        finally:
+            await game.close()
+            if policy is not None:
+                await policy.close()
+
+    asyncio.run(run())
 
 
 async def _said(policy: LocalPolicy, messages: Sequence[Message]) -> str:

@@ -103,11 +103,8 @@ def _step_seconds(context: Context, model: Model, groups: list[TrajectoryGroup])
 def _learner_figures(context: Context, model: Model, groups: list[TrajectoryGroup]) -> Figures:
     step_s = min(_step_seconds(context, model, groups)[1:])
     trained = sum(t.num_steps + g.prompt.num_tokens for g in groups for t in g.trajectories)
-    return {
-        "step_s": step_s,
-        "train_tokens_per_s": trained / step_s,
-        **_utilisation(context, model, trained / step_s),
-    }
+    rate = trained / step_s
+    return {"step_s": step_s, "train_tokens_per_s": rate, **_utilisation(context, model, rate)}
 
 
 def _utilisation(context: Context, model: Model, tokens_per_s: float) -> Figures:

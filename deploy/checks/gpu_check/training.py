@@ -115,12 +115,8 @@ async def _trained_figures(context: Context, model: Model, learner: Learner, act
         )
     figures = {"gap_nat": max(gaps), "gap_after_push_nat": difference, "step_s": min(step_s), "push_s": min(push_s)}
     media = sorted({handle.modality for prompt in model.prompts for handle in prompt.media})
-    return {
-        "dtype": model.config.resources.dtype,
-        "media": " ".join(media) or "none",
-        **figures,
-        **context.peak_figures(),
-    }
+    kind = {"dtype": model.config.resources.dtype, "media": " ".join(media) or "none"}
+    return {**kind, **figures, **context.peak_figures()}
 
 
 JOBS_NUM_STEPS = 3

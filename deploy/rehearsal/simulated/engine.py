@@ -262,35 +262,28 @@ class EngineTimes:
     start_s: float  # loading the model
     receive_s: float  # of the weights of one push, which wait for the learner; the engine does not decode meanwhile
     load_s: float  # of received weights, with the processor
-    wait_s: float = 0.0  # from the last token of a group to its arrival in the driver
-    wake_s: float = 0.0  # of weights or KV cache, where the engine shares its GPUs with the learner
+    wait_s: float  # from the last token of a group to its arrival in the driver
 
 
+@dataclass(eq=False)
 class SimulatedEngine:
     """Implements `mobula.cluster.rollout.rollout_pool.Engine` with a `Decoder`."""
 
-    def __init__(
-        self,
-        name: str,
-        node_id: str,
-        decoder: Decoder,
-        lengths: ResponseLengths,
-        times: EngineTimes,
-        observed: Observed,
-    ) -> None:
-        self.name = name
-        self.node_id = node_id
-        self.decoder = decoder
-        self._lengths = lengths
-        self._times = times
-        self._observed = observed
-        observed.add(decoder)
-        self._version = 0
-        self._arrived = asyncio.Event()  # set, and replaced, with each version
-        self._death: Exception | None = None
+    name: str
+    node_id: str
+    decoder: Decoder
+    lengths: ResponseLengths
+    times: EngineTimes
+    observed: Observed
+    _version: int = 0
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)  # set, and replaced, with each version
+    _death: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.observed.add(self.decoder)
 
     async def start(self) -> None:
-        await asyncio.sleep(self._times.start_s)
+        await asyncio.sleep(self.times.start_s)
         self._check_alive()
         self.decoder.resume(self._version)
 
@@ -300,18 +293,18 @@ class SimulatedEngine:
             self._check_alive()
             await self._arrived.wait()
         self._check_alive()
-        with self._observed.cpu:
-            lengths = self._lengths.of(prompt.prompt_id, settings.num_samples).tolist()
+        with self.observed.cpu:
+            lengths = self.lengths.of(prompt.prompt_id, settings.num_samples).tolist()
             decoding = self.decoder.decode(lengths, prompt.num_tokens)
         tokens = await decoding
-        if self._times.wait_s:
-            await asyncio.sleep(self._times.wait_s)
-        with self._observed.cpu:
+        if self.times.wait_s:
+            await asyncio.sleep(self.times.wait_s)
+        with self.observed.cpu:
             summary = summary_of(prompt, tokens, lengths, settings.max_tokens)
             group = SimulatedGroup(prompt, self.node_id, summary.num_trajectories)
-            self._observed.store.hold(group, self.node_id, summary.num_bytes)
+            self.observed.store.hold(group, self.node_id, summary.num_bytes)
             for handle in prompt.media:
-                self._observed.store.hold(handle, self._observed.driver_node, handle.num_bytes)
+                self.observed.store.hold(handle, self.observed.driver_node, handle.num_bytes)
         return Generated(group, summary)
 
     def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Future[Any]:
@@ -348,7 +341,6 @@ class SimulatedEngine:
         self.decoder.pause()
 
     async def wake_up(self, tag: str) -> None:
-        await asyncio.sleep(self._times.wake_s)
         self._check_alive()
         if tag == "kv_cache":
             self.decoder.resume(self._version)
@@ -378,8 +370,8 @@ class SimulatedEngine:
         return np.zeros(max(0, prompt.num_tokens - 1), dtype=np.float32)
 
     async def _receive(self, version: int) -> None:
-        await asyncio.sleep(self._times.receive_s)
-        await self.decoder.cores.compute(self._times.load_s)
+        await asyncio.sleep(self.times.receive_s)
+        await self.decoder.cores.compute(self.times.load_s)
         self._serve(version)
 
     def _serve(self, version: int) -> None:

@@ -216,7 +216,6 @@ class LognormalLengths:
     seed: int
 
     def of(self, prompt_id: str, num_siblings: int) -> np.ndarray:
-        """Returns the tokens of each sibling, int64 [num_siblings]."""
         normal = _generator(self.seed, prompt_id).standard_normal(num_siblings)
         return np.clip(self.median * np.exp(self.sigma * normal), 1, self.max_tokens).astype(np.int64)
 
@@ -230,7 +229,6 @@ class RecordedLengths:
     seed: int
 
     def of(self, prompt_id: str, num_siblings: int) -> np.ndarray:
-        """Returns the tokens of each sibling, int64 [num_siblings]."""
         drawn = _generator(self.seed, prompt_id).choice(np.asarray(self.recorded, dtype=np.int64), num_siblings)
         return np.clip(drawn, 1, self.max_tokens)
 

@@ -42,9 +42,9 @@ from mobula.cluster.metrics.summary import (
 )
 from mobula.configs.load import load_config
 from mobula.deploy.pages.charts import MAX_POINTS, Chart, accuracy_chart, curve
-from mobula.deploy.pages.comparison import MAX_LINES, ComparedRuns, render_comparison, table
 from mobula.deploy.pages.page import write_bytes, write_duration, write_number
 from mobula.deploy.pages.report import write_report
+from mobula.deploy.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
 from mobula.deploy.run.run_report import headline
 
 VOID = {"meta", "link", "img", "br", "path", "input", "hr"}

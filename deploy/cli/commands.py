@@ -269,10 +269,11 @@ def init_model(
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
-        from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
-        from mobula.learner.policies.image_tokens import TINY_JANUS, write_tiny_janus
+        from mobula.deploy.wiring.preparation import model_writers
+        from mobula.learner.policies.flow.tiny import TINY_FLOW
+        from mobula.learner.policies.image_tokens import TINY_JANUS
         from mobula.learner.policies.pretrained import PRETRAINED
-        from mobula.learner.policies.tiny import TINY, write_tiny
+        from mobula.learner.policies.tiny import TINY
 
         name, drawing = model.removeprefix("tiny-"), (*TINY_FLOW, TINY_JANUS)
         if model not in PRETRAINED and (name == model or name not in (*TINY, *drawing)):
@@ -283,14 +284,7 @@ def init_model(
         if tied and name in drawing:
             raise ConfigError(f"{model} has no output embeddings to tie: leave --tied out")
         try:
-            if model in PRETRAINED:
-                written = PRETRAINED[model].write(folder, seed=seed)
-            elif name in TINY_FLOW:
-                written = write_tiny_flow(name, folder, seed=seed)
-            elif name == TINY_JANUS:
-                written = write_tiny_janus(folder, seed=seed)
-            else:
-                written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
+            written = model_writers(is_tied=tied)[name](folder, seed=seed)
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
     sampler = {**dict.fromkeys(TINY_FLOW, "sampler=flow "), TINY_JANUS: "sampler=image_tokens "}.get(name, "")

@@ -107,15 +107,12 @@ def _token_source() -> str:
     path = Path(named) if named else Path.home() / DEFAULT_PATH
     source = f"{TOKEN_PATH}={named}" if named else f"~/{DEFAULT_PATH}"
     try:
-        is_there = bool(path.read_text(encoding="utf-8").strip())
+        problem = "" if path.read_text(encoding="utf-8").strip() else "is empty"
     except (OSError, ValueError) as error:
+        problem = f"has none ({error})"
+    if problem:
         raise PreflightError(
-            f"token authentication needs a token, and {source} has none ({error}): set RAY_AUTH_TOKEN, or "
-            "RAY_AUTH_TOKEN_PATH to a file that holds it"
-        ) from error
-    if not is_there:
-        raise PreflightError(
-            f"token authentication needs a token, and {source} is empty: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH "
+            f"token authentication needs a token, and {source} {problem}: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH "
             "to a file that holds it"
         )
     return source

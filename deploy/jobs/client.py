@@ -87,15 +87,12 @@ class Jobs:
         return sorted(rows, key=lambda row: -(row.started or 0.0))
 
     def wait_until_started(self, submission_id: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while str(self._client.get_job_status(submission_id)) == "PENDING":
-            if time.monotonic() > deadline:
-                reason = self._client.get_job_info(submission_id).message
-                raise DeadlineError(
-                    f"waited {timeout_s:g} s for job {submission_id} to start: {reason}. "
-                    f"`mobula stop {submission_id} --address {self._address}` takes it back"
-                )
-            time.sleep(POLL_S)
+        if not self._becomes(submission_id, lambda status: str(status) != "PENDING", timeout_s):
+            reason = self._client.get_job_info(submission_id).message
+            raise DeadlineError(
+                f"waited {timeout_s:g} s for job {submission_id} to start: {reason}. "
+                f"`mobula stop {submission_id} --address {self._address}` takes it back"
+            )
 
     def logs(self, submission_id: str) -> str:
         self._require(submission_id)
@@ -115,14 +112,11 @@ class Jobs:
         """Stops the job and waits for its end; returns its exit code."""
         self._require(submission_id)
         self._client.stop_job(submission_id)
-        deadline = time.monotonic() + timeout_s
-        while not self._client.get_job_status(submission_id).is_terminal():
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"waited {timeout_s:g} s for job {submission_id} to end: it is still stopping, so look again "
-                    "with `mobula list`, or give a longer --timeout"
-                )
-            time.sleep(POLL_S)
+        if not self._becomes(submission_id, lambda status: status.is_terminal(), timeout_s):
+            raise DeadlineError(
+                f"waited {timeout_s:g} s for job {submission_id} to end: it is still stopping, so look again with "
+                "`mobula list`, or give a longer --timeout"
+            )
         return self.exit_code(submission_id)
 
     def exit_code(self, submission_id: str) -> int:
@@ -136,6 +130,14 @@ class Jobs:
             case "FAILED":
                 return info.driver_exit_code or LOST
         return LOST
+
+    def _becomes(self, submission_id: str, is_wanted: Callable[[Any], bool], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not (is_reached := is_wanted(self._client.get_job_status(submission_id))):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        return is_reached
 
     def _require(self, submission_id: str) -> None:
         if self.find(submission_id) is None:

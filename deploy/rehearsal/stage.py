@@ -15,7 +15,7 @@ import numpy as np
 
 from mobula.actors.datasets.prompts import PreflightReport
 from mobula.actors.datasets.rows import Row
-from mobula.cluster.errors import PlacementError, PreflightError
+from mobula.cluster.errors import PreflightError
 from mobula.cluster.records.media import MediaHandle, MediaSpan, MediaStore
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup
 from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
@@ -219,15 +219,6 @@ def result_of(stage: RehearsalStage, played: Played) -> Result:
 def quantiles(lengths: ResponseLengths, num_prompts: int = 500) -> dict[str, float]:
     tokens = np.concatenate([lengths.of(f"quantiles/{index}", 8) for index in range(num_prompts)])
     return {"mean": float(tokens.mean()), "p50": float(np.median(tokens)), "p99": float(np.quantile(tokens, 0.99))}
-
-
-def fits(stage: RehearsalStage) -> str:
-    """Why the placement does not fit its nodes; empty if it does."""
-    try:
-        stage.hardware()
-    except PlacementError as error:
-        return str(error)
-    return ""
 
 
 def _repeated(nodes: tuple[PlannedNode, ...], factor: int) -> tuple[PlannedNode, ...]:

@@ -65,7 +65,7 @@ def overview(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> str:
 
 def _topics(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> Iterator[tuple[str, str]]:
     config = prepared.config
-    algorithm, learner, sampler = config.algorithm, config.learner, config.sampler
+    algorithm, learner, sampler, offline = config.algorithm, config.learner, config.sampler, config.offline
     settings = json.loads((prepared.model_folder / "config.json").read_text(encoding="utf-8"))
     kind = settings["_class_name" if prepared.config.sampler.is_flow else "model_type"]
     parameters = Parameters.of(prepared.checkpoint, config.policy)
@@ -74,53 +74,38 @@ def _topics(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> Iterato
     yield "model", f"{config.policy.model} ({kind}, {_number(parameters.total)} parameters)"
     yield "trained", _trained(config, parameters)
     yield "data", _data(prepared)
-    if config.offline.is_on:
-        yield from _offline_topics(prepared, plan, parameters)
-        return
-    yield (
-        "algorithm",
-        f"{algorithm.advantage}, {algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} responses a "
-        f"step, max_staleness {algorithm.max_staleness}, {_reference(algorithm)}",
-    )
-    yield (
-        "learning rate",
-        f"{learner.learning_rate:g}, {learner.schedule}, {learner.warmup_steps} warm-up steps, "
-        f"{algorithm.num_minibatches} optimizer steps a step",
-    )
-    yield "warm start", _warm_start(config)
-    yield (
-        "lengths",
-        f"prompts up to {config.data.max_prompt_tokens:,} tokens (longest here "
-        f"{max(split.longest_prompt_tokens for split in prepared.splits.values()):,}), responses up to "
-        f"{sampler.max_tokens:,}, temperature {sampler.temperature:g}",
-    )
-    yield from _prompt(prepared)
-    every = _every(config.evaluation.interval_steps, "before and after RL")
-    yield "evaluation", f"{config.evaluation.num_prompts} prompts of {config.evaluation.split}, {every}"
+    rate = f"{learner.learning_rate:g}, {learner.schedule}, {learner.warmup_steps} warm-up steps"
+    longest = f"longest here {max(split.longest_prompt_tokens for split in prepared.splits.values()):,}"
+    if offline.is_on:
+        objectives = {
+            "sft": "cross-entropy of the assistant's tokens",
+            "reward_model": offline.reward_model.loss,
+            "dpo": f"{offline.dpo.loss}, beta {offline.dpo.beta:g}, label smoothing {offline.dpo.label_smoothing:g}",
+        }
+        yield "job", f"{offline.job} ({objectives[offline.job]}), {offline.batch_size} rows a step"
+        yield "learning rate", rate
+        yield "lengths", f"rows up to {offline.max_tokens:,} tokens ({longest})"
+    else:
+        yield (
+            "algorithm",
+            f"{algorithm.advantage}, {algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} responses a "
+            f"step, max_staleness {algorithm.max_staleness}, {_reference(algorithm)}",
+        )
+        yield "learning rate", f"{rate}, {algorithm.num_minibatches} optimizer steps a step"
+        yield "warm start", _warm_start(config)
+        yield (
+            "lengths",
+            f"prompts up to {config.data.max_prompt_tokens:,} tokens ({longest}), responses up to "
+            f"{sampler.max_tokens:,}, temperature {sampler.temperature:g}",
+        )
+        yield from _prompt(prepared)
+    rows, phase = ("rows", "training") if offline.is_on else ("prompts", "RL")
+    every = _every(config.evaluation.interval_steps, f"before and after {phase}")
+    yield "evaluation", f"{config.evaluation.num_prompts} {rows} of {config.evaluation.split}, {every}"
     yield "checkpoints", _checkpoints(config, parameters)
-    parts = config.rewards.components
-    yield "rewards", ", ".join(f"{c.name} x {c.weight:g}{'' if c.trained else ' (judge)'}" for c in parts)
-    yield "roles", _roles(config, plan)
-
-
-def _offline_topics(prepared: AnyPrepared, plan: PlacementPlan, parameters: Parameters) -> Iterator[tuple[str, str]]:
-    config = prepared.config
-    offline, learner = config.offline, config.learner
-    objectives = {
-        "sft": "cross-entropy of the assistant's tokens",
-        "reward_model": offline.reward_model.loss,
-        "dpo": f"{offline.dpo.loss}, beta {offline.dpo.beta:g}, label smoothing {offline.dpo.label_smoothing:g}",
-    }
-    yield "job", f"{offline.job} ({objectives[offline.job]}), {offline.batch_size} rows a step"
-    yield (
-        "learning rate",
-        f"{learner.learning_rate:g}, {learner.schedule}, {learner.warmup_steps} warm-up steps",
-    )
-    longest = max(split.longest_prompt_tokens for split in prepared.splits.values())
-    yield "lengths", f"rows up to {offline.max_tokens:,} tokens (longest here {longest:,})"
-    every = _every(config.evaluation.interval_steps, "before and after training")
-    yield "evaluation", f"{config.evaluation.num_prompts} rows of {config.evaluation.split}, {every}"
-    yield "checkpoints", _checkpoints(config, parameters)
+    if not offline.is_on:
+        parts = config.rewards.components
+        yield "rewards", ", ".join(f"{c.name} x {c.weight:g}{'' if c.trained else ' (judge)'}" for c in parts)
     yield "roles", _roles(config, plan)
 
 

@@ -400,7 +400,8 @@ def ensure_model(config: RunConfig) -> Path:
     `policy.tiny`; looks up a hub name."""
     policy, folder, is_flow = config.policy, Path(config.policy.model), config.sampler.is_flow
     if policy.tiny != "none" and not (folder / (INDEX if is_flow else "config.json")).is_file():
-        write = _writers(policy, is_flow).get(policy.tiny)
+        writers = model_writers(is_tied=policy.tiny_tied_embeddings)
+        write = writers.get(policy.tiny) if (policy.tiny in TINY_FLOW) == is_flow else None
         if write is None and is_flow:
             raise PreflightError(f"policy.tiny={policy.tiny} is no flow model: choose {', '.join(TINY_FLOW)} or none")
         if write is None:
@@ -415,13 +416,12 @@ def ensure_model(config: RunConfig) -> Path:
     return checkpoint_folder("policy.model", policy.model)
 
 
-def _writers(policy: PolicyConfig, is_flow: bool) -> dict[str, Callable[[Path], Path]]:
-    if is_flow:
-        return {name: partial(write_tiny_flow, name) for name in TINY_FLOW}
-    tied = policy.tiny_tied_embeddings
-    tiny = {name: partial(write_tiny, name, tie_word_embeddings=tied) for name in TINY}
+def model_writers(*, is_tied: bool) -> dict[str, Callable[..., Path]]:
+    """Returns name -> function that writes a small model to a folder: with random weights, or released ones."""
+    tiny = {name: partial(write_tiny, name, tie_word_embeddings=is_tied) for name in TINY}
+    flow = {name: partial(write_tiny_flow, name) for name in TINY_FLOW}
     released = {name: model.write for name, model in PRETRAINED.items()}
-    return {TINY_JANUS: write_tiny_janus, **released, **tiny}
+    return {**flow, TINY_JANUS: write_tiny_janus, **released, **tiny}
 
 
 def checkpoint_folder(key: str, name: str) -> Path:

@@ -195,10 +195,7 @@ class LmmsEval:
 
 
 def evaluate(options: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """Runs the harness and writes the artifact; returns its path and content.
-
-    `announce` receives the path of the log.
-    """
+    """Runs the harness; returns path and content of the artifact. `announce` receives the path of the log."""
     environment = child_environment(options, os.environ)
     command = command_line(options)
     versions = _versions(options.environment, environment)

@@ -27,8 +27,7 @@ CONFIG_FILE = "config.yaml"  # of a run folder
 
 
 def score(command: ScoreCommand, console: Console) -> int:
-    """Score a file, write what was asked for and print the summary; returns the exit code: not 0 if no record was
-    scored."""
+    """Scores a file and prints the summary; returns the exit code, which is not 0 if no record was scored."""
     rewards = chosen_rewards(command)
     source = open_source(command.source, needs_images=rewards.needs_images)
     options = ScoringOptions(

@@ -30,8 +30,7 @@ def set_auth(mode: AuthMode) -> None:
 
 
 def check_auth() -> None:
-    """Raises:
-    PreflightError: RAY_AUTH_MODE has an unknown value, or asks for a token that is not there."""
+    """Checks RAY_AUTH_MODE, and that the token that it may ask for is there."""
     mode = os.environ.get(MODE, "disabled")
     if mode.lower() not in ("disabled", "token"):
         raise PreflightError(f"RAY_AUTH_MODE={mode} is unknown: set it to disabled or token")
@@ -81,8 +80,7 @@ def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
 
 
 def explain_refusal(cluster: str, error: Exception) -> NoReturn:
-    """Raises:
-    PreflightError: `cluster` refuses this process with `error`; the message says what to set."""
+    """Raises what to set, since `cluster` refuses this process with `error`."""
     if _is_token():
         raise PreflightError(
             f"{cluster} refuses the token of {_token_source()}: use the token that it was started with"

@@ -217,8 +217,7 @@ def _flaws(software: CudaSoftware) -> Iterator[Flaw]:
 
 
 def refuse_flaws(machines: Mapping[str, CudaSoftware]) -> None:
-    """Raises:
-    PreflightError: a run on the GPUs of one of these machines would fail; the message has every reason."""
+    """Refuses machines on whose GPUs a run would fail, with every reason."""
     lines = [
         f"{name}: {flaw.title}: {flaw.detail}: {flaw.action}"
         for name, software in machines.items()

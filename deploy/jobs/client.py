@@ -33,9 +33,7 @@ class Jobs:
     """The jobs at one address. `auth` is what the cluster was started with; Ray would guess otherwise."""
 
     def __init__(self, address: str, auth: AuthMode) -> None:
-        """Raises:
-        PreflightError: no dashboard answers there, or it refuses the token.
-        """
+        """Raises: PreflightError: no dashboard answers there, or it refuses the token."""
         set_auth(auth)
         knock_http(address)
         from ray.dashboard.modules.job.sdk import JobSubmissionClient
@@ -146,9 +144,6 @@ class Jobs:
 
 
 def check_address(address: str) -> None:
-    """Raises:
-    PreflightError: it is no HTTP address.
-    """
     url = urlsplit(address)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise PreflightError(f"--address {address} is no address of a Ray dashboard: write http://HOST:8265")

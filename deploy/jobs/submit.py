@@ -68,10 +68,7 @@ class Submission:
 
 
 def submit(config: RunConfig, overrides: Sequence[str], submission: Submission, jobs: Jobs) -> str:
-    """Start the run; returns the job's id.
-
-    A run of the same name whose job is over is resumed: its job gets a number behind the name.
-    """
+    """Starts the run; returns the id of the job, which has a number if an earlier job of this name is over."""
     refuse_relative(config)
     if submission.working_dir is not None:
         check_package(submission.working_dir, [*EXCLUDES, *submission.excludes])

@@ -195,8 +195,7 @@ def _counted_in(unit: str, chart: Chart) -> Chart:
 
 
 def guard_charts(steps: Sequence[StepRecord], events: Sequence[GuardEvent]) -> list[Chart]:
-    """Returns the chart of the trained reward and the judge, with a line at each action of the guard; none without a
-    judge and without an action."""
+    """Returns the trained reward and the judge with the actions of the guard; none without a judge and an action."""
     series = [
         Curve(label, colour, [_with_error(record, name) for record in steps if name in record.values])
         for label, colour, name in (

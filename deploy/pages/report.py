@@ -75,10 +75,7 @@ Fact = tuple[str, str, str]  # label, value and help of a number of the headline
 
 
 def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
-    """Writes `report.html` and the CSV files from the existing files of a run folder. Returns the path of the report.
-
-    `summary` replaces the content of `summary.json`.
-    """
+    """Writes `report.html` and CSV files from the files of a run folder; `summary` replaces that of the folder."""
     run = read_run_folder(run_folder)
     run = run if summary is None else replace(run, summary=summary)
     text = render_report(run, read_sheets(run_folder), read_videos(run_folder))
@@ -170,8 +167,7 @@ def _stage(run: RunFolder) -> list[Fact]:
 
 
 def _lengths_not_trained(lengths: Mapping[str, float], unit: str) -> str:
-    """Returns mean lengths of rejected responses. If they are longer than trained responses, training is biased towards
-    short responses."""
+    """Rejected responses that are longer than trained ones show a bias towards short responses."""
     shown = ", ".join(f"{reason.replace('_', ' ')} {_optional(length)}" for reason, length in sorted(lengths.items()))
     return f"{unit}s; not trained: {shown}" if shown else f"{unit}s"
 

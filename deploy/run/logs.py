@@ -96,8 +96,7 @@ def log_to(folder: Path) -> None:
 def write_faults_to(
     folder: Path, progress: Callable[[], Progress], on_fault: Callable[[faults.Fault], None] = lambda fault: None
 ) -> None:
-    """Writes each loss of a worker to `faults.jsonl`, with the step and phase returned by `progress`. `on_fault` gets
-    each fault before it is written."""
+    """Writes each loss of a worker, with step and phase, to `faults.jsonl`; `on_fault` gets it before."""
     logging.getLogger(faults.__name__).handlers = [faults.FaultFile(folder / faults.FAULTS_FILE, progress, on_fault)]
 
 

@@ -34,8 +34,7 @@ def relative_paths(config: RunConfig) -> dict[str, str]:
 
 
 def refuse_relative(config: RunConfig) -> None:
-    """Raises:
-    PreflightError: a path depends on a process's working folder; the message has the words to add."""
+    """Refuses paths that depend on a process's working folder; the message has the words to add."""
     paths = relative_paths(config)
     if paths:
         overrides = " ".join(f"{key}=/SHARED/{value}" for key, value in paths.items())
@@ -184,8 +183,6 @@ def check_network(plan: PlacementPlan) -> None:
 
 
 def refuse_unreached(failures: dict[ListenAddress, list[tuple[ListenAddress, str]]]) -> None:
-    """Raises:
-    PreflightError: a node does not reach another node."""
     pairs = [(address, *failure) for address, missed in failures.items() for failure in missed]
     if not pairs:
         return

@@ -155,8 +155,7 @@ def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
 
 
 def settings_of(config: RunConfig, body: ChatBody, *, is_kept: bool) -> SamplingSettings:
-    """The request's, and where it says nothing those of `sampler`; `is_kept` says that the call becomes a
-    trajectory."""
+    """The settings of the request, else those of `sampler`; `is_kept`: the call becomes a trajectory."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     own = sampling_settings(config)
     settings = replace(

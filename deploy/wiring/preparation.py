@@ -479,8 +479,7 @@ def _refuse_served_adapters(config: RunConfig) -> None:
 
 
 def require_model(config: RunConfig) -> None:
-    """Checks that `policy.model` exists: commands that evaluate it must not get random weights. Writes missing released
-    weights."""
+    """Refuses random weights, in commands that evaluate `policy.model`; missing released weights are written."""
     folder, file = Path(config.policy.model), INDEX if config.sampler.is_flow else "config.json"
     if config.policy.tiny not in ("none", *PRETRAINED) and not (folder / file).is_file():
         raise PreflightError(

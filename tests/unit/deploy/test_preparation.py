@@ -67,6 +67,11 @@ def config(shared: Path, folder: Path, *overrides: str) -> RunConfig:
     return load_config(overridden(["experiment=digits", "name=first", *paths], overrides))
 
 
+def refused(run: RunConfig, message: str) -> None:
+    with pytest.raises(PreflightError, match=message):
+        prepare(run, lambda media: media)
+
+
 def test_a_run_is_made_of_what_the_config_names_and_stores_images_through_the_given_function(
     shared: Path, tmp_path: Path
 ) -> None:
@@ -83,8 +88,10 @@ def test_a_run_is_made_of_what_the_config_names_and_stores_images_through_the_gi
 
 
 def test_a_run_refuses_engines_that_serve_adapters_before_it_starts(shared: Path, tmp_path: Path) -> None:
-    with pytest.raises(PreflightError, match="sampler.adapters.max_served=2 freezes the weights .*: leave it out"):
-        prepare(config(shared, tmp_path, "sampler.adapters.max_served=2"), lambda media: media)
+    refused(
+        config(shared, tmp_path, "sampler.adapters.max_served=2"),
+        "sampler.adapters.max_served=2 freezes the weights .*: leave it out",
+    )
 
 
 def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -> None:
@@ -101,10 +108,7 @@ def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -
 def test_a_place_where_nothing_can_be_written_is_named_with_its_key(shared: Path, tmp_path: Path, key: str) -> None:
     (tmp_path / "file").write_text("in the way")
     run = config(shared, tmp_path, f"{key}={tmp_path / 'file' / 'below'}")
-    with pytest.raises(
-        PreflightError, match=rf"{key}=.*/file/below is not there and cannot be written .*: name a folder"
-    ):
-        prepare(run, lambda media: None)
+    refused(run, rf"{key}=.*/file/below is not there and cannot be written .*: name a folder")
 
 
 def test_the_tiny_model_may_tie_its_embeddings(tmp_path: Path) -> None:
@@ -215,8 +219,7 @@ def test_layers_that_the_checkpoint_does_not_have_are_refused_before_anything_st
     shared: Path, tmp_path: Path, word: str, message: str
 ) -> None:
     rank = 0 if "lm_head" in word else 4
-    with pytest.raises(PreflightError, match=message):
-        prepare(config(shared, tmp_path, f"policy.lora.rank={rank}", word), lambda media: media)
+    refused(config(shared, tmp_path, f"policy.lora.rank={rank}", word), message)
 
 
 @pytest.mark.parametrize("obstacle", ["runs", "runs/first", "runs/first/config.yaml", "runs/latest"])
@@ -256,8 +259,7 @@ def test_a_model_that_cannot_be_had_is_named_with_the_next_action(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = rf"^policy\.model={name}: {reason}.*: set policy\.model to a folder"
-    with pytest.raises(PreflightError, match=message):
-        prepare(config(tmp_path, tmp_path, "policy.tiny=none", f"policy.model='{name}'"), lambda media: media)
+    refused(config(tmp_path, tmp_path, "policy.tiny=none", f"policy.model='{name}'"), message)
 
 
 @pytest.mark.parametrize("content", [b'{"model_type":', b"", b"\xff", b"[]", b"{}"])
@@ -265,8 +267,7 @@ def test_a_broken_model_config_is_named_with_the_next_action(tmp_path: Path, con
     run = config(tmp_path, tmp_path)
     (ensure_model(run) / "config.json").write_bytes(content)
     message = r"^policy\.model=.*model has a config\.json that cannot be used \(.*\): download it again, or set"
-    with pytest.raises(PreflightError, match=message):
-        prepare(run, lambda media: media)
+    refused(run, message)
 
 
 def taught(shared: Path, tmp_path: Path, teacher: Path) -> RunConfig:
@@ -293,8 +294,7 @@ def test_teachers_of_labels_are_checked_as_the_teacher_is(shared: Path, tmp_path
     assert prepare(run, lambda media: media).teachers == {"charts": teacher}
     run = config(shared, tmp_path, *words, f"algorithm.distillation.teachers={{charts: '{text}'}}")
     key = r"algorithm\.distillation\.teachers\.charts"
-    with pytest.raises(PreflightError, match=f"^{key}=.* set {key} to a checkpoint"):
-        prepare(run, lambda media: media)
+    refused(run, f"^{key}=.* set {key} to a checkpoint")
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(shared: Path, tmp_path: Path) -> None:
@@ -309,16 +309,15 @@ def test_a_teacher_with_another_vocabulary_is_refused(shared: Path, tmp_path: Pa
         r"^algorithm\.distillation\.teacher=.*teacher has another vocabulary than policy\.model=.*model: 2 tokens "
         r"differ, e\.g\. 'a' is id \d+ in the policy and id \d+ in the teacher; set algorithm\.distillation\.teacher to"
     )
-    with pytest.raises(PreflightError, match=message):
-        prepare(taught(shared, tmp_path, teacher), lambda media: media)
+    refused(taught(shared, tmp_path, teacher), message)
 
 
 def test_a_text_only_teacher_of_a_policy_that_sees_is_refused(shared: Path, tmp_path: Path) -> None:
     teacher = write_text_policy(tmp_path / "teacher", "qwen2")
-    with pytest.raises(
-        PreflightError, match=r"takes no images and policy\.model=.* does: set algorithm\.distillation\.teacher to"
-    ):
-        prepare(taught(shared, tmp_path, teacher), lambda media: media)
+    refused(
+        taught(shared, tmp_path, teacher),
+        r"takes no images and policy\.model=.* does: set algorithm\.distillation\.teacher to",
+    )
 
 
 @pytest.mark.parametrize(
@@ -334,32 +333,30 @@ def test_a_teacher_that_cannot_read_what_the_policy_reads_is_refused(
 ) -> None:
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
     edit(teacher / name, lambda content: content[section].update(change))
-    with pytest.raises(PreflightError, match=message):
-        prepare(taught(shared, tmp_path, teacher), lambda media: media)
+    refused(taught(shared, tmp_path, teacher), message)
 
 
 def test_a_teacher_that_cannot_be_had_is_named(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "teacher").mkdir()
-    with pytest.raises(PreflightError, match=r"^algorithm\.distillation\.teacher=.*teacher is no checkpoint folder"):
-        prepare(taught(shared, tmp_path, tmp_path / "teacher"), lambda media: media)
+    refused(
+        taught(shared, tmp_path, tmp_path / "teacher"),
+        r"^algorithm\.distillation\.teacher=.*teacher is no checkpoint folder",
+    )
 
 
 def test_weights_that_are_cut_off_are_refused_before_anything_starts(tmp_path: Path) -> None:
     run = config(tmp_path, tmp_path)
     weights = ensure_model(run) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(PreflightError, match=r"model\.safetensors is no whole safetensors file"):
-        prepare(run, lambda media: media)
+    refused(run, r"model\.safetensors is no whole safetensors file")
 
 
 def test_a_mistake_that_any_part_finds_is_one_of_the_users(shared: Path, tmp_path: Path) -> None:
     """Whatever raises ValueError on the way: it ends as an error that the command line explains."""
-    with pytest.raises(PreflightError, match=r"data\.prompt_suffix"):
-        prepare(config(shared, tmp_path, "data.prompt_suffix='<image>'"), lambda media: media)
+    refused(config(shared, tmp_path, "data.prompt_suffix='<image>'"), r"data\.prompt_suffix")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(PreflightError, match="no digits dataset: choose another folder"):
-        prepare(config(shared, tmp_path, f"data.path={tmp_path / 'other'}"), lambda media: media)
+    refused(config(shared, tmp_path, f"data.path={tmp_path / 'other'}"), "no digits dataset: choose another folder")
 
 
 def test_a_split_that_is_evaluated_must_be_there(shared: Path, tmp_path: Path) -> None:
@@ -551,8 +548,7 @@ def test_a_run_without_rows_has_none(folder: Path) -> None:
     ],
 )
 def test_rows_that_cannot_be_used_are_refused_before_a_role_starts(folder: Path, words, message: str) -> None:
-    with pytest.raises(PreflightError, match=message):
-        prepare(config_of(folder, *words), lambda value: value)
+    refused(config_of(folder, *words), message)
 
 
 TOOLS = Tools(IsolatedProcess(timeout_s=30, start_timeout_s=60), "cpu", "float32")

@@ -21,7 +21,8 @@ from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.rehearsal.simulated.machine import Cores
-from mobula.deploy.rehearsal.simulated.workers import Handle, RankTimes, SimulatedRank, SimulatedRanks
+from mobula.deploy.rehearsal.simulated.workers import Handle, SimulatedRank, SimulatedRanks
+from mobula.deploy.rehearsal.speeds import Speeds
 from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.shares import StepGroups, planned_shares, planner_of
@@ -32,7 +33,8 @@ PROMPT_TOKENS, MEDIAN_TOKENS, SIGMA = 1024, 400, 0.8
 MAX_REPEATS = 3
 LINEAR = 1.5
 UNIT, COUNT = "CPU ms/rank", "references/rank"
-AT_ONCE = RankTimes(start_s=0, update_s=0, tokens_per_s=float("inf"), response_s=0, send_s=0, save_s=0, load_s=0)
+NO_TIME = {"decode_step_s": 0.0, "decode_sequence_s": 0.0, "start_s": 0.0}
+AT_ONCE = Speeds(**NO_TIME, prefill_tokens_per_s=float("inf"), learner_tokens_per_s=float("inf"))
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:

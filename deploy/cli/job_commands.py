@@ -49,11 +49,10 @@ def submit(
     from mobula.cluster.user_code import user_files
     from mobula.configs.load import load_config
     from mobula.configs.overrides import TASKS_VARIABLE
-    from mobula.deploy.jobs.client import Jobs, check_address
+    from mobula.deploy.jobs.client import Jobs
 
     with explained(JOB_GOES_ON):
         config = load_config(overrides or [])
-        check_address(address)
         pairs = [text.partition("=") for text in env or []]
         if bad := [name for name, equals, _ in pairs if not (name and equals)]:
             raise PreflightError(f"--env {bad[0]}: write NAME=VALUE")
@@ -83,10 +82,9 @@ def stop(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for its end.")] = 180.0,
 ) -> None:
     """Stop a job in good order: it writes a checkpoint, which a resubmission goes on from, summary and report."""
-    from mobula.deploy.jobs.client import Jobs, check_address
+    from mobula.deploy.jobs.client import Jobs
 
     with explained(JOB_GOES_ON):
-        check_address(address)
         code = Jobs(address, auth.value).stop(job, timeout)
     shown = {0: "done", 130: "stopped; submit the same words again to go on"}.get(code, f"failed with exit code {code}")
     terminal(soft_wrap=True).print(f"job {job}: {shown}")
@@ -99,10 +97,9 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends, and end as it ends.")] = False,
 ) -> None:
     """Show what a job printed."""
-    from mobula.deploy.jobs.client import Jobs, check_address
+    from mobula.deploy.jobs.client import Jobs
 
     with explained(JOB_GOES_ON):
-        check_address(address)
         jobs = Jobs(address, auth.value)
         if follow:
             _end(jobs.follow(job, _write))
@@ -111,10 +108,9 @@ def logs(
 
 def list_jobs(address: Address, auth: AuthOption = Auth.DISABLED) -> None:
     """List the jobs of a Ray cluster, the newest first."""
-    from mobula.deploy.jobs.client import Jobs, check_address
+    from mobula.deploy.jobs.client import Jobs
 
     with explained(JOB_GOES_ON):
-        check_address(address)
         jobs = Jobs(address, auth.value).all()
     table = Table("job", "run", "status", "started", "took")
     for job in jobs:

@@ -33,7 +33,10 @@ class Jobs:
     """The jobs at one address. `auth` is what the cluster was started with; Ray would guess otherwise."""
 
     def __init__(self, address: str, auth: AuthMode) -> None:
-        """Raises: PreflightError: no dashboard answers there, or it refuses the token."""
+        """Raises: PreflightError: it is no HTTP address, no dashboard answers there, or it refuses the token."""
+        url = urlsplit(address)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise PreflightError(f"--address {address} is no address of a Ray dashboard: write http://HOST:8265")
         set_auth(auth)
         knock_http(address)
         from ray.dashboard.modules.job.sdk import JobSubmissionClient
@@ -141,12 +144,6 @@ class Jobs:
         if self.find(submission_id) is None:
             known = ", ".join(job.submission_id for job in self.all()[:5]) or "none"
             raise PreflightError(f"there is no job {submission_id} at {self._address}; the newest are: {known}")
-
-
-def check_address(address: str) -> None:
-    url = urlsplit(address)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise PreflightError(f"--address {address} is no address of a Ray dashboard: write http://HOST:8265")
 
 
 def _first_line(error: Exception) -> str:

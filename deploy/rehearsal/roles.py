@@ -18,11 +18,10 @@ from mobula.cluster.runtime.placement import NodeResources, PlacedWorker, Placem
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.workers.supervisor import watched_pool
 from mobula.configs.schema import ResourcesConfig, RunConfig, WorkerResources
-from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, EngineTimes, Observed, SimulatedEngine
+from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, Observed, SimulatedEngine
 from mobula.deploy.rehearsal.simulated.machine import Cores, ResponseLengths
 from mobula.deploy.rehearsal.simulated.workers import (
     Handle,
-    RankTimes,
     SimulatedRank,
     SimulatedRanks,
     SimulatedRewards,
@@ -90,7 +89,9 @@ class SimulatedRoles:
         self._observed = observed
         self._on_lost = on_lost
         self._restored = asyncio.Event()
-        self.ranks = SimulatedRanks(self._rank_times(), len(self.places(LEARNER)), self._pushed(), hardware.cores)
+        num_ranks = len(self.places(LEARNER))
+        state_bytes = OPTIMIZER_COPIES * hardware.manifest.num_bytes / max(1, num_ranks)
+        self.ranks = SimulatedRanks(hardware.speeds, num_ranks, self._pushed(), hardware.cores, state_bytes)
 
     def places(self, role: str) -> Sequence[PlacedWorker]:
         return self._placement.of_role(role)
@@ -200,24 +201,6 @@ class SimulatedRoles:
         is_small = payload == "adapters"
         return adapter_manifest(manifest, self.config.policy) if is_small else replace(manifest, payload=payload)
 
-    @property
-    def _push_s(self) -> float:
-        speeds = self._hardware.speeds
-        return speeds.push_s + self._pushed().num_bytes / speeds.push_bytes_per_s
-
-    def _rank_times(self) -> RankTimes:
-        speeds, num_ranks = self._hardware.speeds, max(1, len(self.places(LEARNER)))
-        state_bytes = OPTIMIZER_COPIES * self._hardware.manifest.num_bytes / num_ranks
-        return RankTimes(
-            start_s=speeds.start_s,
-            update_s=speeds.update_s + (speeds.exchange_s if num_ranks > 1 else 0.0),
-            tokens_per_s=speeds.learner_tokens_per_s,
-            response_s=speeds.learner_response_s,
-            send_s=self._push_s,
-            save_s=state_bytes / speeds.storage_bytes_per_s,
-            load_s=state_bytes / speeds.storage_bytes_per_s,
-        )
-
     def start_ranks(self) -> list[Handle]:
         self.ranks.forget()
         self.rank_handles = [
@@ -244,10 +227,9 @@ class SimulatedRoles:
         )
         decoder = Decoder(speed, num_slots=self._hardware.num_slots, cores=self._hardware.cores)
         decoder.slow_down = self.slow.get(node_id, 1.0)
-        times = EngineTimes(
-            start_s=speeds.start_s, receive_s=self._push_s, load_s=speeds.settle_s, wait_s=speeds.wait_s
+        engine = SimulatedEngine(
+            f"{ROLLOUT}/{index}", node_id, decoder, self._lengths, speeds, self.ranks.push_s, self._observed
         )
-        engine = SimulatedEngine(f"{ROLLOUT}/{index}", node_id, decoder, self._lengths, times, self._observed)
         self.engines[index] = engine
         return engine
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.deploy.rehearsal.simulated.machine import Cores, CpuMeter, ResponseLengths
+
+if TYPE_CHECKING:
+    from mobula.deploy.rehearsal.speeds import Speeds
 
 _EPSILON = 1e-6  # engine steps that sums of floats may be off by
 _EPSILON_S = 1e-9  # a shorter time is no time: a clock of large values cannot advance by it
@@ -255,16 +258,6 @@ class SimulatedGroup:
     num_siblings: int
 
 
-@dataclass(frozen=True)
-class EngineTimes:
-    """Seconds of an engine's calls that do not decode."""
-
-    start_s: float  # loading the model
-    receive_s: float  # of the weights of one push, which wait for the learner; the engine does not decode meanwhile
-    load_s: float  # of received weights, with the processor
-    wait_s: float  # from the last token of a group to its arrival in the driver
-
-
 @dataclass(eq=False)
 class SimulatedEngine:
     """Implements `mobula.cluster.rollout.rollout_pool.Engine` with a `Decoder`."""
@@ -273,7 +266,8 @@ class SimulatedEngine:
     node_id: str
     decoder: Decoder
     lengths: ResponseLengths
-    times: EngineTimes
+    speeds: Speeds
+    push_s: float  # in which it receives weights and does not decode
     observed: Observed
     _version: int = 0
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)  # set, and replaced, with each version
@@ -283,7 +277,7 @@ class SimulatedEngine:
         self.observed.add(self.decoder)
 
     async def start(self) -> None:
-        await asyncio.sleep(self.times.start_s)
+        await asyncio.sleep(self.speeds.start_s)
         self._check_alive()
         self.decoder.resume(self._version)
 
@@ -297,8 +291,8 @@ class SimulatedEngine:
             lengths = self.lengths.of(prompt.prompt_id, settings.num_samples).tolist()
             decoding = self.decoder.decode(lengths, prompt.num_tokens)
         tokens = await decoding
-        if self.times.wait_s:
-            await asyncio.sleep(self.times.wait_s)
+        if self.speeds.wait_s:
+            await asyncio.sleep(self.speeds.wait_s)
         with self.observed.cpu:
             summary = summary_of(prompt, tokens, lengths, settings.max_tokens)
             group = SimulatedGroup(prompt, self.node_id, summary.num_trajectories)
@@ -370,8 +364,8 @@ class SimulatedEngine:
         return np.zeros(max(0, prompt.num_tokens - 1), dtype=np.float32)
 
     async def _receive(self, version: int) -> None:
-        await asyncio.sleep(self.times.receive_s)
-        await self.decoder.cores.compute(self.times.load_s)
+        await asyncio.sleep(self.push_s)
+        await self.decoder.cores.compute(self.speeds.settle_s)
         self._serve(version)
 
     def _serve(self, version: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from mobula.learner.shares import Portion
 from mobula.rewards.components import RecipeBook
 from mobula.rewards.contract import Score
 from mobula.rewards.pool.worker import GroupOutcomes, Question
+
+if TYPE_CHECKING:
+    from mobula.deploy.rehearsal.speeds import Speeds
 
 
 class SimulatedReply:
@@ -94,27 +97,19 @@ class Handle:
             self._calls.pop(result, None)
 
 
-@dataclass(frozen=True)
-class RankTimes:
-    """Seconds of the learner's calls. All ranks end together: every call is collective."""
-
-    start_s: float
-    update_s: float  # of a step, apart from its tokens: with the collectives
-    tokens_per_s: float  # of one rank, forward and backward
-    response_s: float  # of one rank, more for each sampled token
-    send_s: float  # of one push to one wave
-    save_s: float
-    load_s: float
-
-
 class SimulatedRanks:
     """What all learner ranks of a run share. The slowest rank of an update is the last one of all."""
 
-    def __init__(self, times: RankTimes, num_ranks: int, manifest: Manifest, cores: Cores) -> None:
-        self.times = times
+    def __init__(
+        self, speeds: Speeds, num_ranks: int, manifest: Manifest, cores: Cores, state_bytes: float = 0.0
+    ) -> None:
+        """`manifest` is of what is pushed; a rank writes `state_bytes` of a checkpoint."""
+        self.speeds = speeds
         self.num_ranks = num_ranks
         self.manifest = manifest
         self.cores = cores
+        self.state_s = state_bytes / speeds.storage_bytes_per_s
+        self.push_s = speeds.push_s + manifest.num_bytes / speeds.push_bytes_per_s
         self.slow_down: dict[int, float] = {}  # rank -> factor on its seconds
         self.disk_error: OSError | None = None  # of writes from now on
         self.busy_s = 0.0
@@ -137,8 +132,9 @@ class SimulatedRanks:
         tokens = sum(map(row_tokens, (group.summary for group in groups))) / self.num_ranks
         sampled = sum(group.summary.num_tokens for group in groups) / self.num_ranks
         slowest = max(self.slow_down.values(), default=1.0)
-        times = self.times
-        seconds = slowest * (times.update_s + tokens / times.tokens_per_s + sampled * times.response_s)
+        speeds = self.speeds
+        fixed_s = speeds.update_s + (speeds.exchange_s if self.num_ranks > 1 else 0.0)
+        seconds = slowest * (fixed_s + tokens / speeds.learner_tokens_per_s + sampled * speeds.learner_response_s)
         await self.cores.compute(seconds, num_threads=self.num_ranks)
         self.busy_s += asyncio.get_running_loop().time() - started_s
         return seconds
@@ -156,7 +152,7 @@ class SimulatedRank:
         return "rehearsal:1"
 
     async def connect(self, address: str) -> None:
-        await asyncio.sleep(self._ranks.times.start_s)
+        await asyncio.sleep(self._ranks.speeds.start_s)
 
     async def is_alive(self) -> Vitals:
         return Vitals("rehearsal", 0, None, None)
@@ -187,11 +183,11 @@ class SimulatedRank:
     async def send_weights(
         self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
     ) -> PushedChanges | None:
-        await self._ranks.cores.compute(self._ranks.times.send_s)
+        await self._ranks.cores.compute(self._ranks.push_s)
         return None if step is None else PushedChanges(0, 0)
 
     async def export_buckets(self, bucket_bytes: int) -> int:
-        await self._ranks.cores.compute(self._ranks.times.send_s)
+        await self._ranks.cores.compute(self._ranks.push_s)
         return self._version
 
     async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
@@ -204,7 +200,7 @@ class SimulatedRank:
         await self._write()
 
     async def load(self, folder: Path) -> int:
-        await asyncio.sleep(self._ranks.times.load_s)
+        await asyncio.sleep(self._ranks.state_s)
         self._version = int((folder / "rank-0").read_text())
         return self._version
 
@@ -217,7 +213,7 @@ class SimulatedRank:
     async def _write(self) -> None:
         if self._ranks.disk_error is not None:
             raise self._ranks.disk_error
-        await asyncio.sleep(self._ranks.times.save_s)
+        await asyncio.sleep(self._ranks.state_s)
 
 
 class SimulatedWorker:

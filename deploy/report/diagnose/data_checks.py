@@ -75,10 +75,8 @@ def check_adapters(material: Material) -> RunFinding:
     num = sum(policy.lora.rank * sum(shape) for shape in modules.values())
     numbers = {"num_layers": float(len(modules)), "num_trained": float(num), "num_unbound": float(len(unbound))}
     measured = f"{len(modules)} layers have adapters of rank {policy.lora.rank}, {num:,} numbers to train"
-    if not unbound:
-        return finding(RunVerdict.OK, measured, numbers)
     action = f"policy.lora.target_modules: {', '.join(unbound)} matches no layer; there are {', '.join(sorted(kinds))}"
-    return finding(RunVerdict.WARNING, measured, numbers, action)
+    return finding(RunVerdict.WARNING if unbound else RunVerdict.OK, measured, numbers, action)
 
 
 def _sizes(model: LoadedModel) -> dict[str, int]:
@@ -105,8 +103,7 @@ def check_duplicates(material: Material) -> RunFinding:
     equal = tuple(Evidence(f"{len(ids)} equal rows: {', '.join(ids[:4])}") for ids in largest if len(ids) > 1)
     evidence = (*equal, *_shown(train.repeated, "repeats an earlier row"))
     verdict = by_share(share, warning=MANY, notice=SOME)
-    action = "" if verdict is RunVerdict.OK else "remove repeated rows from data.path"
-    return finding(verdict, measured, numbers, action, evidence)
+    return finding(verdict, measured, numbers, "remove repeated rows from data.path", evidence)
 
 
 @check("held_out_leak", Needs.DATA)
@@ -128,7 +125,7 @@ def check_leaks(material: Material) -> RunFinding:
     )
     verdict = by_share(share, fault=MANY, warning=SOME, notice=0.0 if leaked else math.inf)
     action = f"remove these rows from one of the splits: the accuracy on {data.held_out_name} counts memorised rows"
-    return finding(verdict, measured, numbers, action if leaked else "", evidence)
+    return finding(verdict, measured, numbers, action, evidence)
 
 
 @check("label_distribution", Needs.DATA)
@@ -145,10 +142,8 @@ def check_label_distribution(material: Material) -> RunFinding:
         f"{unknown:.1%} of the labels of {data.held_out_name} occur in no training row"
     )
     evidence = tuple(Evidence(f"{label[:80]!r}: {n}") for label, n in labels.most_common(NUM_SHOWN))
-    if count / num >= 0.9:
-        action = "nearly all labels are equal: check the column of the answer (data.columns.answer)"
-        return finding(RunVerdict.WARNING, measured, numbers, action, evidence)
-    return finding(RunVerdict.OK, measured, numbers, "", evidence)
+    action = "nearly all labels are equal: check the column of the answer (data.columns.answer)"
+    return finding(by_share(count / num, warning=0.9), measured, numbers, action, evidence)
 
 
 @check("pictures", Needs.DATA, ("answers_and_labels", "uniform_groups", "reward_trend"))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.image import ImageLimits, decode_image, read_image
 from mobula.cluster.errors import DatasetError, MobulaError, SkippedSample
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.report.run_folder import SERIOUS, RunFinding, RunFolder, RunVerdict
+from mobula.cluster.metrics.report.run_folder import SERIOUS, Evidence, RunFinding, RunFolder, RunVerdict
 from mobula.cluster.metrics.report.samples import AnswerGroup, KeptAnswer
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.configs.schema import RunConfig
@@ -356,6 +356,15 @@ class Needs(StrEnum):
     MODEL = "the files of policy.model are not on this machine"
 
 
+IS_THERE: Mapping[Needs, Callable[[Material], bool]] = {
+    Needs.CONFIG: lambda material: True,
+    Needs.STEPS: lambda material: bool(material.steps),
+    Needs.ANSWERS: lambda material: bool(material.answers),
+    Needs.DATA: lambda material: material.data is not None,
+    Needs.MODEL: lambda material: material.model is not None,
+}
+
+
 @dataclass(frozen=True)
 class Check:
     """One check. `measure` returns a finding without a name, and reads nothing but the material."""
@@ -379,8 +388,16 @@ def check(
     return add
 
 
-finding = partial(RunFinding, "")
-"""The finding of a check, which `run_checks` names."""
+def finding(
+    verdict: RunVerdict,
+    measured: str,
+    numbers: Mapping[str, float],
+    action: str = "",
+    evidence: tuple[Evidence, ...] = (),
+    explains: tuple[str, ...] = (),
+) -> RunFinding:
+    """Returns the finding of a check, which `run_checks` names; one that is OK has no action."""
+    return RunFinding("", verdict, measured, numbers, "" if verdict is RunVerdict.OK else action, evidence, explains)
 
 
 def by_share(
@@ -398,7 +415,7 @@ def unmeasured(reason: str) -> RunFinding:
 def run_checks(checks: Sequence[Check], material: Material) -> Iterator[RunFinding]:
     """Yields the finding of each check; `not measured` where its material is missing or the check fails."""
     for each in checks:
-        if not _is_there(each.needs, material):
+        if not IS_THERE[each.needs](material):
             yield not_measured(each.name, str(each.needs))
             continue
         try:
@@ -412,17 +429,3 @@ def run_checks(checks: Sequence[Check], material: Material) -> Iterator[RunFindi
 
 def not_measured(name: str, reason: str) -> RunFinding:
     return RunFinding(name, RunVerdict.NOT_MEASURED, reason)
-
-
-def _is_there(needs: Needs, material: Material) -> bool:
-    match needs:
-        case Needs.CONFIG:
-            return True
-        case Needs.STEPS:
-            return bool(material.steps)
-        case Needs.ANSWERS:
-            return bool(material.answers)
-        case Needs.DATA:
-            return material.data is not None
-        case Needs.MODEL:
-            return material.model is not None

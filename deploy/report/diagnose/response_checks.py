@@ -143,7 +143,7 @@ def check_truncation(material: Material) -> RunFinding:
         f"{late:.1%} of the late responses were cut at sampler.max_tokens={limit}; mean length {length:.4g} tokens"
     )
     verdict = by_share(late, fault=0.9, warning=0.3, notice=0.1)
-    action = "" if verdict is RunVerdict.OK else f"raise sampler.max_tokens above {limit}, or ask for shorter answers"
+    action = f"raise sampler.max_tokens above {limit}, or ask for shorter answers"
     cut = [answer for answer in reversed(material.kept_answers) if answer.finish_reason in CUT]
     evidence = tuple(
         Evidence(f"cut after {answer.num_tokens} tokens: {answer.text!r}") for answer in cut[:TRUNCATION_NUM_SHOWN]

@@ -243,8 +243,7 @@ def check_groups(material: Material) -> RunFinding:
         numbers |= {"right_late": right, "wrong_late": wrong}
         measured += f" (late: {right:.1%} right, {wrong:.1%} wrong)"
     verdict = _verdict_groups(material, early, late)
-    action = "" if verdict is RunVerdict.OK else _action_groups(material, right, wrong)
-    return finding(verdict, measured, numbers, action, _by_difficulty(material))
+    return finding(verdict, measured, numbers, _action_groups(material, right, wrong), _by_difficulty(material))
 
 
 def _verdict_groups(material: Material, early: float, late: float) -> RunVerdict:
@@ -317,7 +316,7 @@ def check_parser(material: Material) -> RunFinding:
     )
     verdict = by_share(max(share, failed_share), fault=0.9, warning=0.3, notice=0.05)
     action = PARSER_ACTION if share >= failed_share else FAILURE_ACTION
-    return finding(verdict, measured, numbers, "" if verdict is RunVerdict.OK else action, _shown(material))
+    return finding(verdict, measured, numbers, action, _shown(material))
 
 
 def _shown(material: Material) -> tuple[Evidence, ...]:

@@ -123,11 +123,8 @@ def check_gap(material: Material) -> RunFinding:
         "files, weight_sync.canary_interval=1 every push"
     )
     worst = max(found.values())
-    if worst > limit:
-        return finding(RunVerdict.FAULT, measured, numbers, action)
-    if worst > NEAR * limit or growth:
-        return finding(RunVerdict.WARNING, measured, numbers, action)
-    return finding(RunVerdict.OK, measured, numbers)
+    verdict = RunVerdict.WARNING if worst > NEAR * limit or growth else RunVerdict.OK
+    return finding(RunVerdict.FAULT if worst > limit else verdict, measured, numbers, action)
 
 
 @check("engine_weights", Needs.STEPS, ("logprob_gap", *SYMPTOMS))
@@ -148,9 +145,8 @@ def check_weights(material: Material) -> RunFinding:
     evidence = tuple(
         Evidence(f"step {fault.step}, {fault.worker}: {fault.cause[:400]}") for fault in faults[:NUM_SHOWN]
     )
-    if faults or worst > limit or pushes < steps:
-        return finding(RunVerdict.FAULT, measured, numbers, action, evidence)
-    return finding(RunVerdict.OK, measured, numbers)
+    verdict = RunVerdict.FAULT if faults or worst > limit or pushes < steps else RunVerdict.OK
+    return finding(verdict, measured, numbers, action, evidence)
 
 
 def _limit(material: Material) -> float:
@@ -212,8 +208,7 @@ def check_rejected(material: Material) -> RunFinding:
 
 
 def _of_share(share: float, measured: str, numbers: dict[str, float], action: str) -> RunFinding:
-    verdict = by_share(share, fault=0.6, warning=0.2)
-    return finding(verdict, measured, numbers, "" if verdict is RunVerdict.OK else action)
+    return finding(by_share(share, fault=0.6, warning=0.2), measured, numbers, action)
 
 
 ACTION = "read the end of run.log and the logs of the workers in logs/; `mobula train resume=auto` continues the run"
@@ -249,7 +244,6 @@ def _reasons(run: RunFolder) -> list[Evidence]:
 
 LARGE, HUGE = 0.5, 2.0  # nat a token and step
 SMALL, NONE = 0.05, 0.01  # nat a token over the whole run, if every step moved the same way
-STEP_SIZE_MANY, STEP_SIZE_MOST = 0.1, 0.5
 
 
 @check("learning_rate", Needs.STEPS)
@@ -308,12 +302,9 @@ def check_skipped_steps(material: Material) -> RunFinding:
         f"{share:.1%} of {planned:.0f} optimizer steps were left out (gradient not finite); the gradient is 0 in "
         f"{zero:.1%} of the steps, its median norm {middle:.3g}"
     )
-    worst = max(share, zero)
-    if worst < STEP_SIZE_MANY:
-        return finding(RunVerdict.OK, measured, numbers)
     action = (
         "lower learner.learning_rate, check learner.max_grad_norm and the reward for huge values"
         if share >= zero
         else "no token has an advantage: see uniform_groups, policy.freeze, algorithm.advantage, weights of the loss"
     )
-    return finding(RunVerdict.FAULT if worst >= STEP_SIZE_MOST else RunVerdict.WARNING, measured, numbers, action)
+    return finding(by_share(max(share, zero), fault=0.5, warning=0.1), measured, numbers, action)

@@ -19,7 +19,7 @@ from mobula.configs.load import load_config
 from mobula.deploy.rehearsal.command import RehearseCommand, rehearse
 from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, StoreLedger
 from mobula.deploy.rehearsal.simulated.machine import Cores, PlannedFault, RecordedLengths, read_faults, run_virtually
-from mobula.deploy.rehearsal.simulated.workers import RankTimes, SimulatedRank, SimulatedRanks
+from mobula.deploy.rehearsal.simulated.workers import SimulatedRank, SimulatedRanks
 from mobula.deploy.rehearsal.speeds import MeasuredRun, Speeds, _fitted, measured_speeds
 
 WORDS = (
@@ -151,7 +151,8 @@ def test_the_speeds_of_a_cpu_are_not_guessed(tmp_path: Path) -> None:
         rehearse(command, Console(quiet=True))
 
 
-AT_ONCE = RankTimes(start_s=0, update_s=0, tokens_per_s=float("inf"), response_s=0, send_s=0, save_s=0, load_s=0)
+NO_TIME = {"decode_step_s": 0.0, "decode_sequence_s": 0.0, "start_s": 0.0}
+AT_ONCE = Speeds(**NO_TIME, prefill_tokens_per_s=float("inf"), learner_tokens_per_s=float("inf"))
 SPEEDS = Speeds(decode_step_s=0.1, decode_sequence_s=0.0, prefill_tokens_per_s=1000, learner_tokens_per_s=1000)
 
 
@@ -306,7 +307,7 @@ def test_speeds_are_those_of_the_runs_that_they_are_fitted_to() -> None:
 def test_pushes_and_the_driver_take_time_from_other_work_on_the_cores() -> None:
     async def run() -> float:
         loop, cores = asyncio.get_running_loop(), Cores(1)
-        ranks = SimulatedRanks(replace(AT_ONCE, send_s=1.0), 1, Manifest(()), cores)
+        ranks = SimulatedRanks(replace(AT_ONCE, push_s=1.0), 1, Manifest(()), cores)
         await asyncio.gather(SimulatedRank(ranks, 0).send_weights(1, 0), cores.compute(1.0))
         return loop.time()
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -16,15 +15,10 @@ from rich.table import Table
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.lmms_eval import LmmsEval, evaluate
 from mobula.deploy.cli.errors import FAILED, explained
-from mobula.deploy.cli.options import Auth, AuthOption, Overrides, RunFolder, takes
+from mobula.deploy.cli.options import AuthOption, Overrides, RunFolder, takes
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.host.terminal import terminal
 from mobula.deploy.rehearsal.options import RehearseCommand
-
-
-class Device(StrEnum):
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 def plan(
@@ -38,7 +32,7 @@ def plan(
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan for the nodes that a YAML file describes.")
     ] = None,
-    auth: AuthOption = Auth.DISABLED,
+    auth: AuthOption = "disabled",
 ) -> None:
     """Show the node and the memory of each worker, and whether the run fits."""
     from mobula.configs.load import load_config
@@ -46,7 +40,7 @@ def plan(
     with explained():
         config = load_config(overrides or [], is_complete=False)
         if address is not None:
-            set_auth(auth.value)
+            set_auth(auth)
         from mobula.deploy.planning.plan_command import show_plan
 
         show_plan(config, terminal(soft_wrap=False), address=address, short=nodes, file=cluster)
@@ -66,7 +60,7 @@ def doctor(
             help="Check every node of this Ray cluster, HOST:PORT; with --leftovers: look for placement groups there."
         ),
     ] = None,
-    auth: AuthOption = Auth.DISABLED,
+    auth: AuthOption = "disabled",
 ) -> None:
     """Check that this machine, or every node of a cluster, can run a configuration; or list and end leftovers.
 
@@ -74,7 +68,7 @@ def doctor(
     """
     if address is not None:
         with explained():
-            set_auth(auth.value)
+            set_auth(auth)
     if leftovers or free:
         with explained():
             from mobula.deploy.run.run_client import show_leftovers
@@ -189,7 +183,7 @@ def diagnosed(config: RunConfig) -> Iterator[None]:
 
 
 def gpu_check(
-    device: Annotated[Device, typer.Option(help="The device that is checked.")] = Device.CUDA,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="The device that is checked.")] = "cuda",
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE", help="Run this stage, finished or not; may be repeated."),
@@ -208,7 +202,7 @@ def gpu_check(
     from mobula.deploy.checks.gpu_check.check import CheckOptions, run_check
 
     budget_s = None if minutes is None else 60 * minutes
-    raise typer.Exit(run_check(CheckOptions(device.value, folder, tuple(only or ()), run_all, budget_s)))
+    raise typer.Exit(run_check(CheckOptions(device, folder, tuple(only or ()), run_all, budget_s)))
 
 
 @takes(RehearseCommand)

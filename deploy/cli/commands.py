@@ -11,10 +11,9 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -28,7 +27,7 @@ from mobula.deploy.cli.check_commands import audit, diagnose, diagnosed, doctor,
 from mobula.deploy.cli.data_commands import data, replay, score
 from mobula.deploy.cli.errors import FAILED, explained
 from mobula.deploy.cli.job_commands import list_jobs, logs, stop, submit
-from mobula.deploy.cli.options import Auth, AuthOption, ConfigFile, Deadline, Overrides, RunCluster, RunFolder, RunName
+from mobula.deploy.cli.options import AuthOption, ConfigFile, Deadline, Overrides, RunCluster, RunFolder, RunName
 from mobula.deploy.cli.serving_commands import (
     play,
     rollout,
@@ -50,12 +49,6 @@ app = typer.Typer(
 
 DEADLINE_S = 60.0
 PRIVATE = 0o077  # umask until a configuration says otherwise (folder_access)
-
-
-class ExportDtype(StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def _show_version(is_asked: bool) -> None:
@@ -152,7 +145,7 @@ def status(
     name: RunName = None,
     run: RunFolder = None,
     address: RunCluster = None,
-    auth: AuthOption = Auth.DISABLED,
+    auth: AuthOption = "disabled",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
@@ -160,7 +153,7 @@ def status(
     with explained():
         from mobula.deploy.run.run_client import find_run, read_status
 
-        set_auth(auth.value)
+        set_auth(auth)
         run_status = read_status(find_run(name, run, address), timeout)
     from mobula.deploy.jobs.status_view import as_json, as_table
 
@@ -174,7 +167,7 @@ def top(
     name: RunName = None,
     run: RunFolder = None,
     address: RunCluster = None,
-    auth: AuthOption = Auth.DISABLED,
+    auth: AuthOption = "disabled",
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
@@ -183,7 +176,7 @@ def top(
         from mobula.deploy.jobs.status_view import show_top
         from mobula.deploy.run.run_client import find_run
 
-        set_auth(auth.value)
+        set_auth(auth)
         console = terminal()
         ended = show_top(find_run(name, run, address), console, interval_s=interval, timeout_s=timeout)
     console.print(ended)
@@ -196,14 +189,14 @@ def scale(
     ],
     run: RunFolder = None,
     address: RunCluster = None,
-    auth: AuthOption = Auth.DISABLED,
+    auth: AuthOption = "disabled",
     timeout: Deadline = DEADLINE_S,
 ) -> None:
     """Change the number of workers of a running run's roles; workers that leave finish their work first."""
     with explained():
         from mobula.deploy.run import run_client
 
-        set_auth(auth.value)
+        set_auth(auth)
         wanted, name = _parse_scale(arguments)
         outcomes = run_client.scale(run_client.find_run(name, run, address), wanted, timeout)
     console = terminal(soft_wrap=True)
@@ -232,7 +225,8 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (learner.ema_decay).")] = False,
     dtype: Annotated[
-        ExportDtype | None, typer.Option(help="The dtype of all tensors; that of policy.model if it is left out.")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="The dtype of all tensors; that of policy.model if it is left out."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="The folder to write; else export/ in the run folder.")] = None,
 ) -> None:

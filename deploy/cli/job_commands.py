@@ -15,7 +15,7 @@ from rich.table import Table
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.failures import COLOUR, escaped
 from mobula.deploy.cli.errors import explained
-from mobula.deploy.cli.options import Auth, AuthOption
+from mobula.deploy.cli.options import AuthOption
 from mobula.deploy.host.terminal import terminal
 
 JOB_GOES_ON = "the job goes on; `mobula logs ID` follows it and `mobula stop ID` ends it"
@@ -30,7 +30,7 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `mobu
 def submit(
     address: Address,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
-    auth: AuthOption = Auth.DISABLED,
+    auth: AuthOption = "disabled",
     working_dir: Annotated[
         Path | None, typer.Option(help="Send this folder's code: the working directory, if the words name files of it.")
     ] = None,
@@ -56,7 +56,7 @@ def submit(
         pairs = [text.partition("=") for text in env or []]
         if bad := [name for name, equals, _ in pairs if not (name and equals)]:
             raise PreflightError(f"--env {bad[0]}: write NAME=VALUE")
-        jobs = Jobs(address, auth.value)
+        jobs = Jobs(address, auth)
         from mobula.deploy.jobs.submit import Submission
         from mobula.deploy.jobs.submit import submit as send
 
@@ -67,7 +67,7 @@ def submit(
         names = [*user_files(config.model_dump(mode="json")), *filter(None, tasks.split(":"))]
         if working_dir is None and not all(Path(name).is_absolute() for name in names):
             working_dir = Path()  # the user's code and tasks go along
-        submission = Submission(auth.value, working_dir, tuple(exclude or ()), python, wait_s, submission_id, variables)
+        submission = Submission(auth, working_dir, tuple(exclude or ()), python, wait_s, submission_id, variables)
         job_id = send(config, overrides or [], submission, jobs)
         terminal(soft_wrap=True).print(f"job {job_id} submitted to {address}")
         jobs.wait_until_started(job_id, start_timeout)
@@ -78,14 +78,14 @@ def submit(
 def stop(
     job: JobId,
     address: Address,
-    auth: AuthOption = Auth.DISABLED,
+    auth: AuthOption = "disabled",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for its end.")] = 180.0,
 ) -> None:
     """Stop a job in good order: it writes a checkpoint, which a resubmission goes on from, summary and report."""
     from mobula.deploy.jobs.client import Jobs
 
     with explained(JOB_GOES_ON):
-        code = Jobs(address, auth.value).stop(job, timeout)
+        code = Jobs(address, auth).stop(job, timeout)
     shown = {0: "done", 130: "stopped; submit the same words again to go on"}.get(code, f"failed with exit code {code}")
     terminal(soft_wrap=True).print(f"job {job}: {shown}")
 
@@ -93,25 +93,25 @@ def stop(
 def logs(
     job: JobId,
     address: Address,
-    auth: AuthOption = Auth.DISABLED,
+    auth: AuthOption = "disabled",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends, and end as it ends.")] = False,
 ) -> None:
     """Show what a job printed."""
     from mobula.deploy.jobs.client import Jobs
 
     with explained(JOB_GOES_ON):
-        jobs = Jobs(address, auth.value)
+        jobs = Jobs(address, auth)
         if follow:
             _end(jobs.follow(job, _write))
         _write(jobs.logs(job))
 
 
-def list_jobs(address: Address, auth: AuthOption = Auth.DISABLED) -> None:
+def list_jobs(address: Address, auth: AuthOption = "disabled") -> None:
     """List the jobs of a Ray cluster, the newest first."""
     from mobula.deploy.jobs.client import Jobs
 
     with explained(JOB_GOES_ON):
-        jobs = Jobs(address, auth.value).all()
+        jobs = Jobs(address, auth).all()
     table = Table("job", "run", "status", "started", "took")
     for job in jobs:
         started = "" if job.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+from mobula.deploy.host.authentication import AuthMode
 
 if TYPE_CHECKING:
     from mobula.cluster.serving import Address
@@ -56,15 +57,8 @@ def address_of(
     return Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
 
 
-class Auth(StrEnum):
-    """How a cluster knows its clients."""
-
-    DISABLED = "disabled"
-    TOKEN = "token"
-
-
 AuthOption = Annotated[
-    Auth,
+    AuthMode,
     typer.Option(
         "--auth", envvar="RAY_AUTH_MODE", case_sensitive=False, help="As the cluster was started: disabled, token."
     ),

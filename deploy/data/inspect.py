@@ -65,34 +65,25 @@ class SplitMeasurements:
         return length
 
 
+@dataclass(frozen=True)
 class HeaderChecker:
     """Checks the headers of media where no model is named; a length is then in characters."""
 
-    def __init__(self, limits: VideoLimits, audio: AudioLimits) -> None:
-        self._limits = limits
-        self._audio = audio
+    limits: VideoLimits
+    audio: AudioLimits
 
     def check(self, row: Row) -> int:
         for image in row.images:
-            check_image(image, self._limits.frame)
+            check_image(image, self.limits.frame)
         for video in row.videos:
-            check_video(video, self._limits)
+            check_video(video, self.limits)
         for audio in row.audios:
-            check_audio(audio, self._audio)
+            check_audio(audio, self.audio)
         return sum(len(turn.text) for turn in row.history) + len(row.question)
 
 
-@dataclass(frozen=True)
-class ShownRow:
-    row: Row
-    label: str
-    images: Sequence[str]  # data URLs; an empty text for an image that cannot be decoded
-
-
-@dataclass(frozen=True)
-class LengthHistogram:
-    bars: Sequence[tuple[float, float, float, str]]  # left, width and height in per cent, text
-    ticks: Sequence[tuple[float, str]]
+Bar = tuple[float, float, float, str]  # left, width and height in per cent, and text
+ShownRow = tuple[Row, str, list[str]]  # label, and images as data URLs; empty texts for those that cannot be decoded
 
 
 def inspect(config: RunConfig, split: str, output: Path, num_samples: int, console: Console) -> int:
@@ -105,13 +96,15 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
     notes = [str(finding) for finding in find_in_rows(config, {split: checked.notes})]
     samples = _samples(checked.rows, config, min(num_samples, checked.num_usable), checked.num_usable)
     labels, skipped = measured.labels.most_common(), checked.skipped
+    bars, ticks = histogram(measured.lengths)
     template = environment(ASSETS).get_template("inspect.html.j2")  # escapes all data, and no script runs
     page = template.render(
         name=f"{config.data.path} · {split}",
         facts=_facts(measured, skipped, len(opened.rows), unit),
         source=_source(config.data),
         unit=unit,
-        lengths=histogram(measured.lengths),
+        bars=bars,
+        ticks=ticks,
         labels=labels[:MAX_LABELS],
         num_labels=len(labels),
         images=sorted(measured.images.items()),
@@ -136,10 +129,10 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
     return 0
 
 
-def histogram(lengths: Sequence[int]) -> LengthHistogram | None:
-    """Bars of equal width from the shortest to the longest; None without lengths."""
+def histogram(lengths: Sequence[int]) -> tuple[list[Bar], list[tuple[float, str]]]:
+    """Returns bars of equal width from the shortest to the longest, and the ticks below them."""
     if not lengths:
-        return None
+        return [], []
     low, high = min(lengths), max(lengths)
     counts, edges = np.histogram(lengths, bins=min(NUM_BINS, high - low + 1), range=(low, high + 1))
     width = 100 / len(counts)
@@ -148,7 +141,7 @@ def histogram(lengths: Sequence[int]) -> LengthHistogram | None:
         for index, count in enumerate(counts.tolist())
     ]
     ticks = [(25.0 * quarter, write_number(round(low + (high + 1 - low) * quarter / 4))) for quarter in range(5)]
-    return LengthHistogram(bars, ticks)
+    return bars, ticks
 
 
 def _checker(config: RunConfig) -> tuple[RowChecker[Row], str]:
@@ -172,7 +165,7 @@ def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) 
         images += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
         turns = tuple(replace(turn, text=plain(turn.text)) for turn in row.history)
         row = replace(row, question=plain(row.question), history=turns)
-        shown.append(ShownRow(row, config.rewards.label_of(row.metadata), images))
+        shown.append((row, config.rewards.label_of(row.metadata), images))
     return shown
 
 

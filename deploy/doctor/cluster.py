@@ -162,7 +162,7 @@ def _gpus(config: RunConfig, node: Examined, report: NodeReport) -> Finding:
     if len(report.gpus) < node.num_gpus:
         action = "look at nvidia-smi there, and start the node with --num-gpus of what it has"
         return Finding("GPUs", Verdict.MISSING, f"Ray counts {node.num_gpus}, the driver shows {detail}", action)
-    if config.resources.device == "cuda" and report.cuda is not None and (wrong := flaws(report.cuda)):
+    if config.resources.device == "cuda" and report.cuda is not None and (wrong := list(flaws(report.cuda))):
         shown = "; ".join(f"{flaw.title}: {flaw.detail}" for flaw in wrong)
         return Finding("GPUs", Verdict.MISSING, shown, "; ".join(flaw.action for flaw in wrong))
     if len(set(report.gpus)) > 1:

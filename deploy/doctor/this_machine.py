@@ -164,7 +164,7 @@ def check_gpus(config: RunConfig, machine: Machine) -> Finding:
 
 def check_cuda_software(software: CudaSoftware) -> Iterator[Finding]:
     """Yields one finding per flaw of driver, torch, compiler and shared memory, or one finding without flaws."""
-    wrong = flaws(software)
+    wrong = list(flaws(software))
     yield from (Finding(flaw.title, Verdict.MISSING, flaw.detail, flaw.action) for flaw in wrong)
     if not wrong:
         gpus = f"{software.torch_gpus} GPUs ({', '.join(sorted(set(software.gpus)))})"

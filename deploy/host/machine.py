@@ -191,11 +191,8 @@ def python_headers() -> str:
     return str(folder) if (folder / "Python.h").is_file() else ""
 
 
-def flaws(software: CudaSoftware) -> list[Flaw]:
-    return list(_flaws(software))
-
-
-def _flaws(software: CudaSoftware) -> Iterator[Flaw]:
+def flaws(software: CudaSoftware) -> Iterator[Flaw]:
+    """Yields every reason why a run on this machine's GPUs would fail."""
     if not software.driver:
         action = "install the NVIDIA driver, or start the container with its GPUs (docker run --gpus all)"
         yield Flaw("NVIDIA driver", "none answers", action)

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.placement import NodeResources
 from mobula.configs.schema import ResourcesConfig
-from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.machine import CudaSoftware, as_node, examine, this_machine
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -142,11 +141,6 @@ def this_node(resources: ResourcesConfig) -> PlannedNode:
     """The node of a cluster that a run starts here."""
     machine = this_machine()
     return PlannedNode(as_node(machine, resources), machine.gpu_memory_bytes, machine.total_memory_bytes)
-
-
-def nodes_at(address: str) -> tuple[PlannedNode, ...]:
-    with connected(address):
-        return joined_nodes()
 
 
 def joined_nodes() -> tuple[PlannedNode, ...]:

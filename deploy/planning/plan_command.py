@@ -17,7 +17,8 @@ from mobula.configs.load import resolved
 from mobula.configs.overrides import groups, merge, own_values
 from mobula.configs.rules import checked
 from mobula.configs.schema import ResourcesConfig, RunConfig, SamplerKind
-from mobula.deploy.planning.clusters import PlannedNode, described_nodes, nodes_at, read_cluster, this_node
+from mobula.deploy.host.authentication import connected
+from mobula.deploy.planning.clusters import PlannedNode, described_nodes, joined_nodes, read_cluster, this_node
 from mobula.deploy.planning.fit import GIB, Demand, EngineSizes, MemoryPlan, plan_memory
 from mobula.deploy.planning.memory import policy_shape, refuse_small_cache, sequence_bytes
 from mobula.deploy.planning.workers import USABLE
@@ -324,7 +325,8 @@ def _nodes(
     if len(given) > 1:
         raise PreflightError(f"{' and '.join(given)} each name a cluster: give one of them")
     if address is not None:
-        return f"the cluster at {address}", nodes_at(address)
+        with connected(address):
+            return f"the cluster at {address}", joined_nodes()
     if short is not None:
         return short, described_nodes(short)
     if file is not None:

@@ -237,7 +237,7 @@ GOOD = CudaSoftware(
     ],
 )
 def test_each_flaw_is_named_with_the_next_action(change: dict[str, object], title: str, words: str) -> None:
-    assert flaws(GOOD) == []
+    assert list(flaws(GOOD)) == []
     bad = replace(GOOD, **change)
     [flaw] = flaws(bad)
     assert flaw.title == title and words in flaw.action
@@ -249,7 +249,7 @@ def test_each_flaw_is_named_with_the_next_action(change: dict[str, object], titl
 
 def test_an_older_driver_that_torch_works_with_is_no_flaw() -> None:
     """NVIDIA's cuda-compat lets drivers of data centres run a later CUDA."""
-    assert flaws(replace(GOOD, driver="570.86.15")) == []
+    assert list(flaws(replace(GOOD, driver="570.86.15"))) == []
     [finding] = doctor.check_cuda_software(GOOD)
     assert finding.verdict is doctor.Verdict.OK and "driver 580.65.06" in finding.detail
 

@@ -35,11 +35,11 @@ class PreflightFinding:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Raises a ValueError of the body, which is a mistake of the user, as a PreflightError."""
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Raises errors of the body that are mistakes of the user, ValueErrors if no kind is given, as a PreflightError."""
     try:
         yield
-    except ValueError as error:
+    except kinds or ValueError as error:
         raise PreflightError(str(error)) from error
 
 

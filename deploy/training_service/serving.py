@@ -6,8 +6,8 @@ import asyncio
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,24 +46,17 @@ LOGS = "logs"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Learner ranks and engines on the cluster. `running` starts and ends them."""
-
-    learner: AdapterGroup
-    pool: RolloutPool
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Raises: PreflightError: the configuration does not fit the model."""
-        with refusing():
-            await run_all(self.learner.start(), self.pool.start())
-        try:
-            async with self.pool.tended():
-                yield
-        finally:
-            await self.learner.close()
-            await self.pool.close()
+@asynccontextmanager
+async def running(learner: AdapterGroup, pool: RolloutPool) -> AsyncIterator[None]:
+    """Runs learner ranks and engines. Raises: PreflightError: the configuration does not fit the model."""
+    with refusing():
+        await run_all(learner.start(), pool.start())
+    try:
+        async with pool.tended():
+            yield
+    finally:
+        await learner.close()
+        await pool.close()
 
 
 def serve(
@@ -82,7 +75,7 @@ def serve(
         service, roles = make_service(prepared, spawner, folder, model_name)
         service.on_failure = _end_soon
         tenants = replace(tenants, hosts=address.hosts)
-        gate = tenant_gate(make_app(service, roles.running), tenants, service.limits.max_request_bytes)
+        gate = tenant_gate(make_app(service, roles), tenants, service.limits.max_request_bytes)
         run_server(gate, listener, grace_s=GRACE_S, announce=announce)
     if service.failure is not None:
         raise ServiceFailedError(
@@ -139,7 +132,7 @@ def cluster_spawner(prepared: Prepared, logs: Path) -> Iterator[tuple[Prepared, 
 
 def make_service(
     prepared: Prepared, spawner: Spawner, folder: Path, model_name: str | None
-) -> tuple[TrainingService, Roles]:
+) -> tuple[TrainingService, Callable[[], AbstractAsyncContextManager[None]]]:
     config, chat = prepared.config, prepared.processor
     assert isinstance(chat, ChatProcessor), "only language models are served"
     in_flight = InFlightRequests(config.sampler.chunk_tokens)
@@ -158,4 +151,4 @@ def make_service(
     names = (config.policy.model, model_name, base_folder)
     base = BaseModel(tuple(dict.fromkeys(name for name in names if name)), base_folder, config.sampler.max_model_len)
     service = TrainingService(base, learner, engines, inputs, ServiceLimits.of(config), folder.absolute())
-    return service, Roles(learner, pool)
+    return service, partial(running, learner, pool)

@@ -51,6 +51,7 @@ from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.planning.fit import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.decisions import with_decisions
+from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.preflight.rows import find_in_rows, row_notes
 from mobula.deploy.preflight.user_code import check_user_code, data_writer
 from mobula.deploy.preflight.weights import LoadedModel, find_unusable, refuse
@@ -200,10 +201,8 @@ AnyPrepared = Prepared | PreparedRows
 
 def prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     """Writes missing files, checks model and data, and loads the processor; `put` stores an image's tensors."""
-    try:
+    with refusing(ValueError, OSError):  # errors of the user's configuration, model or data
         return _prepare(config, put)
-    except (ValueError, OSError) as error:  # errors of the user's configuration, model or data
-        raise PreflightError(str(error)) from error
 
 
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:

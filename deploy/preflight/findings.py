@@ -35,11 +35,11 @@ class PreflightFinding:
 
 
 @contextmanager
-def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Raises errors of the body that are mistakes of the user, ValueErrors if no kind is given, as a PreflightError."""
+def refusing(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Raises errors of the body that are mistakes of the user, as a PreflightError."""
     try:
         yield
-    except kinds or ValueError as error:
+    except kinds as error:
         raise PreflightError(str(error)) from error
 
 

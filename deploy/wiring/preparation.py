@@ -201,7 +201,7 @@ AnyPrepared = Prepared | PreparedRows
 
 def prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     """Writes missing files, checks model and data, and loads the processor; `put` stores an image's tensors."""
-    with refusing(ValueError, OSError):  # errors of the user's configuration, model or data
+    with refusing((ValueError, OSError)):  # errors of the user's configuration, model or data
         return _prepare(config, put)
 
 

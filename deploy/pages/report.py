@@ -207,7 +207,7 @@ def _tallies(run: RunFolder) -> list[tuple[str, list[tuple[str, int]]]]:
 
 def _fault_rows(faults: Sequence[Fault]) -> list[tuple[str, ...]]:
     """Returns the cells of each row, by time; consecutive faults of one worker with the same cause are one row."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (worker, kind, cause), group in groupby(faults, key=lambda fault: (fault.worker, fault.kind, fault.cause)):
         equal = list(group)
         first, last = _local_time(equal[0].at_s), _local_time(equal[-1].at_s)

@@ -55,51 +55,20 @@ class MessageBatch:
         return sum(not isinstance(ended.outcome, Exception) for ended in self.ended)
 
 
-class MessageQueue:
-    """One stream of messages for all requests of an actor. Messages that are put while a batch is sent form the next
-    batch, and are kept until a listener exists."""
+class PromptServer:
+    """Handles any number of concurrent requests with the subclass's `generate`, in one event loop.
+
+    Messages of all requests leave in one stream. Those that come while a batch is sent form the next batch, and are
+    kept until a listener exists.
+    """
 
     def __init__(self) -> None:
+        self._at_work: dict[str, asyncio.Task[None]] = {}  # by request id
         self._chunks: list[TokenChunk] = []
         self._ended: list[Ended] = []
         self._groups: list[TrajectoryGroup] = []
         self._has_messages = asyncio.Event()
         self._num_listeners = 0  # so far; only the newest receives messages
-
-    def put(self, chunks: Sequence[TokenChunk]) -> None:
-        self._chunks += chunks
-        self._has_messages.set()
-
-    def end(self, ended: Ended, group: TrajectoryGroup | None = None) -> None:
-        """Adds the end of a request; `group` is None if it failed."""
-        assert (group is None) == isinstance(ended.outcome, Exception), f"{ended.request_id}: a group or an error"
-        self._ended.append(ended)
-        if group is not None:
-            self._groups.append(group)
-        self._has_messages.set()
-
-    async def messages(self) -> AsyncIterator[tuple[MessageBatch, list[TrajectoryGroup]]]:
-        """Yields batches of messages in order, with their groups; ends when another listener starts."""
-        self._num_listeners += 1
-        listener = self._num_listeners
-        self._has_messages.set()  # ends the iterator of the previous listener
-        while True:
-            while not (self._chunks or self._ended):
-                self._has_messages.clear()
-                await self._has_messages.wait()
-                if listener != self._num_listeners:
-                    return
-            batch, groups = MessageBatch(self._chunks, self._ended), self._groups
-            self._chunks, self._ended, self._groups = [], [], []
-            yield batch, groups
-
-
-class PromptServer:
-    """Handles any number of concurrent requests with the subclass's `generate`, in one event loop."""
-
-    def __init__(self) -> None:
-        self._messages = MessageQueue()
-        self._at_work: dict[str, asyncio.Task[None]] = {}  # by request id
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
@@ -123,27 +92,37 @@ class PromptServer:
 
         Ends after the batch that reaches `num_values` values, or when another caller starts to listen.
         """
-        async for batch, groups in self._messages.messages():
+        self._num_listeners += 1
+        listener = self._num_listeners
+        self._has_messages.set()  # ends the stream of the previous listener
+        while num_values > 0:
+            while not (self._chunks or self._ended):
+                self._has_messages.clear()
+                await self._has_messages.wait()
+                if listener != self._num_listeners:
+                    return
+            batch, groups = MessageBatch(self._chunks, self._ended), self._groups
+            self._chunks, self._ended, self._groups = [], [], []
             yield batch
             for group in groups:
                 yield group
             num_values -= 1 + len(groups)
-            if num_values <= 0:
-                return
 
     def report(self, chunks: Sequence[TokenChunk]) -> None:
-        """Adds chunks to the messages."""
-        self._messages.put(chunks)
+        self._chunks += chunks
+        self._has_messages.set()
 
     async def _answer(self, request: GroupRequest) -> None:
         try:
             group, report = await self.generate(request.prompt, request.settings, request.attempt)
         except Exception as error:  # raised in the waiting call
-            self._messages.end(Ended(request.request_id, _fit_to_travel(error)))
+            self._ended.append(Ended(request.request_id, _fit_to_travel(error)))
         else:
-            self._messages.end(Ended(request.request_id, report), group)
+            self._ended.append(Ended(request.request_id, report))
+            self._groups.append(group)
         finally:
             del self._at_work[request.request_id]
+        self._has_messages.set()
 
 
 def _fit_to_travel(error: Exception) -> Exception:

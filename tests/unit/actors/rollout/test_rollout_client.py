@@ -17,7 +17,7 @@ from waiting import until
 from mobula.actors.rollout import client
 from mobula.actors.rollout.actor import MediaBatcher
 from mobula.actors.rollout.client import PromptClient, RolloutClient
-from mobula.actors.rollout.server import Ended, GroupRequest, MessageBatch, MessageQueue, PromptServer
+from mobula.actors.rollout.server import GroupRequest, MessageBatch, PromptServer
 from mobula.cluster.errors import DeadlineError, DependencyError, LostObjectError, RolloutError, WorkerDiedError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, ProcessedMedia
@@ -396,26 +396,29 @@ async def test_a_stream_that_broke_off_is_opened_again_with_the_next_request() -
 
 
 async def test_the_newest_listener_gets_the_messages_and_the_one_before_is_let_go() -> None:
-    message_queue, got = MessageQueue(), []
+    server, got = Server(), []
 
     async def listen(name: str) -> None:
-        async for batch, groups in message_queue.messages():
-            got.append((name, [chunk.start for chunk in batch.chunks], [e.request_id for e in batch.ended], groups))
+        async for value in server.messages(100):
+            starts = (
+                [chunk.start for chunk in value.chunks] if isinstance(value, MessageBatch) else value.prompt.prompt_id
+            )
+            got.append((name, starts))
 
-    group = make_group(make_prompt("0/0/s"))
-    message_queue.put([chunk("a", 0)])
+    server.report([chunk("a", 0)])
     old = asyncio.create_task(listen("old"))
     await asyncio.sleep(0)
-    message_queue.put([chunk("a", 1)])
-    message_queue.put([chunk("a", 2)])
-    message_queue.end(Ended("b", (group.summary(), None)), group)
+    server.report([chunk("a", 1)])
+    server.report([chunk("a", 2)])
+    await asyncio.sleep(0.01)
+    await server.begin([request(1)])
     await asyncio.sleep(0.01)
     new = asyncio.create_task(listen("new"))
     await asyncio.wait_for(old, 1)
-    message_queue.put([chunk("a", 3)])
+    server.report([chunk("a", 3)])
     await asyncio.sleep(0.01)
     new.cancel()
-    assert got == [("old", [0], [], []), ("old", [1, 2], ["b"], [group]), ("new", [3], [], [])]
+    assert got == [("old", [0]), ("old", [1, 2]), ("old", []), ("old", "0/1/s"), ("new", [3])]
 
 
 PATIENCE_S = 30.0

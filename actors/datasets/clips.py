@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -25,6 +25,7 @@ from mobula.actors.datasets.images import (
     MediaInputs,
     WebFile,
     array_of,
+    flat,
     is_absent,
 )
 from mobula.cluster.files import replacing
@@ -41,8 +42,8 @@ MAX_CHANNELS = 32
 WAV_FLOAT = 3  # format code of float samples
 
 
-class AudioInputs(MediaInputs[Audio]):
-    """Resolves the sounds of rows; a list (nested at most once) has several.
+class AudioInputs(MediaInputs):
+    """Resolves the sounds of rows.
 
     Samples are a mapping `{"array": float [N], [N, channels] or [channels, N], "sampling_rate": 16000}`, as in Hugging
     Face's `datasets`, or a pair `(array, rate)`. An array without a rate is refused.
@@ -51,7 +52,7 @@ class AudioInputs(MediaInputs[Audio]):
     noun = "sound"
 
     def each(self, value: Any) -> list[Any]:
-        return list(_each_sound(value))
+        return list(flat(value, _is_pair))
 
     def _resolved(self, value: Any, name: str) -> Audio:
         if isinstance(value, Mapping):
@@ -78,14 +79,6 @@ class AudioInputs(MediaInputs[Audio]):
         return self._from_mapping(value, name)
 
 
-def _each_sound(value: Any) -> Iterator[Any]:
-    """Yields the sounds of a value: none, a single sound, a list, or a list of lists."""
-    for item in value if isinstance(value, list | tuple) and not _is_pair(value) else [value]:
-        for inner in item if isinstance(item, list | tuple) and not _is_pair(item) else [item]:
-            if not is_absent(inner):
-                yield inner
-
-
 def _is_pair(value: Any) -> bool:
     """Whether the value is a pair of samples and rate."""
     is_two = isinstance(value, list | tuple) and len(value) == 2
@@ -107,8 +100,7 @@ def encode_wav(samples: Any, rate: Any) -> bytes:
         array = array.T
     if array.ndim not in (1, 2) or array.dtype.kind not in "fi" or (array.ndim == 2 and array.shape[1] > MAX_CHANNELS):
         raise ImageError(
-            "bad_audio",
-            f"an array of {array.dtype} {list(array.shape)} is no sound: give numbers [N] or [N, channels]",
+            "bad_audio", f"an array of {array.dtype} {list(array.shape)} is no sound: give numbers [N] or [N, channels]"
         )
     if array.dtype.kind == "i":
         array = array / float(np.iinfo(array.dtype).max + 1)
@@ -140,7 +132,7 @@ class FrameList:
 Video = Path | EncodedFile | WebFile | FrameList
 
 
-class VideoInputs(MediaInputs[Video]):
+class VideoInputs(MediaInputs):
     """Resolves the videos of rows; a path may be a file or a folder of frames."""
 
     noun = "video"

@@ -40,18 +40,14 @@ from mobula.actors.datasets.formats.turns import (
 )
 from mobula.actors.datasets.images import ImageError, ImageInputs, ImageSource, MediaInputs, path_below
 from mobula.actors.datasets.open_split import read_split
-from mobula.actors.datasets.rows import (
-    RowError,
-    Split,
-    Turn,
-)
+from mobula.actors.datasets.rows import RowError, Split, Turn
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain
 
 COLUMNS = (
     *("id", "messages", "prompt", "completion", "solution", "answer", "chosen", "rejected", "score", "metadata"),
     *MEDIA_COLUMNS,
 )
-MEDIA: Mapping[str, type[MediaInputs[Any]]] = {"image": ImageInputs, "video": VideoInputs, "audio": AudioInputs}
+MEDIA: Mapping[str, type[MediaInputs]] = {"image": ImageInputs, "video": VideoInputs, "audio": AudioInputs}
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair. A conversation to imitate has the label CHOSEN."""
 
@@ -86,8 +82,7 @@ class NoDownloads:
 
     def fetch(self, url: str) -> Path:
         raise ImageError(
-            f"remote_{self._kind}",
-            f"{url[:80]!r} is no path: save the {self._kind} below the data folder and name it",
+            f"remote_{self._kind}", f"{url[:80]!r} is no path: save the {self._kind} below the data folder and name it"
         )
 
 
@@ -131,8 +126,7 @@ def _read_row(
 ) -> Conversation:
     fields = as_messages(fields, is_offline=True)
     unread = unread_fields(fields, COLUMNS, has_answers=True)
-    turns, *in_parts = turns_of(fields["messages"], "message")
-    named = dict(zip(MEDIA, in_parts, strict=True))
+    turns, named = turns_of(fields["messages"], "message")
     if empty := next((turn for turn in turns if not turn.text and "tool_calls" not in turn.fields), None):
         raise RowError("bad_message", f"the content of a message of the {empty.role} is empty: write a text or parts")
     turns = [*system_turn(fields, turns), *turns]
@@ -157,12 +151,11 @@ def _read_row(
         )
     shown = [*context, *endings[0].turns]
     _refuse_mismatch(shown, "image", len(named["image"]), len(listed["image"]))  # before its files are looked for
-    media: dict[str, tuple[Any, ...]] = {}
+    media = []
     for kind in MEDIA:
-        media[kind] = inputs[kind].resolve(named[kind] or listed[kind], name)
+        media.append(inputs[kind].resolve(named[kind] or listed[kind], name))
         _refuse_mismatch(shown, kind, len(named[kind]), len(listed[kind]))
-    columns = (media["image"], media["video"], media["audio"], template_of(fields), unread)
-    return Conversation(name, context, endings, *columns)
+    return Conversation(name, context, endings, *media, template_of(fields), unread)
 
 
 def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media: Mapping[str, int]) -> list[Turn]:
@@ -221,8 +214,8 @@ FORMS: Mapping[str, Callable[[Mapping[str, Any], Turns], Parts]] = {
 
 def _answer(given: Any, key: str) -> Turn:
     """Parses an answer: a text, an assistant's message, or a list with one message."""
-    turns, *media = turns_of(as_turns(given, "assistant"), key)
-    if [turn.role for turn in turns] != ["assistant"] or any(media):
+    turns, media = turns_of(as_turns(given, "assistant"), key)
+    if [turn.role for turn in turns] != ["assistant"] or any(media.values()):
         raise RowError("bad_pair", f"`{key}` is no text and no assistant's message: write one answer")
     return turns[0]
 

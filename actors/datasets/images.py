@@ -10,12 +10,11 @@ import base64
 import binascii
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
@@ -62,7 +61,6 @@ class WebFile:
 
 
 ImageSource = Path | EncodedFile | WebFile
-M = TypeVar("M")  # a resolved medium
 
 
 class ImageError(SkippedSample):
@@ -82,10 +80,10 @@ class Downloads(Protocol):
         ...
 
 
-class MediaInputs(ABC, Generic[M]):
+class MediaInputs:
     """Resolves media of rows. Paths are confined to `root` after following symbolic links."""
 
-    noun: str  # in names of media without a name
+    noun: ClassVar[str]  # in names of media without a name
 
     def __init__(self, root: Path, downloads: Downloads, *, takes_absolute: bool) -> None:
         """`takes_absolute` allows absolute paths; paths in file URLs are always absolute."""
@@ -93,19 +91,19 @@ class MediaInputs(ABC, Generic[M]):
         self._downloads = downloads
         self._takes_absolute = takes_absolute
 
-    def resolve(self, value: Any, name: str) -> tuple[M, ...]:
+    def resolve(self, value: Any, name: str) -> tuple[Any, ...]:
         """Resolves the media of `each`, in order; `name` is the name of the row, for media without a name."""
         values = self.each(value)
         names = [name] if len(values) == 1 else [f"{name}, {self.noun} {n}" for n in range(1, len(values) + 1)]
         return tuple(self._resolved(item, item_name) for item, item_name in zip(values, names, strict=True))
 
-    @abstractmethod
     def each(self, value: Any) -> list[Any]:
-        """The media of a value of a row; None has none."""
+        """The media of a value of a row: none, one, or those of a list, which is nested at most once."""
+        return list(flat(value))
 
-    @abstractmethod
-    def _resolved(self, value: Any, name: str) -> M:
+    def _resolved(self, value: Any, name: str) -> Any:
         """Resolves one medium."""
+        return self._one(value, name)
 
     def _one(self, value: Any, name: str) -> ImageSource:
         match value:
@@ -190,16 +188,10 @@ class MediaInputs(ABC, Generic[M]):
         return path
 
 
-class ImageInputs(MediaInputs[ImageSource]):
-    """Resolves the images of rows; a list (nested at most once) has several."""
+class ImageInputs(MediaInputs):
+    """Resolves the images of rows."""
 
     noun = "image"
-
-    def each(self, value: Any) -> list[Any]:
-        return list(flat(value))
-
-    def _resolved(self, value: Any, name: str) -> ImageSource:
-        return self._one(value, name)
 
 
 def path_below(root: Path, text: str) -> Path | None:
@@ -217,10 +209,11 @@ def path_below(root: Path, text: str) -> Path | None:
     return named if named.is_relative_to(root) and is_blob else None
 
 
-def flat(value: Any) -> Iterator[Any]:
-    """Yields the items of a value: none, a single item, a list, or a list of lists. Absent items are skipped."""
-    for item in value if isinstance(value, list | tuple) else [value]:
-        for inner in item if isinstance(item, list | tuple) else [item]:
+def flat(value: Any, is_item: Callable[[Any], bool] = lambda given: False) -> Iterator[Any]:
+    """Yields the items of a value: none, a single item, a list, or a list of lists. Absent items are skipped.
+    `is_item`: whether a list is one item."""
+    for item in value if isinstance(value, list | tuple) and not is_item(value) else [value]:
+        for inner in item if isinstance(item, list | tuple) and not is_item(item) else [item]:
             if not is_absent(inner):
                 yield inner
 

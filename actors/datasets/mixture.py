@@ -121,11 +121,6 @@ Stages = Callable[[np.ndarray, int], list[np.ndarray]]
 """(difficulty [N], number of stages) -> sorted positions of each stage, in the order of stages."""
 
 
-def everything(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
-    """All rows in one stage."""
-    return [np.arange(len(difficulty))]
-
-
 def easy_first(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
     """The easiest rows, then harder ones, in stages of equal size.
 
@@ -142,7 +137,7 @@ def hard_first(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
     return easy_first(-difficulty, num_stages)
 
 
-CURRICULA: Mapping[str, Stages] = {"none": everything, "easy_first": easy_first, "hard_first": hard_first}
+CURRICULA: Mapping[str, Stages] = {"easy_first": easy_first, "hard_first": hard_first}
 PROMPT_TOKENS = "prompt_tokens"  # key for the length of the prompt
 
 

@@ -57,14 +57,14 @@ def read_split(
 NUM_CACHED = 8  # rows; each is read twice in a row, for the id and for the prompt
 
 
-class TableRows(LazyRows[Row]):
-    """All rows of a table, read on demand."""
+class RowReader:
+    """Reads the rows of a table on demand."""
 
     def __init__(
         self,
         table: Table,
         row_format: RowFormat,
-        media: Mapping[str, MediaInputs[Any]],
+        media: Mapping[str, MediaInputs],
         data: DataConfig,
         source: SourceConfig,
         label_key: str,
@@ -77,23 +77,8 @@ class TableRows(LazyRows[Row]):
         self._source = source
         self._placeholders = data.placeholders.model_dump()
         self._label_key = label_key
-        self._curriculum = curriculum_of(data)
-        self._read = lru_cache(maxsize=NUM_CACHED)(self._read_row)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def row_at(self, index: int) -> Row:
-        return self._read(index)
-
-    def name(self, index: int) -> str:
-        return self._table.name(index)
-
-    def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
-        return ChosenRows(self, indices, self._curriculum, difficulty)
-
-    def endless(self, seed: int) -> Shuffled[Row]:
-        return self.chosen(np.arange(len(self))).endless(seed)
+        self.name = table.name
+        self.row = lru_cache(maxsize=NUM_CACHED)(self._read_row)
 
     def order_of(self, indices: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """Returns int64 [N]: an order of the rows at sorted `indices` [N], as positions in `indices`."""
@@ -144,14 +129,18 @@ class TableRows(LazyRows[Row]):
         return {**others, **{column: value for column, value in renamed.items() if value is not None}}
 
 
-class ChosenRows(LazyRows[Row]):
-    """A selection of a table's rows, in the order of the table."""
+class TableRows(LazyRows[Row]):
+    """Rows of a table, in the order of the table."""
 
     def __init__(
-        self, rows: TableRows, indices: np.ndarray, curriculum: Curriculum | None, difficulty: np.ndarray | None
+        self,
+        reader: RowReader,
+        indices: np.ndarray,
+        curriculum: Curriculum | None,
+        difficulty: np.ndarray | None = None,
     ) -> None:
         """`difficulty`, float64 [N], is the difficulty of each row at `indices`, int64 [N], for a curriculum."""
-        self._rows = rows
+        self._reader = reader
         self._indices = indices
         self._curriculum = curriculum
         self._difficulty = difficulty
@@ -160,13 +149,13 @@ class ChosenRows(LazyRows[Row]):
         return len(self._indices)
 
     def row_at(self, index: int) -> Row:
-        return self._rows.row_at(int(self._indices[index]))
+        return self._reader.row(int(self._indices[index]))
 
     def name(self, index: int) -> str:
-        return self._rows.name(int(self._indices[index]))
+        return self._reader.name(int(self._indices[index]))
 
-    def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
-        return ChosenRows(self._rows, self._indices[indices], self._curriculum, difficulty)
+    def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> TableRows:
+        return TableRows(self._reader, self._indices[indices], self._curriculum, difficulty)
 
     def endless(self, seed: int) -> Shuffled[Row]:
         return Shuffled(self, self.order, seed)
@@ -175,9 +164,9 @@ class ChosenRows(LazyRows[Row]):
         """Returns int64 [N]: the order of one epoch, stage by stage."""
         curriculum = self._curriculum
         if curriculum is None or self._difficulty is None or epoch >= curriculum.num_epochs:
-            return self._rows.order_of(self._indices, seed, epoch)
+            return self._reader.order_of(self._indices, seed, epoch)
         stages = curriculum.stages(self._difficulty, curriculum.num_stages)
-        return np.concatenate([stage[self._rows.order_of(self._indices[stage], seed, epoch)] for stage in stages])
+        return np.concatenate([stage[self._reader.order_of(self._indices[stage], seed, epoch)] for stage in stages])
 
 
 def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split[Row]:
@@ -245,7 +234,7 @@ def _open_source(
         direct = MediaDownloads((data.cache_path / "downloads").absolute(), data.allowed_hosts, limits)
         return LateDownloads(direct) if fetches_late else direct
 
-    limits: dict[str, tuple[type[MediaInputs[Any]], int, str]] = {
+    limits: dict[str, tuple[type[MediaInputs], int, str]] = {
         "image": (ImageInputs, data.max_image_bytes, "data.max_image_bytes"),
         "video": (VideoInputs, data.video.max_file_bytes, "data.video.max_file_bytes"),
         "audio": (AudioInputs, data.audio.max_file_bytes, "data.audio.max_file_bytes"),
@@ -254,4 +243,5 @@ def _open_source(
         kind: make(root, downloads(max_bytes, key), takes_absolute=takes_absolute)
         for kind, (make, max_bytes, key) in limits.items()
     }
-    return TableRows(table, row_format, media, data, source, label_key)
+    reader = RowReader(table, row_format, media, data, source, label_key)
+    return TableRows(reader, np.arange(len(table)), curriculum_of(data))

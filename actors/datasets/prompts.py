@@ -204,7 +204,6 @@ class PromptSource(Generic[R, P]):
             return True
 
     def row_of(self, prompt_id: str) -> R:
-        """Returns the row of a prompt."""
         return self._rows.row(self.index_of(prompt_id))
 
     def _begin(self, index: int) -> Future[P]:

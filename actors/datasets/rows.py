@@ -112,7 +112,6 @@ class Split(Generic[R_co]):
 
 
 def count_by_reason(skipped: Iterable[Skipped]) -> dict[str, int]:
-    """reason -> number of skipped samples."""
     return dict(Counter(sample.reason for sample in skipped))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -63,7 +64,7 @@ class RowFormat:
 
 def finish(
     draft: Draft,
-    media: Mapping[str, MediaInputs[Any]],
+    media: Mapping[str, MediaInputs],
     *,
     placeholders: Mapping[str, str],
     default_id: str,
@@ -252,18 +253,16 @@ def json_value(value: Any) -> Any:
     return str(value)
 
 
-def media_of(
-    record: Record, images: Sequence[Any] = (), videos: Sequence[Any] = (), audios: Sequence[Any] = ()
-) -> dict[str, Any]:
-    """The media of a row for a `Draft`: those of its turns, or of its columns such as `images` and `image`.
+def media_of(record: Record, in_turns: Mapping[str, Sequence[Any]] = MappingProxyType({})) -> dict[str, Any]:
+    """The media of a row for a `Draft`: those of its turns by kind, or of its columns such as `images` and `image`.
 
     Raises:
         RowError: both the turns and a column have media of one kind.
     """
     found = {}
-    for kind, in_turns in (("image", images), ("video", videos), ("audio", audios)):
-        column = first_of(record, f"{kind}s", kind)
-        if in_turns and column is not None and any(not is_absent(item) for item in flat(column)):
+    for kind in PLACEHOLDERS:
+        held, column = in_turns.get(kind), first_of(record, f"{kind}s", kind)
+        if held and column is not None and any(not is_absent(item) for item in flat(column)):
             raise RowError(f"bad_{kind}", f"the row has {kind}s in its turns and in `{kind}s`: keep one of them")
-        found[f"{kind}s"] = in_turns or column
+        found[f"{kind}s"] = held or column
     return found

@@ -74,7 +74,7 @@ def _messages(record: Record) -> Draft:
     are the two responses of a preference pair.
     """
     record = as_messages(record, is_offline=False)
-    turns, *media = turns_of(record["messages"], "messages")
+    turns, media = turns_of(record["messages"], "messages")
     asked, response = split_response(turns, "messages")
     metadata = record.get("metadata")
     return _answered(
@@ -95,7 +95,7 @@ def _sharegpt(record: Record) -> Draft:
 
     As `_messages`; an optional column `answer` has the literal answer for rewards, if it is not the whole response.
     """
-    turns, *media = turns_of(record.get("conversations"), "conversations")
+    turns, media = turns_of(record.get("conversations"), "conversations")
     asked, response = split_response(turns, "conversations")
     return _answered(record, SHAREGPT, asked, media, response)
 
@@ -113,7 +113,7 @@ def _alpaca(record: Record) -> Draft:
     if output is None and response_of(record.get("chosen"), "chosen") is None:
         raise RowError("missing_output", "the row has neither `output` nor `chosen`: add one of them")
     turns = [*_history(record.get("history")), Turn("user", text_of(question, "instruction"))]
-    return _answered(record, ALPACA, turns, ((), (), ()), output)
+    return _answered(record, ALPACA, turns, {}, output)
 
 
 def _verl(record: Record) -> Draft:
@@ -124,7 +124,7 @@ def _verl(record: Record) -> Draft:
      "reward_model": {"style": "rule", "ground_truth": "3"}, "extra_info": {"split": "train", "index": 0}}
     """
     prompt = record.get("prompt")
-    turns, *media = ([Turn("user", prompt)],) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    turns, media = ([Turn("user", prompt)], {}) if isinstance(prompt, str) else turns_of(prompt, "prompt")
     asked, response = split_response(turns, "prompt")
     truth = only_one(first_of(record, "reward_model.ground_truth"))
     info = _object(record, "extra_info")
@@ -139,7 +139,7 @@ def _verl(record: Record) -> Draft:
         solution=response,
         label=record.get("data_source"),
         metadata=metadata,
-        **media_of(record, *media),
+        **media_of(record, media),
     )
 
 
@@ -152,7 +152,7 @@ def _lightrft(record: Record) -> Draft:
     prompt = first_of(record, "input", "prompt")
     if prompt is None:
         raise RowError("missing_prompt", "the row has no `prompt`: add it")
-    turns, *media = ([Turn("user", prompt)],) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    turns, media = ([Turn("user", prompt)], {}) if isinstance(prompt, str) else turns_of(prompt, "prompt")
     info = record.get("extra_info")
     return Draft(
         turns=split_response(turns, "prompt")[0],
@@ -161,7 +161,7 @@ def _lightrft(record: Record) -> Draft:
         label=first_of(record, "label", "extra_info.label"),
         metadata={**others(record, *LIGHTRFT), **(json_value(info) if isinstance(info, Mapping) else {})},
         has_media_in_front=True,
-        **media_of(record, *media),
+        **media_of(record, media),
     )
 
 
@@ -179,7 +179,7 @@ def _answered(
         chosen=chosen,
         rejected=rejected,
         metadata={**others(record, *columns), **dict(metadata)},
-        **media_of(record, *media),
+        **media_of(record, media),
     )
 
 

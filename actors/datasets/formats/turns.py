@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -29,11 +30,9 @@ LOSS_FIELDS = ("weight", "loss", "train", "training", "train_on_turn", "loss_mas
 _TURNS = ("messages", "conversations", "prompt", "completion", "input", "chosen", "rejected")  # columns of turns
 _READ_IN_TURNS = ("role", "from", "content", "value", *SHOWN_FIELDS, *NAMING_FIELDS, *LOSS_FIELDS)
 TEXT_PARTS = ("text", "input_text", "output_text")
-IMAGE_PARTS = ("image", "image_url", "input_image")
-VIDEO_PARTS = ("video", "video_url", "input_video")
-AUDIO_PARTS = ("audio", "audio_url", "input_audio")
+MEDIA_PARTS = {kind: (kind, f"{kind}_url", f"input_{kind}") for kind in PLACEHOLDERS}  # types of a part, and its keys
 HELD = ("url", "path", "bytes", "base64", "source")  # keys of a part of any kind
-_READ_IN_PARTS = ("type", "text", *MEDIA_COLUMNS, *IMAGE_PARTS, *VIDEO_PARTS, *AUDIO_PARTS, *HELD)
+_READ_IN_PARTS = ("type", "text", *MEDIA_COLUMNS, *chain(*MEDIA_PARTS.values()), *HELD)
 
 Rule = tuple[tuple[str, ...], tuple[Any, ...], str]  # names, values that change nothing, next action
 _LOSS = "write `weight` 0 or 1 in the turns of the assistant"
@@ -226,8 +225,8 @@ OTHER_FORMATS = {  # column -> the words that read its format
 }
 
 
-def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[Any], list[Any]]:
-    """Parses messages; returns the turns, and the images, videos and sounds of their parts, in order.
+def turns_of(messages: Any, column: str) -> tuple[list[Turn], dict[str, list[Any]]]:
+    """Parses messages; returns the turns, and the media of their parts by kind, in order.
 
     A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. A media part without
     a medium is a placeholder for an entry of the row's media column.
@@ -247,7 +246,7 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
             if medium is not None:
                 held[kind].append(medium)
         turns.append(Turn(role, "".join(texts), in_loss(message, role, column), fields))
-    return turns, held["image"], held["video"], held["audio"]
+    return turns, held
 
 
 def medium_of(part: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -263,8 +262,8 @@ def response_of(value: Any, column: str) -> str | None:
         return None
     if not isinstance(value, Mapping | list | tuple):
         return text_of(value, column)
-    turns, *media = turns_of(value if isinstance(value, list | tuple) else [value], column)
-    if len(turns) != 1 or any(media):
+    turns, media = turns_of(value if isinstance(value, list | tuple) else [value], column)
+    if len(turns) != 1 or any(media.values()):
         raise RowError(f"bad_{column}", f"`{column}` has {len(turns)} turns: write one response of text")
     return _text_alone(turns[0], column) or None
 
@@ -348,14 +347,12 @@ def _part(part: Any, column: str) -> tuple[str, str, Any]:
     kind = part.get("type")
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return "text", text_part(part["text"]), None
-    if kind in IMAGE_PARTS:
-        return "image", PLACEHOLDERS["image"] + PART, medium_of(part, IMAGE_PARTS)
-    if kind in VIDEO_PARTS:
-        held = medium_of(part, VIDEO_PARTS)
-        video = {"video": held, "fps": part.get("fps")} if isinstance(held, list | tuple) else held
-        return "video", PLACEHOLDERS["video"] + PART, video
-    if kind in AUDIO_PARTS:
-        return "audio", PLACEHOLDERS["audio"] + PART, medium_of(part, AUDIO_PARTS)
+    for medium, names in MEDIA_PARTS.items():
+        if kind in names:
+            held = medium_of(part, names)
+            if medium == "video" and isinstance(held, list | tuple):
+                held = {"video": held, "fps": part.get("fps")}
+            return medium, PLACEHOLDERS[medium] + PART, held
     raise RowError(f"bad_{column}", f"`{column}` has a part of type {kind!r}: use text, image_url, video or audio")
 
 

@@ -156,7 +156,6 @@ class OpenFiles:
             os.close(descriptor)
 
     def read(self, file: int, start: int, length: int) -> bytes:
-        """Reads bytes of the file with the index `file`."""
         return os.pread(self._descriptors[file], length, start)
 
 

@@ -30,7 +30,6 @@ from mobula.cluster.records.json_lines import line_positions, parse_json, read_l
 
 
 def parse_object(text: bytes, what: str) -> Record:
-    """Parses the object of a line or element."""
     try:
         record: Any = parse_json(text)
     except ValueError as error:
@@ -44,66 +43,52 @@ def parse_object(text: bytes, what: str) -> Record:
     return record
 
 
-class FileSpans:
-    """Byte positions of the records of one file; 20 bytes a record."""
+class LineTable:
+    """Implements `Table` for JSON objects, one a line, of several files; only offsets are in memory, 20 bytes a
+    record."""
 
-    def __init__(self, file: Path, spans: Iterable[tuple[int, int, int]]) -> None:
-        """`spans`: (start, length, number in the file) of every record."""
-        self.file = file
-        starts, lengths, numbers = array("q"), array("q"), array("I")
-        for start, length, number in spans:
-            starts.append(start)
-            lengths.append(length)
-            numbers.append(number)
-        self.starts = np.frombuffer(starts, dtype=np.int64)
-        self.lengths = np.frombuffer(lengths, dtype=np.int64)
-        self.numbers = np.frombuffer(numbers, dtype=np.uint32)
+    what = "line"  # name of a record in errors
 
-
-class JsonTable:
-    """Implements `Table` for JSON objects of several files; only offsets are in memory."""
-
-    def __init__(self, root: Path, files: list[FileSpans], what: str) -> None:
-        """`what` is the name of a record in errors: line, element."""
+    def __init__(self, root: Path, files: list[Path]) -> None:
         self.root = root
-        self.source = str(files[0].file)
+        self.source = str(files[0])
         self._files = files
-        self._what = what
-        self._opened = OpenFiles(spans.file for spans in files)
-        self._ends = np.cumsum([len(spans.starts) for spans in files])
+        self._starts, self._lengths, self._numbers = array("q"), array("q"), array("I")
+        ends = []
+        for file in files:
+            try:
+                for start, length, number in self.spans(file):
+                    self._starts.append(start)
+                    self._lengths.append(length)
+                    self._numbers.append(number)
+            except ValueError as error:
+                raise DatasetError(str(error)) from error
+            ends.append(len(self._starts))
+        self._ends = np.array(ends)  # int64 [files]: records up to the end of each file
+        self._opened = OpenFiles(files)
         self.blocks = read_one_by_one(len(self))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._starts)
 
     def record(self, index: int) -> Record:
-        file, row = located(self._ends, index)
-        spans = self._files[file]
-        return self.parsed(self._opened.read(file, int(spans.starts[row]), int(spans.lengths[row])))
-
-    def parsed(self, text: bytes) -> Record:
-        """Parses the bytes of a record."""
-        return parse_object(text, self._what)
+        file, _ = located(self._ends, index)
+        return self.parsed(self._opened.read(file, self._starts[index], self._lengths[index]))
 
     def name(self, index: int) -> str:
-        file, row = located(self._ends, index)
-        return f"{self._files[file].file.name}:{self._files[file].numbers[row]}"
+        file, _ = located(self._ends, index)
+        return f"{self._files[file].name}:{self._numbers[index]}"
+
+    def spans(self, file: Path) -> Iterable[tuple[int, int, int]]:
+        """(start, length, number in the file) of every record."""
+        return line_positions(file)
+
+    def parsed(self, text: bytes) -> Record:
+        return parse_object(text, self.what)
 
 
 def open_jsonl(opened: Opened) -> Table:
-    return lines_table(opened.path, files_of(opened, SUFFIXES["jsonl"]))
-
-
-def lines_table(root: Path, files: list[Path]) -> JsonTable:
-    return JsonTable(root, [line_spans(file) for file in files], "line")
-
-
-def line_spans(file: Path) -> FileSpans:
-    """Byte positions of the lines that are not empty."""
-    try:
-        return FileSpans(file, line_positions(file))
-    except ValueError as error:
-        raise DatasetError(str(error)) from error
+    return LineTable(opened.path, files_of(opened, SUFFIXES["jsonl"]))
 
 
 def read_objects(file: Path) -> Iterator[tuple[int, Record | RowError]]:
@@ -127,9 +112,16 @@ ANYTHING = re.compile(rb"\S")
 
 def open_json(opened: Opened) -> Table:
     files = files_of(opened, SUFFIXES["json"])
-    if not all(_is_array(file) for file in files):
-        return lines_table(opened.path, files)
-    return JsonTable(opened.path, [FileSpans(file, _elements(file)) for file in files], "element")
+    return (ArrayTable if all(map(_is_array, files)) else LineTable)(opened.path, files)
+
+
+class ArrayTable(LineTable):
+    """Elements of arrays as records."""
+
+    what = "element"
+
+    def spans(self, file: Path) -> Iterable[tuple[int, int, int]]:
+        return _elements(file)
 
 
 def _is_array(file: Path) -> bool:
@@ -168,12 +160,10 @@ TEXT = ".txt"
 def open_prompts(opened: Opened) -> Table:
     """Opens the JSONL files of a split; without any, the text files."""
     files = files_of(opened, SUFFIXES["prompts"])
-    if files[0].suffix != TEXT:
-        return lines_table(opened.path, files)
-    return TextTable(opened.path, [line_spans(file) for file in files], "line")
+    return (TextTable if files[0].suffix == TEXT else LineTable)(opened.path, files)
 
 
-class TextTable(JsonTable):
+class TextTable(LineTable):
     """Lines of text as records with one column, `prompt`."""
 
     def parsed(self, text: bytes) -> Record:

@@ -190,11 +190,7 @@ def observation_hash(observation: Observation) -> str:
 def checked_observation(
     observation: Sequence[Message], roles: Sequence[str], *, max_bytes: int, takes_images: bool
 ) -> Observation:
-    """Checks that an observation can be rendered, and returns it.
-
-    Raises:
-        EpisodeError: a role, a number of placeholders, the size or an image is invalid.
-    """
+    """Returns an observation that can be rendered. Raises: EpisodeError: a role, an image or the size is unfit."""
     num_bytes = 0
     for message in observation:
         if not isinstance(message, Message):
@@ -224,11 +220,7 @@ def checked_observation(
 
 
 def checked_rewards(reward: float | Mapping[str, float]) -> dict[str, float]:
-    """Returns the parts of a reward by name.
-
-    Raises:
-        EpisodeError: a part is no finite number.
-    """
+    """Returns the parts of a reward by name. Raises: EpisodeError: a part is no finite number."""
     parts = dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
     for name, value in parts.items():
         if not isinstance(value, Real | np.bool_) or not math.isfinite(value):
@@ -259,7 +251,6 @@ def describe_tools(tools: Sequence[Tool]) -> str:
 
 
 def _checked(call: CallText, tool: Tool | None) -> ToolCall:
-    """Checks a call against the parameters of the tool."""
     if call.status != "ok":
         return ToolCall(*call)
     if tool is None:

@@ -26,7 +26,6 @@ EXTRAS: Mapping[str, str] = {  # name -> extra with the dependencies
 
 
 def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """Builds a built-in or user environment with `options`."""
     made_by = _class_of(name)
     try:
         check_call(made_by, (), options)

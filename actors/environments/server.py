@@ -46,8 +46,6 @@ class CallBody(BaseModel):
 
 @dataclass
 class _Held:
-    """One session of a client, and the last reply."""
-
     session: EnvironmentSession
     stack: AsyncExitStack
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -86,7 +84,6 @@ class EnvironmentServer:
         return {"session": name, "name": self._config.name, "spec": spec_to_json(session.spec)}
 
     async def call(self, name: str, method: str, given: CallBody) -> Json:
-        """Returns the result or the failure of one call."""
         held = self._held[name]
         async with held.lock:
             if given.call == held.last_call:
@@ -147,8 +144,6 @@ async def _closed_with(stack: AsyncExitStack, error: Exception) -> None:
 
 
 def make_app(server: EnvironmentServer) -> FastAPI:
-    """Builds the ASGI application."""
-
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         watching = asyncio.create_task(server.end_abandoned())

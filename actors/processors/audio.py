@@ -169,7 +169,6 @@ def check_audio(source: Audio, limits: AudioLimits) -> int:
 
 
 def load_audio(source: Audio, limits: AudioLimits) -> LoadedMedium[Audio, int]:
-    """Reads the file and measures the sound."""
     with open_bounded(source, limits.audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         content = file.read()
     with _opened(BytesIO(content), source, limits.audio) as sound:
@@ -219,7 +218,6 @@ def draw_sound(samples: np.ndarray, size: tuple[int, int]) -> Image.Image:
 
 
 def require_soundfile() -> Any:
-    """Returns the module soundfile."""
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: libsndfile is missing

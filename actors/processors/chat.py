@@ -162,7 +162,6 @@ class ChatProcessor:
         self.sounds = SoundModality(parts, sampler.max_audios_per_prompt)
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """Builds the prompt of a row. Processes and stores the media."""
         self._check_row(row)
         loaded = self.load_media(row)
         measures = measures_of(loaded)
@@ -198,7 +197,6 @@ class ChatProcessor:
         return int(layout.expanded_ids.shape[0])
 
     def num_media(self, row: HasMedia) -> int:
-        """Number of media in the prompt of a row."""
         return len(row.images) + len(row.videos) + len(row.audios)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
@@ -317,12 +315,10 @@ class ChatProcessor:
         yield from ((self.images, row.images), (self.videos, row.videos), (self.sounds, row.audios))
 
     def check_media(self, row: HasMedia) -> None:
-        """Checks the number of images, videos and sounds of a row."""
         for modality, sources in self._media_of(row):
             modality.check(sources, row.sample_id)
 
     def measure_media(self, row: HasMedia) -> Measures:
-        """Measures the media from the headers of the row's files."""
         return [[modality.measure(source) for source in sources] for modality, sources in self._media_of(row)]
 
     def load_media(self, row: HasMedia) -> LoadedMedia:
@@ -484,7 +480,6 @@ def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
 
 
 def _load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a text-only model."""
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the type depends on the damaged file

@@ -94,7 +94,6 @@ class ConversationProcessor:
         self._trains_template = trains_template
 
     def prepare(self, row: Conversation, prompt_id: str) -> ScoredGroup:
-        """Builds the group of a row. Processes and stores the media."""
         row = self._inlined(row)
         self._check(row)
         loaded = self.chat.load_media(row)
@@ -126,7 +125,6 @@ class ConversationProcessor:
         return max(len(whole.ids) for whole in wholes)
 
     def num_media(self, row: Conversation) -> int:
-        """Number of media in a row."""
         return self.chat.num_media(row)
 
     def _inlined(self, row: Conversation) -> Conversation:

@@ -56,7 +56,6 @@ class FlowProcessor:
 
     @classmethod
     def of(cls, config: RunConfig, media: MediaKeeper) -> FlowProcessor:
-        """The processor of a run."""
         return cls(flow_checkpoint(config), config.data, config.sampler.flow, media, config.question_suffix)
 
     def __init__(
@@ -87,7 +86,6 @@ class FlowProcessor:
         return Prompt(prompt_id, row.sample_id, text, NO_IDS, NO_IDS, media, spans, row.references, metadata)
 
     def prompt_text(self, row: Row) -> str:
-        """The text that is encoded."""
         return plain(row.question) + self._suffix
 
     def check(self, row: Row) -> int:
@@ -102,7 +100,6 @@ class FlowProcessor:
         return 0
 
     def num_media(self, row: Row) -> int:
-        """Number of encoded texts."""
         return 1 if self._flow.guidance == 1 else 2
 
     def clean(self, prompt: Prompt, choice: int) -> np.ndarray:
@@ -206,7 +203,6 @@ class ImagePairProcessor:
         self._flow = flow
 
     def prepare(self, row: ImagePair, prompt_id: str) -> ScoredGroup:
-        """Builds the group of a row."""
         prompt = self._flow.prepare(_asked(row), prompt_id)
         paths = (row.chosen, row.rejected)
         trajectories = tuple(_trajectory(f"{prompt_id}#{n}", self._flow.latents(path)) for n, path in enumerate(paths))
@@ -214,11 +210,9 @@ class ImagePairProcessor:
         return ScoredGroup(group.summary(), group, (Reward(CHOSEN), Reward(REJECTED)))
 
     def num_media(self, row: ImagePair) -> int:
-        """Number of encoded texts."""
         return self._flow.num_media(_asked(row))
 
     def check(self, row: ImagePair) -> int:
-        """0: a prompt has no tokens."""
         for path in (row.chosen, row.rejected):
             self._flow.latents(path)
         return self._flow.check(_asked(row))

@@ -44,13 +44,11 @@ def check_image(source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
 
 
 def read_image(source: ImageSource, limits: ImageLimits) -> bytes:
-    """Returns the file's bytes."""
     with _open_file(source, limits) as file:
         return file.read()
 
 
 def load_image(source: ImageSource, limits: ImageLimits) -> LoadedMedium[ImageSource, tuple[int, int]]:
-    """Reads and measures an image."""
     content = read_image(source, limits)
     return LoadedMedium(source, measure_image(content, source, limits), (content,))
 

@@ -46,20 +46,16 @@ class ImageTokenProcessor:
         return str(self._processor.chat_template)
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """Builds the prompt of a row."""
         text, ids = self._encoded(row)
         return Prompt(prompt_id, row.sample_id, text, ids, ids, (), (), row.references, row.metadata)
 
     def num_media(self, row: Row) -> int:
-        """0: prompts are text."""
         return 0
 
     def prompt_text(self, row: Row) -> str:
-        """The text of the row's prompt."""
         return self._encoded(row)[0]
 
     def check(self, row: Row) -> int:
-        """Returns the number of tokens of the row's prompt."""
         return len(self._encoded(row)[1])
 
     def _encoded(self, row: Row) -> tuple[str, np.ndarray]:

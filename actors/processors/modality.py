@@ -69,7 +69,6 @@ class Modality(ABC, Generic[S, M]):
         self._model = model
 
     def check(self, sources: Sequence[S], row: str) -> None:
-        """Checks the number of media of `row`."""
         if len(sources) > self.limit:
             raise PromptError(
                 f"{row} has {len(sources)} {self.name}, {self.limit_key} is {self.limit}: raise it or remove the row"

@@ -91,7 +91,6 @@ class ProcessorPool:
         return asyncio.run_coroutine_threadsafe(self.prepare(row, prompt_id), self._loop)
 
     async def prepare(self, row: Any, prompt_id: str) -> Prompt | ScoredGroup:
-        """Returns the prompt of a row."""
         lost: list[str] = []
         while len(lost) < MAX_LOSSES:
             async with self._work.slot(is_urgent=bool(lost)) as slot:

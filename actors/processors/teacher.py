@@ -34,11 +34,7 @@ def named_teachers(config: RunConfig) -> dict[str, str]:
 
 
 def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
-    """Checks that the teacher in the folder `teacher` reads the token ids and image tensors of `policy.model`.
-
-    Args:
-        key: configuration key of the teacher.
-    """
+    """Checks that the teacher in a folder reads the token ids and images of `policy.model`; `key` names the teacher."""
     policy = config.policy.model
     _check_vocabulary(policy, teacher, key)
     sees = takes_images(str(teacher), key)

@@ -174,7 +174,6 @@ def _opened(file: IO[bytes], source: Video) -> Iterator[tuple[Any, Any]]:
 
 
 def require_av() -> Any:
-    """Returns the module av (PyAV)."""
     try:
         import av
     except ImportError as error:

@@ -65,11 +65,7 @@ class Made:
 
 
 class CallMedia:
-    """Implements `cluster.records.media.MediaKeeper` for one call; processes no media that the caller has.
-
-    Args:
-        known: keys of the media that the caller has.
-    """
+    """Implements `cluster.records.media.MediaKeeper` for one call; processes none of `known`, the caller's media."""
 
     def __init__(self, known: frozenset[str] = frozenset()) -> None:
         self._known = known

@@ -111,7 +111,6 @@ class ReferenceScorer:
             raise ScoringError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
 
     def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
-        """`score` of a single group."""
         return self.score([group])[0]
 
     def ping(self) -> bool:

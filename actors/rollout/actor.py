@@ -72,10 +72,7 @@ MEDIA_IN_MEMORY = 512  # cached processed images of one actor; each is also in t
 
 
 class RolloutActor(PromptServer):
-    """Samples groups with one engine, and receives weights between or during them.
-
-    Runs as an asyncio actor: many prompts are in flight and the engine batches them.
-    """
+    """Samples groups with one engine, many at a time, and receives weights between or during them."""
 
     def __init__(self, sampler: str, settings: EngineSettings, *, object_timeout_s: float) -> None:
         super().__init__()
@@ -88,7 +85,6 @@ class RolloutActor(PromptServer):
         self._media = MediaBatcher(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))
 
     async def start(self) -> None:
-        """Loads the engine."""
         await self._sampler.start()
 
     async def ping(self) -> int:
@@ -96,28 +92,21 @@ class RolloutActor(PromptServer):
         return await self._sampler.weight_version()
 
     async def probe(self) -> None:
-        """Samples one token, to show that the engine works."""
         await self._sampler.probe()
 
     async def sleep(self) -> None:
-        """Frees the memory of the device."""
         await self._sampler.sleep()
 
     async def wake_up(self, tag: str) -> None:
-        """Allocates the memory of `weights` or of the `kv_cache` again."""
         await self._sampler.wake_up(tag)
 
     def engine_load(self) -> EngineLoad:
-        """Returns the load of the engine, for the heartbeat."""
         return self._sampler.load()
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
     ) -> tuple[TrajectoryGroup, GroupReport]:
-        """Samples all siblings of one prompt; continues an earlier attempt.
-
-        Returns the group, which stays on this node, and a report for the driver.
-        """
+        """Samples all siblings of one prompt, continuing an earlier attempt; the group stays on this node."""
         with self._sampler.coming():
             media = await self._media.read(prompt.media)
         sequences = await self._sampler.sample(prompt, media, settings, attempt, self._report)
@@ -136,15 +125,12 @@ class RolloutActor(PromptServer):
         return await self._sampler.prompt_logprobs(prompt, await self._media.read(prompt.media))
 
     async def serve(self, adapter: str, folder: Path) -> None:
-        """Loads an adapter; raises ValueError as `AdapterSampler.serve`."""
         await self._adapter_sampler.serve(adapter, folder)
 
     async def withdraw(self, adapter: str) -> None:
-        """Unloads an adapter after its running requests; raises ValueError as `AdapterSampler.withdraw`."""
         await self._adapter_sampler.withdraw(adapter)
 
     async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores:
-        """Scores a prompt; raises ValueError as `AdapterSampler.score_prompt`."""
         media = await self._media.read(prompt.media)
         return await self._adapter_sampler.score_prompt(prompt, media, adapter=adapter, num_top=num_top)
 
@@ -159,7 +145,6 @@ class RolloutActor(PromptServer):
         await self._sampler.join_transfer(rendezvous, rank)
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
-        """Receives a push and returns the version that the engine serves afterwards."""
         return await self._sampler.receive_weights(manifest, bucket_bytes, version)
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:

@@ -128,7 +128,6 @@ class RolloutClient:
         return await self._answer(self._handle.is_alive.remote(), "answer that it is alive", self._sign_s)
 
     async def probe(self) -> None:
-        """Samples one token with the engine."""
         await self._answer(self._handle.probe.remote(), "sample one token", self._probe_s)
 
     async def sleep(self) -> None:
@@ -161,8 +160,6 @@ class RolloutClient:
 
 @dataclass(frozen=True)
 class _Asked:
-    """One request and the future of its caller."""
-
     take: Take
     group: asyncio.Future[tuple[Any, GroupReport]]
 
@@ -172,10 +169,7 @@ class _Asked:
 
 
 class PromptClient:
-    """Sends simultaneous requests in one call, and receives the messages of all requests in one stream.
-
-    The stream is opened before the first request, and again after a failure.
-    """
+    """Sends simultaneous requests in one call, and receives the messages of all requests in one stream."""
 
     def __init__(self, handle: Any, name: str) -> None:
         """`handle` is the Ray handle of a `PromptServer` named `name`."""

@@ -131,10 +131,7 @@ class ObservationBudget:
         self._bridge = TurnBridge(chat, model)
 
     def admit(self, episode: Episode, prompt: Prompt, observation: Observation) -> bool:
-        """Appends the observation if it fits, and returns whether it does.
-
-        A turn without an end token (cut at a limit or a stop string) gets one.
-        """
+        """Appends the observation if it fits, and returns whether it does. A turn without an end token gets one."""
         delta = self._bridge.delta(observation)
         is_open = episode.token_ids[-1] not in self._eos_token_ids
         num_more = len(delta.ids) + is_open
@@ -158,8 +155,6 @@ Report = Callable[[Sequence[TokenChunk]], None]
 
 @dataclass(frozen=True)
 class _Request:
-    """One episode to play."""
-
     prompt: Prompt
     settings: SamplingSettings
     request_id: str
@@ -180,12 +175,10 @@ class _TurnReport:
         self._is_restart = is_restart
 
     def begin_again(self) -> None:
-        """Drops the turns of the earlier attempt."""
         self._is_restart = self._is_restart or bool(self._played.turns)
         self._played, self._num_reported = NOTHING, 0
 
     def known(self, number: int) -> SampledSequence | None:
-        """Returns a turn of the earlier attempt, or None."""
         if number >= len(self._played.turns):
             return None
         start = sum(turn.num_tokens for turn in self._played.turns[:number])
@@ -201,10 +194,7 @@ class _TurnReport:
         finish_reason: FinishReason | None,
         response: Callable[[], Response],
     ) -> None:
-        """Reports a turn after the answer of the environment.
-
-        Raises: EpisodeError: the answer to a replayed turn differs from the earlier attempt.
-        """
+        """Reports an answered turn. Raises: EpisodeError: a replayed turn was answered otherwise than before."""
         if number < len(self._played.turns):
             if observation != self._played.turns[number].observation:
                 raise EpisodeError(
@@ -431,7 +421,6 @@ class EpisodeActor(RolloutActor):
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
     ) -> tuple[TrajectoryGroup, GroupReport]:
-        """Plays one episode per sibling; continues the turns of an earlier attempt."""
         failures: Counter[str] = Counter()
         group = await self._episodes.generate(
             prompt, settings, attempt, report=self.report, note_failure=lambda kind: failures.update([kind])

@@ -22,7 +22,6 @@ def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
 
 
 def sampler_maker(kind: str, options: Mapping[str, object]) -> Callable[[EngineSettings], Sampler]:
-    """Returns the class of a sampler with its options."""
     built_in = {name: partial(_built, target) for name, target in SAMPLERS.items()}
     return chosen(built_in, kind, "sampler.kind", ("settings",), options)
 

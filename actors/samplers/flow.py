@@ -122,8 +122,7 @@ class FlowSampler(ImageSampler):
         return latents.to(ROUNDED[self._denoising.dtype]).float()
 
     def _conditions(self, requests: Sequence[ImageRequest]) -> list[dict[str, Tensor]]:
-        """Returns conditions of the prompts and, with guidance, of the negative prompts; a row a request, which may
-        come repeatedly."""
+        """Returns conditions of the prompts and, with guidance, of the negative prompts; a row a request."""
         wanted = self._num_conditions
         for request in requests:
             if len(request.media) != wanted:
@@ -149,13 +148,10 @@ class FlowSampler(ImageSampler):
 
     @torch.no_grad()
     def _work_a_little(self) -> None:
-        """Decodes one image of noise."""
         self._family.decode(self._vae, torch.zeros((1, *self._shape), device=self._device))
 
 
 class _AtHand:
-    """A media reader that returns the given media."""
-
     def __init__(self, media: Sequence[ProcessedMedia]) -> None:
         self._media = media
 

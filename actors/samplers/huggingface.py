@@ -90,7 +90,6 @@ class HuggingFaceSampler(InProcessSampler):
 
     @torch.no_grad()
     def _generate(self, part: GroupPart, media: Sequence[ProcessedMedia], progress: GroupProgress) -> None:
-        """Samples siblings as one batch, and updates `progress`."""
         settings = part.settings
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
@@ -146,7 +145,6 @@ class HuggingFaceSampler(InProcessSampler):
     def _model_inputs(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], num_copies: int
     ) -> Mapping[str, torch.Tensor]:
-        """Returns forward() arguments for `num_copies` of a prompt."""
         ids = torch.from_numpy(prompt.expanded_ids).long().expand(num_copies, -1)  # [n, P]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if media:
@@ -180,10 +178,7 @@ def _name(adapter: ServedAdapter) -> str:
 
 
 class _Reader(StoppingCriteria):
-    """A stopping criterion of generate() that reports sampled tokens.
-
-    Reports every `chunk_tokens` steps, or every step if stop strings may end a response.
-    """
+    """Reports sampled tokens of generate() every `chunk_tokens` steps, or every step if there are stop strings."""
 
     def __init__(self, settings: EngineSettings, part: GroupPart, version: int, progress: GroupProgress) -> None:
         self._settings = settings

@@ -36,8 +36,6 @@ from mobula.learner.policies.loading import DTYPES, load_model
 
 @dataclass(eq=False)
 class ImageRequest:
-    """A prompt whose images are asked for."""
-
     prompt: Prompt
     media: Sequence[ProcessedMedia]
     settings: SamplingSettings
@@ -50,8 +48,6 @@ class ImageRequest:
 
 @dataclass(frozen=True)
 class ImageRow:
-    """One image of a request."""
-
     request: ImageRequest
     sibling: int
 

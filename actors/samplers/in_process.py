@@ -34,11 +34,7 @@ from mobula.learner.policies.loading import as_stored, checkpoint_names
 
 
 class StopStrings:
-    """Ends a response with the token that completes a stop string; token ids are unchanged.
-
-    Searches the whole text of a response, as reward functions read it, because a stop string may begin in an earlier
-    attempt.
-    """
+    """Ends a response with the token that completes a stop string, which may begin in an earlier attempt."""
 
     def __init__(self, model: str, strings: Sequence[str], hidden: Collection[int] = ()) -> None:
         """`model` is the checkpoint of the tokenizer, which is loaded only with `strings`. Ids in `hidden` are removed
@@ -115,7 +111,6 @@ class GroupProgress:
     def of(
         cls, engine: EngineSettings, prompt: Prompt, settings: SamplingSettings, attempt: Attempt, emit: Emit
     ) -> GroupProgress:
-        """The progress of a group on an engine."""
         stop_strings = StopStrings(engine.model, settings.stop_strings, engine.hidden_ids)
         return cls(prompt, settings, attempt, emit, chunk_tokens=engine.chunk_tokens, stop_strings=stop_strings)
 
@@ -146,7 +141,6 @@ class GroupProgress:
             self.siblings[sibling] = self._stop_strings.cut(known.followed_by(piece))
 
     def unfinished(self) -> list[int]:
-        """Returns the indices of siblings that have not ended."""
         return [index for index, sibling in enumerate(self.siblings) if not sibling.is_finished]
 
     def report(self) -> None:
@@ -159,7 +153,6 @@ class GroupProgress:
             self._emit(chunks, tuple(self.siblings))
 
     def finished(self) -> list[SampledSequence]:
-        """Returns all siblings."""
         if unfinished := self.unfinished():
             raise RolloutError(f"the engine ended request {self._request_id} without an end of siblings {unfinished}")
         return self.siblings

@@ -46,7 +46,6 @@ class RunningRequests:
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """Counts one request while the body runs."""
         self._num += 1
         self._none.clear()
         try:
@@ -134,7 +133,6 @@ class ServedAdapters:
         return adapter is not None and adapter.is_ready and adapter.folder == folder
 
     def with_output_layer(self) -> list[str]:
-        """Returns the names of adapters that adapt the output layer."""
         return [adapter.name for adapter in self._adapters.values() if adapter.adapts_output_layer]
 
     def _find(self, name: str) -> ServedAdapter:

@@ -39,8 +39,6 @@ UNFIT = ("tools", "functions")  # unsupported fields of a request
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A request that waits for the answer."""
-
     messages: Observation
     model: str
     _answer: Future[dict[str, Any]] = field(default_factory=Future)

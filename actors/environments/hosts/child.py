@@ -40,7 +40,6 @@ def demonstrate() -> str:
 
 
 def _checked(work: Callable[[], T]) -> T:
-    """Returns the result of `work`."""
     try:
         return work()
     except EpisodeError:

@@ -326,7 +326,6 @@ class EnvironmentPool:
 
 
 def _made(config: EnvironmentConfig) -> Environment:
-    """Builds an environment in the host `environment.host`."""
     limits = {
         "start_timeout_s": config.start_timeout_s,
         "reset_timeout_s": config.reset_timeout_s,

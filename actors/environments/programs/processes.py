@@ -69,7 +69,6 @@ class CommandPrograms:
         self._lock = Lock()
 
     def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
-        """Starts a task; returns the episode's id and the future outcome."""
         name, outcome = uuid4().hex, Future[Outcome]()
         environment = {**os.environ, URL: base_url, KEY: "policy"}
         bypass_loopback(environment)  # no proxy for the endpoint
@@ -184,7 +183,6 @@ class VerifiersProcess:
         return self._process.poll() is None
 
     def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
-        """Starts a task that calls the endpoint at `base_url`; returns the episode's id and the future outcome."""
         name, outcome = uuid4().hex, Future[Outcome]()
         with self._lock:
             self._playing[name] = outcome
@@ -192,13 +190,11 @@ class VerifiersProcess:
         return name, outcome
 
     def cancel(self, name: str) -> None:
-        """Ends an episode; the future outcome is never set."""
         with self._lock:
             self._playing.pop(name, None)
         self._write({"id": name, "is_cancelled": True})
 
     def close(self, *, grace_s: float = 5.0) -> None:
-        """Ends the process and all running tasks."""
         if self._process.poll() is None:
             self._stdin.close()
             try:

@@ -70,7 +70,6 @@ def reserved_tokens(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], writ
 
 
 def _is_tag(name: str, added: Collection[str]) -> bool:
-    """Whether the token is one tag of a pair."""
     match = _TAG.fullmatch(name)
     return match is not None and {f"<{match[1]}>", f"</{match[1]}>"} <= set(added)
 
@@ -136,7 +135,6 @@ class ChatTemplate:
         return str(self._renderer.chat_template)
 
     def form(self, role: str) -> ContentForm:
-        """The form of this role's content."""
         return self._forms.get(role, self._forms["user"])
 
     def render(

@@ -58,7 +58,6 @@ class LoadLogger(StatLoggerBase):
     def log_engine_initialized(self) -> None: ...
 
     def load(self) -> EngineLoad:
-        """Returns the load after the latest step."""
         return EngineLoad(self._kv_usage, self._num_running, self._num_waiting, self._num_preemptions)
 
 
@@ -75,7 +74,6 @@ SPARE_LOGPROBS = 16  # beyond top_k: tokens with the logit of the k-th are also 
 
 
 def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
-    """Builds the arguments of a vLLM engine."""
     return AsyncEngineArgs(
         model=settings.model,
         load_format=LOAD_FORMAT,
@@ -126,10 +124,7 @@ def _memory_share(settings: EngineSettings) -> float:
 
 
 def sampling_params(engine_settings: EngineSettings, settings: SamplingSettings) -> SamplingParams:
-    """Builds vLLM's sampling parameters of a request.
-
-    Responses of at most one chunk are returned once, at the end.
-    """
+    """Builds vLLM's sampling parameters of a request; a response of at most one chunk is returned once, at the end."""
     is_reported = settings.max_tokens > engine_settings.chunk_tokens
     params = SamplingParams(
         n=settings.num_samples,

@@ -286,7 +286,6 @@ class VLLMSampler:
         return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
 
     async def _sample(self, part: GroupPart, media: Sequence[ProcessedMedia], progress: GroupProgress) -> None:
-        """Samples the siblings of one request."""
         settings = part.settings
         params = sampling_params(self._settings, settings)
         reader = OutputReader(self._engine, part.name, keeps_sets=settings.keeps_sets)
@@ -386,7 +385,6 @@ class VLLMSampler:
             raise RolloutError(f"the engine failed {what}: {error!r}") from error
 
     def _cause(self) -> Failure:
-        """Returns why the core died."""
         if self._failure is None:
             core = self._engine.engine_core
             if isinstance(core, InProcessClient):

@@ -53,7 +53,6 @@ def lora_request(adapter: ServedAdapter | None) -> LoRARequest | None:
 
 
 async def load_adapter(engine: AsyncLLM, adapter: ServedAdapter) -> None:
-    """Loads an adapter on every rank of the engine."""
     request = lora_request(adapter)
     assert request is not None
     try:

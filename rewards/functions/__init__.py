@@ -46,10 +46,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
 }
 READ_LENGTHS = ("cost", "http", "overlong")
 """Functions that read the number of tokens of a response, as a user's function may."""
-EXTRAS: Mapping[str, str] = {
-    "language": "language",
-    "ocr": "ocr",
-}  # name -> extra that installs its dependencies
+EXTRAS: Mapping[str, str] = {"language": "language", "ocr": "ocr"}  # name -> extra that installs its dependencies
 
 
 def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> RewardFunction | BatchRewardFunction:

@@ -17,10 +17,10 @@ from mobula.cluster.errors import RewardError
 from mobula.cluster.records.media import IMAGE_SIZES, SHOWN_SIZES, upright_size
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.extraction import (
-    RequestExtractor,
     check_number,
     given_metadata,
     read_json,
+    request_extractor,
     type_name,
 )
 from mobula.rewards.functions.short_answers import fold
@@ -144,7 +144,7 @@ class Iou:
         if not isinstance(boxes, str) or not boxes:
             raise ValueError(f"boxes={boxes!r} is no key: name the metadata that has the wanted boxes")
         check_number("min_iou", min_iou, low=0, high=1)
-        self._extract = RequestExtractor(extract)
+        self._extract = request_extractor(extract)
         self._boxes = boxes
         self._form: Form = form
         self._response_scale: Scale = response_scale

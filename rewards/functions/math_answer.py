@@ -9,10 +9,10 @@ from typing import Any
 
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.extraction import (
-    RequestExtractor,
     check_true_or_false,
     closing_boxes,
     given_references,
+    request_extractor,
 )
 from mobula.rewards.functions.parsing.math_expressions import mp, sample
 from mobula.rewards.functions.parsing.math_tokens import Token
@@ -364,7 +364,7 @@ class MathAnswer:
         elif require_boxed is not None or extract is None:
             raise ValueError(f"require_boxed={require_boxed!r} and extract={extract!r}: set exactly one of the two")
         self._is_boxed = extract == "boxed"
-        self._extract = RequestExtractor(extract)
+        self._extract = request_extractor(extract)
 
     def __call__(self, request: RewardRequest) -> Score:
         references = [closing_boxes(text) or text for text in given_references(request.references)]

@@ -48,10 +48,8 @@ class Plugin:
 
 
 def parameters(target: str) -> list[tuple[str, str, bool]]:
-    """Returns (name, name of the `inspect.Parameter.kind`, whether it has a default) of each parameter.
-
-    Runs in an isolated process, because it imports the target.
-    """
+    """Returns (name, kind, whether it has a default) of each parameter. Runs isolated, because it imports the
+    target."""
     function = load(target)
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}, not a function")

@@ -13,12 +13,12 @@ from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.extraction import (
     AnswerRule,
-    RequestExtractor,
     check_number,
     check_true_or_false,
     given_metadata,
     given_references,
     last_boxed,
+    request_extractor,
 )
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
 from mobula.rewards.tools import Tools
@@ -69,11 +69,7 @@ def _aliases(references: tuple[str, ...], ignore_case: bool) -> tuple[str, ...]:
 
 
 def _stands_in(answer: str, alias: str) -> bool:
-    """Whether an answer contains an alias at boundaries of words and numbers.
-
-    Occurrences are checked one by one, because compiling a pattern for every row is slower; an answer with many
-    occurrences gets the pattern.
-    """
+    """Whether an answer contains an alias at boundaries of words and numbers; a pattern for every row is slower."""
     begins = _NUMBER_BEGINS if alias[0].isdigit() else _WORD_BEGINS
     ends = _NUMBER_ENDS if alias[-1].isdigit() else _WORD_ENDS
     start = answer.find(alias)
@@ -240,7 +236,7 @@ class TrueFalse:
     def __init__(self, tools: Tools, *, extract: str, compat: Literal["none", "vlm_gym"]) -> None:
         if compat not in ("none", "vlm_gym"):
             raise ValueError(f"compat={compat!r} is unknown: use none or vlm_gym")
-        self._extract = RequestExtractor(extract)
+        self._extract = request_extractor(extract)
         self._is_compatible = compat == "vlm_gym"
 
     def __call__(self, request: RewardRequest) -> Score:
@@ -324,20 +320,7 @@ class MultipleChoice:
         fits = isinstance(letters, str) and letters.isascii() and letters.isalpha() and letters.isupper()
         if not fits or len(set(letters)) != len(letters) or len(letters) < 2:
             raise ValueError(f"letters={letters!r} is unfit: name two or more different capital letters, such as ABCD")
-        self._extract = RequestExtractor(extract)
-        self._choices = _Choices(letters)
-
-    def __call__(self, request: RewardRequest) -> Score:
-        right = self._choices.of_references(given_references(request.references))
-        answer, flaw = self._extract(request)
-        if flaw:
-            return Score(0.0, flaw)
-        letter, flaw = self._choices.read(answer)
-        return Score(float(letter in right), flaw)
-
-
-class _Choices:
-    def __init__(self, letters: str) -> None:
+        self._extract = request_extractor(extract)
         either = f"[{letters}{letters.lower()}]"
         alone = rf"[\s\"'`*$(\[{{]*(?:(?i:option|choice) )?[\"'`*$(\[{{]*({either})[\s\"'`*$)\]}}.:,;]*"
         self._alone = re.compile(alone)
@@ -356,9 +339,17 @@ class _Choices:
         self._mentioned = re.compile(
             rf"{start}(?:\(({either})\)|(?![AI] [a-z])([{letters}])|([{letters}])(?= (?:is|or|and|nor|not)\b)){end}"
         )
-        self.of_references = lru_cache(maxsize=4096)(self._of_references)  # a group's responses share their references
+        self._right = lru_cache(maxsize=4096)(self._letters_of)  # a group's responses share their references
 
-    def read(self, text: str) -> tuple[str, str]:
+    def __call__(self, request: RewardRequest) -> Score:
+        right = self._right(given_references(request.references))
+        answer, flaw = self._extract(request)
+        if flaw:
+            return Score(0.0, flaw)
+        letter, flaw = self._read(answer)
+        return Score(float(letter in right), flaw)
+
+    def _read(self, text: str) -> tuple[str, str]:
         """Returns (chosen letter, ""), or ("", reason) without a choice."""
         boxed = last_boxed(text) if "\\boxed" in text else None
         text = " ".join(plain_forms(text if boxed is None else boxed).split())
@@ -383,8 +374,8 @@ class _Choices:
             return "", "the choice is taken back or in doubt"
         return chosen.pop(), ""
 
-    def _of_references(self, references: tuple[str, ...]) -> frozenset[str]:
-        letters = frozenset(letter for letter, _ in map(self.read, references) if letter)
+    def _letters_of(self, references: tuple[str, ...]) -> frozenset[str]:
+        letters = frozenset(letter for letter, _ in map(self._read, references) if letter)
         if not letters:
             raise RewardError(f"no reference names one option: {', '.join(map(repr, references))[:200]}")
         return letters

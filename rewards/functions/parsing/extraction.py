@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mobula.cluster.errors import RewardError
@@ -153,25 +154,18 @@ def extractor(extract: str) -> Extractor:
     raise ValueError(f"extract={extract!r} is no way to find the answer: use {WAYS}")
 
 
-@dataclass(frozen=True)
-class RequestExtractor:
-    """Extracts the answer of a request by `extract`. For `tags:NAME` a tag opened by the prompt counts."""
-
-    extract: str
-
-    def __post_init__(self) -> None:
-        extractor(self.extract)  # refuses an unknown method
-
-    def __call__(self, request: RewardRequest) -> tuple[str, str]:
-        tags = [self.extract.removeprefix("tags:")] if self.extract.startswith("tags:") else []
-        return extractor(self.extract)(request.text_with(tags))
+def request_extractor(extract: str) -> Callable[[RewardRequest], tuple[str, str]]:
+    """As `extractor`, of a request: for `tags:NAME` a tag that the prompt has opened counts."""
+    find = extractor(extract)
+    tags = [extract.removeprefix("tags:")] if extract.startswith("tags:") else []
+    return lambda request: find(request.text_with(tags))
 
 
 class AnswerRule(ABC):
     """A rule that compares the answer with the references; a response without an answer scores 0."""
 
     def __init__(self, extract: str) -> None:
-        self._extract = RequestExtractor(extract)
+        self._extract = request_extractor(extract)
 
     def __call__(self, request: RewardRequest) -> Score:
         references = given_references(request.references)
@@ -191,10 +185,6 @@ def _not_empty(find: Extractor) -> Extractor:
     return extract
 
 
-def _last_line(text: str) -> tuple[str, str]:
-    return text.rstrip().rpartition("\n")[2], ""
-
-
 def _last_number(text: str) -> tuple[str, str]:
     numbers = _NUMBER.findall(text)
     return (numbers[-1], "") if numbers else ("", "no number")
@@ -205,48 +195,36 @@ def _boxed(text: str) -> tuple[str, str]:
     return (boxes[-1].content(text), "") if boxes else ("", "no \\boxed{} answer")
 
 
-def _between_tags(name: str) -> Extractor:
-    opening, closing = f"<{name}>", f"</{name}>"
-
-    def find(text: str) -> tuple[str, str]:
-        for tag in (opening, closing):
-            if (count := text.count(tag)) != 1:
-                return "", f"{count} times {tag} instead of once"
-        start, end = text.index(opening) + len(opening), text.index(closing)
-        return (text[start:end], "") if start <= end else ("", f"{closing} before {opening}")
-
-    return find
+def _between_tags(text: str, opening: str, closing: str) -> tuple[str, str]:
+    for tag in (opening, closing):
+        if (count := text.count(tag)) != 1:
+            return "", f"{count} times {tag} instead of once"
+    start, end = text.index(opening) + len(opening), text.index(closing)
+    return (text[start:end], "") if start <= end else ("", f"{closing} before {opening}")
 
 
-def _json_field(name: str, *, fenced: bool) -> Extractor:
-    def find(text: str) -> tuple[str, str]:
-        value, flaw = read_json(text, fenced=fenced)
-        return ("", flaw) if flaw else field_text(value, name)
-
-    return find
+def _json_field(text: str, name: str, *, fenced: bool) -> tuple[str, str]:
+    value, flaw = read_json(text, fenced=fenced)
+    return ("", flaw) if flaw else field_text(value, name)
 
 
 _PLAIN: Mapping[str, Extractor] = {
     "whole": lambda text: (text, ""),
-    "last_line": _last_line,
+    "last_line": lambda text: (text.rstrip().rpartition("\n")[2], ""),
     "last_number": _last_number,
     "boxed": _boxed,
 }
 
 _NAMED: Mapping[str, Callable[[str], Extractor]] = {
-    "json": lambda name: _json_field(name, fenced=False),
-    "fenced_json": lambda name: _json_field(name, fenced=True),
-    "tags": _between_tags,
+    "json": lambda name: partial(_json_field, name=name, fenced=False),
+    "fenced_json": lambda name: partial(_json_field, name=name, fenced=True),
+    "tags": lambda name: partial(_between_tags, opening=f"<{name}>", closing=f"</{name}>"),
 }
 
 
 def given_references(references: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the references that are not blank, in order; of a worked answer that ends in `#### 24`, as in gsm8k, the
-    24.
-
-    Raises:
-        RewardError: all are blank.
-    """
+    24. Raises: RewardError: all are blank."""
     given = tuple(marked_answer(reference)[1] for reference in references if reference.strip())
     if not given:
         raise RewardError("the prompt has no reference answer to compare with")
@@ -254,11 +232,7 @@ def given_references(references: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def given_metadata(metadata: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key in the prompt's metadata.
-
-    Raises:
-        RewardError: the key is missing or null.
-    """
+    """Returns the value of a key in the prompt's metadata. Raises: RewardError: the key is missing or null."""
     if metadata.get(key) is None:
         raise RewardError(f"the prompt's metadata has no {key!r}: it has {', '.join(map(repr, metadata)) or 'nothing'}")
     return metadata[key]

@@ -133,10 +133,8 @@ def plain(text: str) -> str:
 
 
 def token_lists(text: str) -> list[list[Token]]:
-    """Returns the tokens of a `plain` answer, with `1,234` as one number first, then with a comma that separates.
-
-    Within round and square brackets a comma separates.
-    """
+    """Returns the tokens of a `plain` answer, with `1,234` as one number first, then with a comma that separates, as it
+    always does within round and square brackets."""
     joined = _COMMA_THOUSANDS.sub(lambda match: match[0] if match[0][0] in "([" else match[0].replace(",", ""), text)
     return [_tokens(each) for each in dict.fromkeys((joined, text))]
 

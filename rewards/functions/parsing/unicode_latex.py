@@ -78,10 +78,8 @@ def composed(text: str) -> str:
 
 
 def _parted(run: re.Match[str]) -> str:
-    """Separates runs of more than `MAX_MARKS` accents, as the stream-safe format of Unicode (UAX 15, section 13) does.
-
-    No script has longer runs, and NFC sorts a run in quadratic time.
-    """
+    """Separates runs of more than `MAX_MARKS` accents, as the stream-safe format of Unicode does (UAX 15, section 13):
+    no script has longer runs, and NFC sorts a run in quadratic time."""
     parted, num_marks = [], 0
     for character in run[0]:
         num_marks = num_marks + 1 if unicodedata.combining(character) else 0

@@ -123,7 +123,7 @@ class RecipeBook:
         return for_label(self._recipes, label)
 
     def judge_failures(self, outcomes: Mapping[str, Outcome]) -> dict[str, ScoringFailure]:
-        """Returns the failures of judges, which cost no response its reward."""
+        """The failures of judges, which cost no response its reward."""
         judges = self._rewards.judge_weights
         return {n: o for n, o in outcomes.items() if n in judges and isinstance(o, ScoringFailure)}
 

@@ -25,10 +25,8 @@ _OPENED_BY_PROMPT = re.compile(r"(?:^|(?<=[\n>|\]\uff5c]))(<([A-Za-z][\w-]*)>(?:
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """Input of a reward function: the response to score, with its prompt and the expected answer.
-
-    `prompt_images` (images of the prompt) and `response.images` (generated images) are encoded files.
-    """
+    """Input of a reward function: the response to score, with its prompt and the expected answer. `prompt_images`
+    (images of the prompt) and `response.images` (generated images) are encoded files."""
 
     response: Response
     references: tuple[str, ...]
@@ -45,14 +43,15 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """One component's value for one response.
-
-    `breakdown` holds the finite parts of the value by name; `reason` is for reports and may be empty.
-    """
+    """One component's value for one response. `breakdown` holds the finite parts of the value by name; `reason` is for
+    reports and may be empty."""
 
     value: float
     reason: str = ""
     breakdown: Mapping[str, float] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # faster than by the names of its fields
+        return Score, (self.value, self.reason, dict(self.breakdown))
 
 
 RewardFunction = Callable[[RewardRequest], float | Score]
@@ -102,7 +101,6 @@ class NotFiniteError(RewardError):
 
 
 def failure(error: RewardError) -> ScoringFailure:
-    """Converts a `RewardError` to an outcome."""
     kinds = {TimedOutError: FailureKind.TIMED_OUT, NotFiniteError: FailureKind.NOT_FINITE}
     kind = next((kind for error_class, kind in kinds.items() if isinstance(error, error_class)), FailureKind.FAILED)
     return ScoringFailure(kind, str(error))
@@ -113,10 +111,8 @@ def score_prepared(
     prepare: Callable[[RewardRequest], T],
     score: Callable[[Sequence[T]], Sequence[float | Outcome]],
 ) -> list[float | Outcome]:
-    """Returns one outcome per request, in order: from `score` for the requests that `prepare` accepts, else a failure.
-
-    `prepare` refuses a request with a `RewardError`. Without an accepted request `score` is not called.
-    """
+    """Returns one outcome per request, in order: from `score` for the requests that `prepare` accepts, else its
+    `RewardError` as a failure. Without an accepted request `score` is not called."""
     outcomes: dict[int, float | Outcome] = {}
     prepared: dict[int, T] = {}
     for index, request in enumerate(requests):
@@ -148,11 +144,8 @@ def evaluate(function: RewardFunction, request: RewardRequest) -> Score:
 def evaluate_batch(
     function: RewardFunction | BatchRewardFunction, requests: Sequence[RewardRequest]
 ) -> tuple[Outcome, ...]:
-    """Returns one outcome per request, in order, for any behaviour of the function.
-
-    Raises:
-        StuckError: this process cannot continue, so the responses have no outcome.
-    """
+    """Returns one outcome per request, in order, for any behaviour of the function. Raises: StuckError: this process
+    cannot continue, so the responses have no outcome."""
     if not hasattr(function, "score_batch"):  # like isinstance() with the protocol, but twenty times faster
         return tuple(_outcome(evaluate, function, request) for request in requests)
     try:
@@ -170,11 +163,7 @@ def evaluate_batch(
 
 def portable(result: Any) -> Any:
     """Replaces scalars of array libraries (numpy, torch) in a result by Python numbers, so that a process without the
-    library can unpickle it.
-
-    Raises:
-        TypeError: the result is an array of several numbers.
-    """
+    library can unpickle it. Raises: TypeError: the result is an array of several numbers."""
     if isinstance(result, Score):
         breakdown = portable(result.breakdown)
         return Score(_python_number(result.value), result.reason, breakdown)
@@ -185,12 +174,8 @@ def portable(result: Any) -> Any:
 
 def checked(result: Any) -> Score:
     """Converts the result of a reward function to a finite score. It may be any number (bool, int, float, Fraction,
-    Decimal, a scalar of numpy or torch) or a mapping with `score`, optionally `reason`, and the breakdown.
-
-    Raises:
-        NotFiniteError: the number or a part is NaN, an infinity, or too large.
-        RewardError: the result is no number.
-    """
+    Decimal, a scalar of numpy or torch) or a mapping with `score`, optionally `reason`, and the breakdown. Raises:
+    NotFiniteError: a number is NaN, an infinity, or too large. RewardError: the result is no number."""
     if type(result) is float and abs(result) <= MAX_VALUE:
         return Score(result)
     score = result if isinstance(result, Score) else _as_score(result)
@@ -235,11 +220,7 @@ def _finite(number: Any, where: str) -> float:
 
 
 def _python_number(number: Any) -> Any:
-    """Converts a scalar of an array library (`item()` of numpy, torch, jax) to a Python number; returns other values.
-
-    Raises:
-        TypeError: it is an array of several numbers.
-    """
+    """Converts a scalar of an array library (`item()` of numpy, torch, jax). Raises: TypeError: it is an array."""
     if isinstance(number, bool | int | float) or not callable(item := getattr(number, "item", None)):
         return number
     try:

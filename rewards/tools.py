@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mobula.rewards.isolation.process import InTime, Isolated
+from mobula.rewards.isolation.process import InTime, Isolated, IsolatedPool
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,18 @@ class Tools:
     in_time: InTime = field(default_factory=InTime)
     gpu_share: float = 1.0
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def timed(
+        cls, num_processes: int, timeout_s: float, start_timeout_s: float, device: str, dtype: str, gpu_share: float = 1
+    ) -> Tools:
+        """Tools with `timeout_s` for one response, and `start_timeout_s` for the import of a user's function."""
+        isolated = IsolatedPool(num_processes=num_processes, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+        return cls(isolated, device, dtype, InTime(timeout_s=timeout_s), gpu_share)
+
+    def end_at(self, deadline: float) -> None:
+        """Bounds all calls by `deadline` (`time.monotonic`)."""
+        self.isolated.deadline = self.in_time.deadline = deadline
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns the result of `make`, computed once per key for all functions with these tools."""

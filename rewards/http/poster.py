@@ -77,11 +77,9 @@ class Endpoint:
 
 
 class Endpoints:
-    """Balances over URLs by requests in flight; of equal URLs the longest unused is first.
-
-    A URL that failed `max_failures` times in a row is set aside for `aside_s`; then one request at a time tests whether
-    it is back. If all URLs are set aside, the one that is due first is used.
-    """
+    """Balances over URLs by requests in flight; of equal URLs the longest unused is first. A URL that failed
+    `max_failures` times in a row is set aside for `aside_s`; then one request at a time tests whether it is back. If
+    all URLs are set aside, the one that is due first is used."""
 
     def __init__(
         self, urls: Sequence[str], *, max_failures: int, aside_s: float, clock: Callable[[], float] = time.monotonic
@@ -162,11 +160,8 @@ class _AgainError(Exception):
 
 
 class JsonPoster:
-    """Posts request bodies; usable from any thread.
-
-    Connection errors, timeouts, 5xx and 429 are retried after a random pause of up to `backoff_s` * 2^attempt ("full
-    jitter"), or after Retry-After; any other 4xx is final.
-    """
+    """Posts request bodies; usable from any thread. Connection errors, timeouts, 5xx and 429 are retried after a random
+    pause of up to `backoff_s` * 2^attempt ("full jitter"), or after Retry-After; any other 4xx is final."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

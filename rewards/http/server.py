@@ -26,7 +26,6 @@ from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import ComponentError, RewardScoring
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.http.wire import LightrftBody, LightrftReply, OutcomeMessage, QueryForm, ScoreBody, ScoreReply
-from mobula.rewards.isolation.process import InTime, IsolatedPool
 from mobula.rewards.tools import Tools
 
 FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
@@ -35,29 +34,21 @@ START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's o
 
 
 class RewardScorer:
-    """Scores one batch at a time with functions of its own; the breakdown of a score has the components' values.
-
-    A model or engine that hangs is abandoned in its thread, and scoring continues, up to MAX_STUCK times; then
-    `is_stuck` is True.
-    """
+    """Scores one batch at a time with functions of its own; the breakdown of a score has the components' values. A
+    model or engine that hangs is abandoned in its thread, up to MAX_STUCK times; then `is_stuck` is True."""
 
     def __init__(self, rewards: RewardsConfig, timeout_s: float, device: str, dtype: str) -> None:
-        function_s = timeout_s / FUNCTION_SHARE
-        self._isolated = IsolatedPool(
-            num_processes=rewards.processes, timeout_s=function_s, start_timeout_s=START_TIMEOUT_S
-        )
-        self._in_time = InTime(timeout_s=function_s)
-        tools = Tools(self._isolated, device, dtype, self._in_time)
-        self._scoring = RewardScoring(rewards, None, tools)
+        self._tools = Tools.timed(rewards.processes, timeout_s / FUNCTION_SHARE, START_TIMEOUT_S, device, dtype)
+        self._scoring = RewardScoring(rewards, None, self._tools)
         self.is_stuck = False
 
     def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:
         """Returns one outcome per request. Stops isolated calls at `deadline` (`time.monotonic`)."""
-        self.is_stuck = self._in_time.num_stuck >= MAX_STUCK
+        self.is_stuck = self._tools.in_time.num_stuck >= MAX_STUCK
         if self.is_stuck:
             reason = f"{MAX_STUCK} computations hang since earlier requests: restart the server"
             return [ScoringFailure(FailureKind.TIMED_OUT, reason)] * len(requests)
-        self._isolated.deadline = self._in_time.deadline = deadline
+        self._tools.end_at(deadline)
         try:
             return [_outcome(reward) for reward in self._scoring.rewards(requests)]
         except StuckError as error:
@@ -65,7 +56,7 @@ class RewardScorer:
             return [ScoringFailure(FailureKind.FAILED, f"{error}: restart the server")] * len(requests)
 
     def close(self) -> None:
-        self._isolated.close()
+        self._tools.isolated.close()
 
 
 def _outcome(reward: Reward | ComponentError) -> Outcome:
@@ -185,10 +176,7 @@ class ServerMetrics:
 
 
 class RewardServer:
-    """Scores requests in the thread pool and counts them.
-
-    `timeout_s` bounds the reading and, separately, the scoring of a request.
-    """
+    """Scores requests in the thread pool and counts them. `timeout_s` bounds the reading and the scoring of each."""
 
     def __init__(self, threads: ScorerThreads, timeout_s: float, max_request_bytes: int) -> None:
         self.threads = threads
@@ -218,8 +206,6 @@ class RewardServer:
 
 
 def make_app(service: RewardServer, address: Address) -> RequestGate:
-    """Returns the service behind its gate."""
-
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield

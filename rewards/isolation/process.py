@@ -94,15 +94,12 @@ class IsolatedProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process was started and not closed."""
         return self._child.is_running
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of `target(*args, **kwargs)`. Arguments and result are pickled; a coroutine is awaited.
-
         The import of the target's module has `start_timeout_s`, the call `timeout_s`. An import that still runs at the
-        deadline is not killed: a later call waits for it.
-        """
+        deadline is not killed: a later call waits for it."""
         self._load(target, args, kwargs)  # with the arguments: unpickling them imports modules, too
         timeout_s = max(0.0, min(self._timeout_s, self.deadline - time.monotonic()))
         with self._failures(target):
@@ -211,7 +208,6 @@ class IsolatedPool:
         self.deadline = math.inf
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """Like `IsolatedProcess.call`, in the first process."""
         self._processes[0].deadline = self.deadline
         return self._processes[0].call(target, *args, **kwargs)
 
@@ -236,14 +232,12 @@ class IsolatedPool:
             return list(threads.map(call, calls))
 
     def load(self, target: str, *examples: Any) -> None:
-        """Like `IsolatedProcess.load`, in every process, concurrently."""
         for process in self._processes:
             process.deadline = self.deadline
         with ThreadPoolExecutor(len(self._processes)) as threads:
             list(threads.map(lambda process: process.load(target, *examples), self._processes))
 
     def close(self) -> None:
-        """Ends every process; a later call starts new processes."""
         for process in self._processes:
             process.close()
 

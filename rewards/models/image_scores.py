@@ -60,7 +60,7 @@ class ClipEmbedder:
         return embeddings.split([len(one.images) for one in batch])
 
     def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
-        """Embeds texts, truncated to `max_tokens`."""
+        """Texts are truncated to `max_tokens`."""
         tokens = self._processor.tokenizer(
             list(texts), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self._device)

@@ -38,11 +38,9 @@ def score_in_batches(
     batch_size: int,
     in_time: InTime,
 ) -> list[Outcome | float]:
-    """Returns one outcome per request, in order. A request that `encode` refuses does not affect the others.
-
-    A batch that raises, for example out of memory, or times out, fails alone. Batches have requests of similar `size`
-    to minimise padding, the largest first, so that a lack of memory shows at once.
-    """
+    """Returns one outcome per request, in order. A request that `encode` refuses does not affect the others. A batch
+    that raises, for example out of memory, or times out, fails alone. Batches have requests of similar `size` to
+    minimise padding, the largest first, so that a lack of memory shows at once."""
 
     def scored(encoded: Sequence[T]) -> list[Outcome | float]:
         order = sorted(range(len(encoded)), key=lambda index: size(encoded[index]), reverse=True)
@@ -75,13 +73,9 @@ NUM_SHOWN = 5
 
 
 def load_strictly(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
-    """Loads the checkpoint `name` (a directory, or a hub name) as a `model_class` for inference on `tools.device`.
-
-    Functions with the same tools share the model, so a checkpoint is in memory once.
-
+    """Loads a checkpoint (a directory, or a hub name) for inference, once for all functions with the same tools.
     Transformers initialises a missing weight, such as the head of a reward model, at random with a warning; here it is
-    an error.
-    """
+    an error."""
     return tools.shared((model_class, name), lambda: _load(model_class, name, tools))
 
 

@@ -198,7 +198,6 @@ class Judge:
         self._poster = JsonPoster(self._connection)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Returns one outcome per request, within `total_timeout_s`."""
         return self._poster.run(lambda: self._score_all(requests))
 
     async def _score_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:

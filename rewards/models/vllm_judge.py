@@ -61,11 +61,8 @@ class ChatEngine:
     def replies(
         self, conversations: Sequence[list[dict[str, Any]]], params: SamplingParams, template: Mapping[str, Any]
     ) -> list[Reply | RewardError]:
-        """Returns one reply per conversation, in order, or the error of a refused conversation (too long, too many
-        images).
-
-        `template` holds further arguments of the chat template.
-        """
+        """Returns one reply per conversation, in order, or the error of a refused one (too long, too many images).
+        `template` holds further arguments of the chat template."""
         return self._thread.submit(self._replies, conversations, params, template).result()
 
     def _replies(
@@ -92,7 +89,6 @@ class ChatEngine:
 
 
 def shared_engine(model: str, options: Mapping[str, Any], tools: Tools) -> ChatEngine:
-    """Returns the engine of a checkpoint, which functions with the same tools share."""
     engine: ChatEngine = tools.shared((ChatEngine, model), lambda: ChatEngine(model, options, tools))
     if engine.options != dict(options):
         raise ValueError(
@@ -238,7 +234,6 @@ class VllmJudge:
         self._in_time = tools.in_time
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
-        """Returns one outcome per request. A request that cannot be sent or answered does not affect the others."""
         return score_prepared(requests, self._grading.messages, self._scored)
 
     def _scored(self, conversations: Sequence[list[dict[str, Any]]]) -> list[Outcome]:

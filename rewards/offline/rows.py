@@ -241,7 +241,6 @@ def _predictions(line: bytes) -> list[dict[str, Any]]:
 
 
 def _parquet(path: Path, needs_images: bool) -> Source:
-    """Opens a file, or the files of a folder of trajectories."""
     import pyarrow as pa  # JSONL does not need it
     import pyarrow.parquet as pq
 
@@ -319,10 +318,8 @@ class Record:
 
 
 def read_row(row: Row) -> Record:
-    """Reads a row with `response` and optionally `id`, `prompt`, `reference`, `metadata` and images.
-
-    A number may replace a text, a text a list, chat messages a prompt, and JSON text the metadata.
-    """
+    """Reads a row with `response` and optionally `id`, `prompt`, `reference`, `metadata` and images. A number may
+    replace a text, a text a list, chat messages a prompt, and JSON text the metadata."""
     values = _parsed_line(row) if isinstance(row, bytes) else row
     if not isinstance(values, dict):
         raise BrokenRowError(f"a {type(values).__name__}, not an object")

@@ -22,7 +22,6 @@ from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import ComponentError, RewardScoring
 from mobula.rewards.contract import FailureKind, RewardRequest
-from mobula.rewards.isolation.process import InTime, IsolatedPool
 from mobula.rewards.offline.rows import Batch, BrokenRowError, ImageFiles, Record, Source, read_row
 from mobula.rewards.tools import Tools
 
@@ -73,7 +72,6 @@ class ScoreSummary:
     worst: list[dict[str, Any]] = field(default_factory=list)
 
     def merge(self, other: ScoreSummary, top_k: int, max_ids: int) -> None:
-        """Adds the next rows."""
         for name in ("num_records", "num_broken", "num_passed", "num_right", "num_right_below", "num_in_words"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.broken = [*self.broken, *other.broken][:MAX_BROKEN]
@@ -156,25 +154,18 @@ class ScoredBatch:
 
 
 class RecordScorer:
-    """Scores records like a run with these rewards; records that cannot be scored are counted by kind of failure.
-
-    A batch has `timeout_s`. A hanging answer gets `FUNCTION_SHARE` of it and all answers together `BATCH_SHARE`, so
-    that they are counted as timed out before the batch itself is late.
-    """
+    """Scores records like a run with these rewards; records that cannot be scored are counted by kind of failure. A
+    batch has `timeout_s`. A hanging answer gets `FUNCTION_SHARE` of it and all answers together `BATCH_SHARE`, so that
+    they are counted as timed out before the batch itself is late."""
 
     def __init__(self, options: ScoringOptions) -> None:
         """Raises `ValueError` if a function is unknown, or its options are invalid."""
         self._options = options
         self._needs_images = options.rewards.needs_images
         self._files = ImageFiles(options.folder)
-        share_s = FUNCTION_SHARE * options.timeout_s
-        self._isolated = IsolatedPool(
-            num_processes=options.rewards.processes,
-            timeout_s=share_s,
-            start_timeout_s=START_TIMEOUT_S,
-        )
-        self._in_time = InTime(timeout_s=share_s)
-        self._scoring = RewardScoring(options.rewards, None, Tools(self._isolated, DEVICE, DTYPE, self._in_time))
+        rewards, share_s = options.rewards, FUNCTION_SHARE * options.timeout_s
+        self._tools = Tools.timed(rewards.processes, share_s, START_TIMEOUT_S, DEVICE, DTYPE)
+        self._scoring = RewardScoring(rewards, None, self._tools)
 
     def score(self, batch: Batch) -> ScoredBatch:
         summary = ScoreSummary()
@@ -197,7 +188,7 @@ class RecordScorer:
         rewards = self._rewards(requests)
         self._count(summary, numbers, records, rewards)
         rows = b"".join(map(_line, numbers, records, rewards)) if self._options.writes_rows else b""
-        return ScoredBatch(batch.size, summary, rows, self._in_time.num_stuck > 0)
+        return ScoredBatch(batch.size, summary, rows, self._tools.in_time.num_stuck > 0)
 
     def _request(self, record: Record) -> RewardRequest | ComponentError:
         try:
@@ -207,7 +198,7 @@ class RecordScorer:
 
     def _rewards(self, requests: Sequence[RewardRequest | ComponentError]) -> list[Reward | ComponentError]:
         """Returns one result per record. Unreadable images affect only their record."""
-        self._isolated.deadline = self._in_time.deadline = time.monotonic() + BATCH_SHARE * self._options.timeout_s
+        self._tools.end_at(time.monotonic() + BATCH_SHARE * self._options.timeout_s)
         scored = iter(self._scoring.rewards([r for r in requests if isinstance(r, RewardRequest)]))
         return [next(scored) if isinstance(request, RewardRequest) else request for request in requests]
 
@@ -281,7 +272,6 @@ def start(options: ScoringOptions) -> None:
 
 
 def score(batch: Batch) -> ScoredBatch:
-    """Scores a batch in this process, after `start`."""
     return _scorer[0].score(batch)
 
 

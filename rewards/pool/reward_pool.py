@@ -51,8 +51,6 @@ class LossCounter:
 
 @dataclass(frozen=True)
 class Ahead:
-    """One response that is scored ahead."""
-
     digest: bytes  # `response_digest`
     task: asyncio.Task[Outcomes | None]  # None if the workers failed
 
@@ -100,11 +98,9 @@ class ScoringAhead:
 
 
 class RewardPool:
-    """Implements `mobula.cluster.roles.Rewards` over services, which run concurrently unless gates need an order.
-
-    A response that could not be scored is counted in `failures` by kind and never gets a number: with
-    `rewards.on_failure=exclude` its reward is None, with `stop` an error is raised.
-    """
+    """Implements `mobula.cluster.roles.Rewards` over services, which run concurrently unless gates need an order. A
+    response that could not be scored is counted in `failures` by kind and never gets a number: with
+    `rewards.on_failure=exclude` its reward is None, with `stop` an error is raised."""
 
     def __init__(self, rewards: RewardsConfig, services: Mapping[str, RewardService], losses: LossCounter) -> None:
         """`services` maps the service names of components to services, which report to `losses`."""
@@ -123,7 +119,6 @@ class RewardPool:
         return self._losses.failures
 
     async def start(self) -> None:
-        """Waits until the first workers of every service are built."""
         await run_all(*(service.start() for service in self.services.values()))
 
     def score_ahead(self, ended: EndedResponse) -> None:
@@ -131,10 +126,7 @@ class RewardPool:
         self._ahead.begin(ended)
 
     async def score(self, group: Any, group_id: str) -> tuple[Reward | None, ...]:
-        """Returns one reward per trajectory, in order; None if scoring failed and `rewards.on_failure=exclude`.
-
-        Waits for a free slot at a worker of each service.
-        """
+        """Returns one reward per trajectory, in order; None if scoring failed and `rewards.on_failure=exclude`."""
         try:
             with self._ahead.taken(group_id) as ahead:
                 group = self._as_read(group)

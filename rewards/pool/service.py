@@ -92,8 +92,7 @@ class RewardService:
         return self._work.handles
 
     async def score(self, question: Question) -> GroupOutcomes:
-        """Returns the outcomes of the service's components for a group. Waits for space in the queue, then for a
-        worker."""
+        """Returns the outcomes for a group. Waits for space in the queue, then for a worker."""
         async with self._room:
             waiting = _Waiting(question, asyncio.get_running_loop().create_future())
             self._queue.append(waiting)

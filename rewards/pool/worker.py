@@ -15,8 +15,7 @@ from mobula.cluster.records.trajectory import Answers, Prompt, Response, Traject
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.components import RewardScoring, is_judged
-from mobula.rewards.contract import Outcome, RewardRequest, Score
-from mobula.rewards.isolation.process import InTime, IsolatedPool
+from mobula.rewards.contract import Outcome, RewardRequest
 from mobula.rewards.tools import Tools
 
 Outcomes = Mapping[str, Outcome]
@@ -38,11 +37,9 @@ MAX_IMAGES = 64  # cached images of one worker
 
 @dataclass(frozen=True)
 class Question:
-    """Input of a service: a `TrajectoryGroup` or `Answers`, as object ref or value.
-
-    `earlier[i]` holds the outcomes of other services for response i, if gates need them. `known` maps indices of
-    responses that need no score to digests; a response with another digest is scored.
-    """
+    """Input of a service: a `TrajectoryGroup` or `Answers`, as object ref or value. `earlier[i]` holds the outcomes of
+    other services for response i, if gates need them. `known` maps indices of responses that need no score to digests;
+    a response with another digest is scored."""
 
     group: Any
     earlier: Sequence[Mapping[str, Outcome]] | None = None
@@ -57,28 +54,6 @@ class GroupOutcomes:
     trajectory_ids: tuple[str, ...]
     outcomes: tuple[Mapping[str, Outcome] | None, ...]
     num_retried: int = 0  # retried responses; the first group of a call has the number of the whole call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles scores as plain values, which is faster than an object per score."""
-        plain = [said if said is None else {name: _plain(o) for name, o in said.items()} for said in self.outcomes]
-        return _group_outcomes, (self.label, self.trajectory_ids, plain, self.num_retried)
-
-
-def _plain(outcome: Outcome) -> Any:
-    if isinstance(outcome, Score):
-        return outcome.value, outcome.reason, dict(outcome.breakdown)
-    return outcome
-
-
-def _group_outcomes(
-    label: str, trajectory_ids: tuple[str, ...], plain: Sequence[Any], num_retried: int
-) -> GroupOutcomes:
-    outcomes = tuple(said if said is None else {name: _outcome(o) for name, o in said.items()} for said in plain)
-    return GroupOutcomes(label, trajectory_ids, outcomes, num_retried)
-
-
-def _outcome(plain: Any) -> Outcome:
-    return Score(*plain) if isinstance(plain, tuple) else plain
 
 
 class RewardWorker:
@@ -102,13 +77,10 @@ class RewardWorker:
         dtype: str,
         gpu_share: float = 1.0,
     ) -> None:
-        self._isolated = IsolatedPool(
-            num_processes=rewards.processes, timeout_s=function_timeout_s, start_timeout_s=start_timeout_s
-        )
-        self._in_time = InTime(timeout_s=function_timeout_s)
+        self._tools = Tools.timed(rewards.processes, function_timeout_s, start_timeout_s, device, dtype, gpu_share)
         self._service = service
         self._judged_interval = rewards.judged_interval
-        self._scoring = RewardScoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time, gpu_share))
+        self._scoring = RewardScoring(rewards, service, self._tools)
         own = [component for component in rewards.components if component.service == service]
         self._needs_images = any(component.needs_images for component in own)
         self._media = MediaReader(timeout_s=object_timeout_s, max_items=MAX_IMAGES)
@@ -118,7 +90,7 @@ class RewardWorker:
     def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
         """Scores groups. Refs come inside a sequence, so that Ray does not fetch them and the fetch has our
         deadline."""
-        if num_stuck := self._in_time.num_stuck:
+        if num_stuck := self._tools.in_time.num_stuck:
             raise StuckError(f"{num_stuck} computations of service {self._service!r} hang since an earlier call")
         try:
             groups = [question.group for question in questions]
@@ -127,7 +99,7 @@ class RewardWorker:
             images = [self._images(group.prompt) for group in asked]
         except DeadlineError as error:
             raise RewardError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
-        self._isolated.deadline = self._in_time.deadline = time.monotonic() + len(asked) * self._group_timeout_s
+        self._tools.end_at(time.monotonic() + len(asked) * self._group_timeout_s)
         return self._score(asked, images)
 
     def ping(self) -> bool:
@@ -135,7 +107,7 @@ class RewardWorker:
         return True
 
     def close(self) -> None:
-        self._isolated.close()
+        self._tools.isolated.close()
 
     def _images(self, prompt: Prompt) -> tuple[bytes, ...]:
         """Returns the image files of the prompt; of a video, the frames that the policy saw."""

@@ -41,7 +41,6 @@ from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.examples import stored_examples
 from mobula.learner.learner import Learner
 from mobula.rewards.components import RewardScoring
-from mobula.rewards.isolation.process import InTime, IsolatedPool
 from mobula.rewards.pool.worker import reward_request
 from mobula.rewards.tools import Tools
 
@@ -80,8 +79,7 @@ class LocalRun:
         self._actor = RolloutActor(config.sampler.kind, engine_settings(self._prepared, 0), object_timeout_s=5)
         self._learner = Learner(config, 0, 1, self._prepared.processor.media_token_ids)
         timeouts = config.timeouts
-        self._isolated = IsolatedPool(num_processes=1, timeout_s=timeouts.reward_s, start_timeout_s=timeouts.start_s)
-        tools = Tools(self._isolated, "cpu", "float32", InTime(timeout_s=timeouts.reward_s), 1.0)
+        tools = self._tools = Tools.timed(1, timeouts.reward_s, timeouts.start_s, "cpu", "float32")
         self._rewards = RewardScoring(config.rewards, None, tools)
         self._source: PromptSource[Any, Prompt] = self._prepared.source()
         self._log: TrajectoryLog | None = (
@@ -126,7 +124,7 @@ class LocalRun:
             groups = following or await self._groups()
         await self._evaluate(self._metrics.totals.version)
         self._metrics.close()
-        self._isolated.close()
+        self._tools.isolated.close()
         await self._actor.close()
 
     async def _warm_start(self) -> None:

@@ -158,7 +158,7 @@ def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[.
     assert score.rewards[1].components == {"accuracy": 1.0, "format": 0.0}
     assert score.rewards[3].reasons == {"accuracy": r"no \boxed{} answer", "format": r"0 \boxed{} instead of one"}
     assert score.failures == () and worker.worker.ping()
-    idle = (not process.is_running for process in worker.worker._isolated._processes)
+    idle = (not process.is_running for process in worker.worker._tools.isolated._processes)
     assert all(idle), "plain answers may not pay for a process"
 
 

@@ -43,11 +43,9 @@ WAV_FLOAT = 3  # format code of float samples
 
 
 class AudioInputs(MediaInputs):
-    """Resolves the sounds of rows.
-
-    Samples are a mapping `{"array": float [N], [N, channels] or [channels, N], "sampling_rate": 16000}`, as in Hugging
-    Face's `datasets`, or a pair `(array, rate)`. An array without a rate is refused.
-    """
+    """Resolves the sounds of rows. Samples are a mapping `{"array": float [N], [N, channels] or [channels, N],
+    "sampling_rate": 16000}`, as in Hugging Face's `datasets`, or a pair `(array, rate)`. An array without a rate is
+    refused."""
 
     noun = "sound"
 

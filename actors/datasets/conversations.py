@@ -96,15 +96,9 @@ def read_conversations(
     numbers_ids: bool = False,
     ignored: Sequence[str] = (),
 ) -> Split[Conversation]:
-    """Reads `<folder>/<split>.jsonl`.
-
-    Args:
-        form: `conversation`, `pair` or `scored`.
-        key: configuration key of the folder, for errors.
-        placeholders: `data.placeholders`.
-        numbers_ids: append the line number to ids.
-        ignored: `data.ignored_fields`.
-    """
+    """Reads `<folder>/<split>.jsonl`; `form` is `conversation`, `pair` or `scored`. `key` is the configuration key of
+    the folder, `placeholders` and `ignored` are `data.placeholders` and `data.ignored_fields`; with `numbers_ids`, ids
+    end in the number of their line."""
     root = folder.resolve()
 
     def read(fields: Mapping[str, Any], name: str) -> Conversation:

@@ -195,11 +195,9 @@ class ImageInputs(MediaInputs):
 
 
 def path_below(root: Path, text: str) -> Path | None:
-    """Resolves `text` relative to `root` (a resolved path), following links; None if the result is outside `root`.
-
-    In the hub's cache, files of a snapshot are links to the folder `blobs` of the repository. Such links are allowed if
-    the unresolved path is below the snapshot.
-    """
+    """Resolves `text` relative to `root` (a resolved path), following links; None if the result is outside `root`. In
+    the hub's cache, files of a snapshot are links to the folder `blobs` of the repository. Such links are allowed if
+    the unresolved path is below the snapshot."""
     path = (root / text).resolve()
     if path.is_relative_to(root):
         return path

@@ -170,13 +170,9 @@ class TableRows(LazyRows[Row]):
 
 
 def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split[Row]:
-    """Opens a split and reads an index of its rows.
-
-    Args:
-        label_key: metadata key of a row's label.
-        fetches_late: rows have `WebFile`s, which are downloaded by the process that reads them. Otherwise web files are
-            downloaded when a row is read.
-    """
+    """Opens a split and reads an index of its rows; `label_key` is the metadata key of a row's label. With
+    `fetches_late`, rows have `WebFile`s, which are downloaded by the process that reads them; otherwise web files are
+    downloaded when a row is read."""
     if data.kind is not DataKind.MIXTURE:
         return Split(split, _open_source(data, data, data.path, split, label_key, fetches_late), ())
     parts = {

@@ -312,10 +312,8 @@ def checked_rows(
     difficulty: Difficulty[R] | None = None,
     note: Note[R] = lambda row: (),
 ) -> PreflightReport[R]:
-    """Checks the first `max_checked_rows` rows (0 for all): headers of images, placeholders, length, ids.
-
-    Decodes no image. Later rows are checked when they are used. For a curriculum, computes the difficulty of each row.
-    """
+    """Checks the first `max_checked_rows` rows (0 for all): headers of images, placeholders, length, ids. Decodes no
+    image. Later rows are checked when they are used. For a curriculum, computes the difficulty of each row."""
     rows, skipped = split.rows, list(split.skipped)
     num_checked = min(len(rows), max_checked_rows) if max_checked_rows else len(rows)
     if difficulty is not None and num_checked < len(rows):

@@ -48,12 +48,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """One question and answer.
-
-    `history` and `question` have a placeholder for each medium, in order: `<image>` for `images`, `<video>` for
-    `videos`, `<audio>` for `audios`; and the markup of `cluster.records.markup`. `chosen` and `rejected` are the two
-    responses of a preference pair.
-    """
+    """One question and answer. `history` and `question` have a placeholder for each medium, in order: `<image>` for
+    `images`, `<video>` for `videos`, `<audio>` for `audios`; and the markup of `cluster.records.markup`. `chosen` and
+    `rejected` are the two responses of a preference pair."""
 
     sample_id: str
     question: str  # the last user turn

@@ -15,17 +15,9 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # split -> the lines of its JS
 
 
 def install_dataset(folder: Path, marker: Mapping[str, Any], build: Callable[[Path], Rows]) -> Path:
-    """Builds a dataset in a temporary folder and renames it to `folder`. Returns `folder`.
-
-    Does nothing if `folder` has this dataset already. If several processes write it concurrently, the first one wins.
-
-    Args:
-        marker: the arguments that determine the content.
-        build: writes images into the given folder and returns the rows.
-
-    Raises:
-        ValueError: the folder has other content.
-    """
+    """Builds a dataset in a temporary folder and renames it to `folder`, unless `folder` has it already. Of several
+    processes that write it concurrently, the first one wins. `marker` holds the arguments that determine the content;
+    `build` writes images into a folder and returns the rows. Raises: ValueError: the folder has other content."""
 
     def write(built: Path) -> None:
         for split, rows in build(built).items():
@@ -37,11 +29,8 @@ def install_dataset(folder: Path, marker: Mapping[str, Any], build: Callable[[Pa
 
 
 def holds(folder: Path, marker: Mapping[str, Any]) -> bool:
-    """Whether `folder` is this dataset, complete; False for a missing or empty folder.
-
-    Raises:
-        ValueError: the folder has other content.
-    """
+    """Whether `folder` is this dataset, complete; False for a missing or empty folder. Raises: ValueError: it is
+    another."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if not (folder / MARKER).is_file():

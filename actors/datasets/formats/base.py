@@ -71,12 +71,8 @@ def finish(
     name: str,
     label_key: str,
 ) -> Row:
-    """Checks a draft and builds the row. `media` and `placeholders` (`data.placeholders`) are by kind of medium.
-
-    Raises:
-        RowError: a text is missing, or media and placeholders do not match.
-        MediaError: a web URL is not allowed or cannot be fetched.
-    """
+    """Checks a draft and builds the row; `media` and `placeholders` are by kind of medium. Raises: RowError: a text is
+    missing, or media and placeholders do not match. MediaError: a web URL is not allowed or cannot be fetched."""
     way, answer = marked_answer(text_of(draft.answer, "answer"))
     boxed = rf"\boxed{{{answer}}}"
     given = {"image": draft.images, "video": draft.videos, "audio": draft.audios}
@@ -104,14 +100,9 @@ def finish(
 
 
 def _placed(turns: Sequence[Turn], kind: str, own: str, num_media: int, in_front: bool) -> list[Turn]:
-    """Marks one placeholder for each of `num_media` media of a kind in the turns; `own` is the data's placeholder.
-
-    A placeholder in an answer of the assistant is plain text, unless there are media for it. With `in_front`, media
-    without any placeholder precede the question.
-
-    Raises:
-        RowError: the numbers of placeholders and media differ.
-    """
+    """Marks one placeholder for each of `num_media` media of a kind in the turns; `own` is the data's placeholder. One
+    in an answer of the assistant is plain text, unless there are media for it. With `in_front`, media without any
+    placeholder precede the question."""
     placeholder = PLACEHOLDERS[kind]
     texts = placed([turn.text for turn in turns], kind, own, num_media)
     if sum(text.count(placeholder) for text in texts) != num_media:
@@ -153,11 +144,7 @@ def text_of(value: Any, column: str) -> str:
 
 
 def asked_text(value: Any, column: str) -> str:
-    """As `text_of`, for questions.
-
-    Raises:
-        RowError: the value is missing, or is a list or object, such as chat turns.
-    """
+    """As `text_of`, for questions; refuses a list or object, such as chat turns."""
     if isinstance(value, Mapping | list | tuple) and value:
         detail = f"`{column}` is a {type(value).__name__}: write a text, or chat turns with data.row_format=messages"
         raise RowError(f"bad_{column}", f"{detail} and data.columns={{messages: COLUMN}}")
@@ -254,11 +241,7 @@ def json_value(value: Any) -> Any:
 
 
 def media_of(record: Record, in_turns: Mapping[str, Sequence[Any]] = MappingProxyType({})) -> dict[str, Any]:
-    """The media of a row for a `Draft`: those of its turns by kind, or of its columns such as `images` and `image`.
-
-    Raises:
-        RowError: both the turns and a column have media of one kind.
-    """
+    """The media of a row for a `Draft`: those of its turns by kind, or of its columns such as `images` and `image`."""
     found = {}
     for kind in PLACEHOLDERS:
         held, column = in_turns.get(kind), first_of(record, f"{kind}s", kind)

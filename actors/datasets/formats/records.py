@@ -102,9 +102,7 @@ def _sharegpt(record: Record) -> Draft:
 
 def _alpaca(record: Record) -> Draft:
     """LLaMA-Factory's alpaca format; `history` is a list of [question, answer] pairs. Else as `_sharegpt`.
-
-    {"instruction": "<image>Which number?", "input": "", "output": "It is 7.", "images": ["a.png"]}
-    """
+    {"instruction": "<image>Which number?", "input": "", "output": "It is 7.", "images": ["a.png"]}"""
     asked = (first_of(record, "instruction"), first_of(record, "input"))
     question = "\n".join(asked_text(text, "instruction") for text in asked if text is not None)
     output = first_of(record, "output")
@@ -145,10 +143,8 @@ def _verl(record: Record) -> Draft:
 
 def _lightrft(record: Record) -> Draft:
     """LightRFT's format. The prompt is a text or chat turns; answers of the assistant are left out. Media without
-    placeholders precede the question. The reference is the first of `REFERENCES`.
-
-    {"prompt": "Which number?", "images": ["a.png"], "reference": "7", "label": "read"}
-    """
+    placeholders precede the question. The reference is the first of `REFERENCES`. {"prompt": "Which number?", "images":
+    ["a.png"], "reference": "7", "label": "read"}"""
     prompt = first_of(record, "input", "prompt")
     if prompt is None:
         raise RowError("missing_prompt", "the row has no `prompt`: add it")

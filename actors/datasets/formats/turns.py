@@ -88,11 +88,7 @@ def without(value: Any, names: Sequence[str]) -> Any:
 
 def unread_fields(record: Mapping[str, Any], columns: Sequence[str], *, has_answers: bool) -> tuple[str, ...]:
     """Returns the fields of a record that are not read; those of turns and parts with the column and a dot in front.
-
-    Args:
-        columns: of the format.
-        has_answers: the format has demonstrations, which some fields would change.
-    """
+    `has_answers`: the format has demonstrations, which some fields would change."""
     if has_answers and record.get("label") is False:
         raise _refused("label", False, "the row", _OF_ROWS[0][2])
     rules = (*_OF_ROWS, *(_OF_ANSWERS if has_answers else ()))
@@ -226,11 +222,9 @@ OTHER_FORMATS = {  # column -> the words that read its format
 
 
 def turns_of(messages: Any, column: str) -> tuple[list[Turn], dict[str, list[Any]]]:
-    """Parses messages; returns the turns, and the media of their parts by kind, in order.
-
-    A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. A media part without
-    a medium is a placeholder for an entry of the row's media column.
-    """
+    """Parses messages; returns the turns, and the media of their parts by kind, in order. A turn is `{"role",
+    "content"}` or `{"from", "value"}`; content is a text or a list of parts. A media part without a medium is a
+    placeholder for an entry of the row's media column."""
     if not isinstance(messages, list | tuple) or not messages:
         raise RowError(f"bad_{column}", f"`{column}` is {_shown(messages)}: write a list of turns")
     turns: list[Turn] = []

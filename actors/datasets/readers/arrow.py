@@ -260,10 +260,8 @@ def _opened(datasets: Any, opened: Opened) -> Any:
 
 
 def as_files(datasets: Any, feature: Any) -> Any:
-    """Replaces images, sounds and videos in a feature by their encoded files, recursively.
-
-    Decoding would need torchcodec, and encoding again would change the files.
-    """
+    """Replaces images, sounds and videos in a feature by their encoded files, recursively. Decoding would need
+    torchcodec, and encoding again would change the files."""
     if isinstance(feature, dict):
         return type(feature)({key: as_files(datasets, value) for key, value in feature.items()})
     if isinstance(feature, list | tuple):

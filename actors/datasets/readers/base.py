@@ -75,13 +75,8 @@ Reader = Callable[[Opened], Table]
 
 
 def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
-    """The files of a split, sorted by name: `SPLIT.EXT`, `SPLIT-*.EXT` or `SPLIT/*.EXT` in the folder or in `data/`.
-
-    A split name with a wildcard or a dot is a pattern of file names.
-
-    Raises:
-        DatasetError: there are no files.
-    """
+    """The files of a split, sorted by name: `SPLIT.EXT`, `SPLIT-*.EXT` or `SPLIT/*.EXT` in the folder or in `data/`. A
+    split name with a wildcard or a dot is a pattern of file names. Raises: DatasetError: there are none."""
     folder, split = opened.path, opened.split
     if folder.is_file():
         raise DatasetError(
@@ -112,10 +107,8 @@ def refuse_unread(folder: Path, split: str) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes missing fields recursively: columnar files have every field in every record.
-
-    Null, NaN, and the missing values of NumPy and pandas are removed; an item of a list becomes None.
-    """
+    """Removes missing fields recursively: columnar files have every field in every record. Null, NaN, and the missing
+    values of NumPy and pandas are removed; an item of a list becomes None."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if not is_missing(item)}
     if isinstance(value, list | tuple):

@@ -38,11 +38,9 @@ class EpisodeError(MobulaError):
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message of an environment; `text` has one `<image>` for each of `images` (encoded files).
-
-    A text without images may contain any markup. If a text with images contains a literal `<image>`, IMAGE_MARK is the
-    placeholder instead.
-    """
+    """One chat message of an environment; `text` has one `<image>` for each of `images` (encoded files). A text without
+    images may contain any markup. If a text with images contains a literal `<image>`, IMAGE_MARK is the placeholder
+    instead."""
 
     role: str
     text: str

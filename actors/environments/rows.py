@@ -29,10 +29,8 @@ SPLITS = ("train", "validation", "test")
 
 def environment_split(config: EnvironmentConfig, name: str, *, takes_images: bool) -> Split[Row]:
     """Builds the rows of one split. The seeds of splits are disjoint. Each seed is reset once; the first seed twice, to
-    check that observations depend only on the seed.
-
-    There is no cluster yet: with `environment.host=ray`, a local process is used.
-    """
+    check that observations depend only on the seed. There is no cluster yet: with `environment.host=ray`, a local
+    process is used."""
     counts = dict(zip(SPLITS, (config.num_train, config.num_validation, config.num_test), strict=True))
     if name not in counts:
         raise DatasetError(f"environment.name={config.name} has no split {name!r}: use {', '.join(SPLITS)}")

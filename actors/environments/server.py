@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -131,16 +131,7 @@ class EnvironmentServer:
         held = self._held.get(name) if keep_reply else self._held.pop(name, None)
         if held is None:
             return
-        closing: Awaitable[Any] = held.stack.aclose() if error is None else _closed_with(held.stack, error)
-        await closing
-
-
-async def _closed_with(stack: AsyncExitStack, error: Exception) -> None:
-    try:
-        async with stack:
-            raise error
-    except type(error):
-        """The pool has closed the environment."""
+        await held.stack.__aexit__(None if error is None else type(error), error, None)
 
 
 def make_app(server: EnvironmentServer) -> FastAPI:

@@ -29,6 +29,7 @@ from mobula.actors.environments.base import (
     checked_observation,
 )
 from mobula.actors.environments.hosts import child
+from mobula.actors.environments.hosts.child import HostedEnvironment
 from mobula.actors.environments.registry import build_environment
 from mobula.actors.environments.wire import Json, action_to_json, reset_from_json, spec_from_json, step_from_json
 from mobula.cluster.errors import DeadlineError, WorkerDiedError
@@ -37,25 +38,6 @@ from mobula.cluster.runtime.ray_actors import OwnedActor
 from mobula.configs.schema.data import EnvironmentConfig
 
 T = TypeVar("T")
-
-
-class HostedEnvironment:
-    """The Ray actor: forwards calls to an environment."""
-
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self._environment = build_environment(name, options)
-
-    def spec(self) -> EnvironmentSpec:
-        return self._environment.spec
-
-    def reset(self, seed: int, options: Mapping[str, Any]) -> Reset:
-        return self._environment.reset(seed=seed, options=options)
-
-    def step(self, action: Action) -> Step:
-        return self._environment.step(action)
-
-    def demonstrate(self) -> str:
-        return cast("Demonstrator", self._environment).demonstrate()
 
 
 class _Hosted(ABC):
@@ -124,7 +106,9 @@ class ProcessEnvironment(_Hosted):
     def _called(self, method: str, *args: Any) -> Any:
         timeout_s, name = self._timeouts[method], self._name
         try:
-            return self._child.call(timeout_s, getattr(child, method), *args)
+            if method == "make":
+                return self._child.call(timeout_s, child.make, *args)
+            return self._child.call(timeout_s, child.call, method, *args)
         except BaseException as error:
             self.close()  # the state of the environment is unknown
             if isinstance(error, DeadlineError):
@@ -196,17 +180,15 @@ class RemoteEnvironment(_Hosted):
             else:
                 if reply.status_code == 200:
                     return self._read(reply)
-                problem = self._refusal(reply)
+                kind = "session_lost" if reply.status_code == 404 else "server_refused"
+                text = f"{self._url} answered {reply.status_code}: {reply.text[:QUOTED_CHARS]}"
+                problem = EpisodeError(kind, text)
                 if reply.status_code < 500:
                     raise problem
             if time.monotonic() + pause_s >= deadline:
                 raise problem
             time.sleep(random.uniform(0, pause_s))
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
-
-    def _refusal(self, reply: httpx.Response) -> EpisodeError:
-        kind = "session_lost" if reply.status_code == 404 else "server_refused"
-        return EpisodeError(kind, f"{self._url} answered {reply.status_code}: {reply.text[:QUOTED_CHARS]}")
 
     def _read(self, reply: httpx.Response) -> Json:
         try:

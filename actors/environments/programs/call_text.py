@@ -26,11 +26,9 @@ class _DuplicateKeyError(Exception):
 
 
 def read_calls(text: str) -> list[CallText]:
-    """Parses the first MAX_CALLS calls in `text`. Never raises. The time is linear in the length of the text.
-
-    A block ends after the JSON value, not at the first closing tag, which may be part of an argument. A block has one
-    call or a list of calls.
-    """
+    """Parses the first MAX_CALLS calls in `text`. Never raises. The time is linear in the length of the text. A block
+    ends after the JSON value, not at the first closing tag, which may be part of an argument. A block has one call or a
+    list of calls."""
     calls: list[CallText] = []
     start = text.find(OPEN)
     while start >= 0 and len(calls) < MAX_CALLS:

@@ -159,10 +159,8 @@ Sound = FileSound | Track
 
 
 def check_audio(source: Audio, limits: AudioLimits) -> int:
-    """Returns the number of samples after resampling; for checks of a whole dataset.
-
-    Reads the header alone. Files without a length in the header are decoded (`audio_track`).
-    """
+    """Returns the number of samples after resampling; for checks of a whole dataset. Reads the header alone. Files
+    without a length in the header are decoded (`audio_track`)."""
     with open_bounded(source, limits.audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         with _opened(file, source, limits.audio) as sound:
             return _num_samples(sound, source, limits)

@@ -8,20 +8,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoProcessor,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
-from mobula.actors.datasets.clips import Audio, Video, fetch_together, web_files
-from mobula.actors.datasets.images import ImageSource
+from mobula.actors.datasets.clips import fetch_together, web_files
+from mobula.actors.datasets.conversations import Conversation
 from mobula.actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
 from mobula.actors.processors.image import LoadedMedium
 from mobula.actors.processors.modality import ImageModality, MediaModel, Modality, SoundModality, VideoModality
@@ -50,20 +44,7 @@ from mobula.learner.policies.families.base import AudioFamily, Family, ImageFami
 NUM_CACHED_QUESTIONS = 4096
 MEDIA_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}|{AUDIO_PLACEHOLDER})")
 
-
-class HasMedia(Protocol):
-    """A row or conversation: text with placeholders, and a file for each placeholder."""
-
-    @property
-    def sample_id(self) -> str: ...
-    @property
-    def images(self) -> Sequence[ImageSource]: ...
-    @property
-    def videos(self) -> Sequence[Video]: ...
-    @property
-    def audios(self) -> Sequence[Audio]: ...
-
-
+HasMedia = Row | Conversation
 Measures = Sequence[Sequence[Any]]
 """Measures of a row's images, videos and sounds, which determine the number of tokens."""
 LoadedMedia = Sequence[Sequence[LoadedMedium[Any, Any]]]
@@ -184,10 +165,8 @@ class ChatProcessor:
         return self._encode(row.history, row.question, row.template)[0]
 
     def check(self, row: Row) -> int:
-        """Returns the prompt's length in tokens, from the text and the headers of the media. Decodes nothing.
-
-        Rows with web files: counts the text alone; `prepare` downloads the files and checks the total.
-        """
+        """Returns the prompt's length in tokens, from the text and the headers of the media. Decodes nothing. Rows with
+        web files: counts the text alone; `prepare` downloads the files and checks the total."""
         self._check_row(row)
         if web_files((*row.images, *row.videos, *row.audios)):
             _, compact_ids = self._encode(row.history, row.question, row.template)
@@ -204,10 +183,8 @@ class ChatProcessor:
         return decode_response(self._tokenizer, token_ids, self._hidden)
 
     def encode_answer(self, text: str) -> np.ndarray:
-        """Returns int32 [T]: the tokens of `text` in the whole text behind a generation prompt, and an end token.
-
-        A token that would hold characters of the generation prompt, whose tokens are given, is divided.
-        """
+        """Returns int32 [T]: the tokens of `text` in the whole text behind a generation prompt, and an end token. A
+        token that would hold characters of the generation prompt, whose tokens are given, is divided."""
         text = literal(text)  # an answer holds no media
         self.refuse_special_tokens(text)
         opened, space = self._answer_head
@@ -280,11 +257,7 @@ class ChatProcessor:
     def special_ids(self) -> dict[str, tuple[int, ...]]:
         """Special token ids by their name in a checkpoint's configuration."""
         placeholder = () if self.images.placeholder_id is None else (self.images.placeholder_id,)
-        return {
-            "eos_token_id": self.eos_token_ids,
-            "pad_token_id": (self.pad_token_id,),
-            "image_token_id": placeholder,
-        }
+        return {"eos_token_id": self.eos_token_ids, "pad_token_id": (self.pad_token_id,), "image_token_id": placeholder}
 
     def _ends(self) -> list[tuple[str, int]]:
         """Text and id of each end token that the tokenizer has."""

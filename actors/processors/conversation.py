@@ -12,7 +12,7 @@ from mobula.actors.datasets.conversations import Conversation, Ending
 from mobula.actors.processors.chat import ChatProcessor, Measures, expand, measures_of
 from mobula.actors.processors.text.answers import AnswerLayout, unused_mark
 from mobula.cluster.errors import PromptError
-from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.actions import Actions, TokenActions
 from mobula.cluster.records.markup import plain
 from mobula.cluster.records.media import MediaSpan
 from mobula.cluster.records.trajectory import (
@@ -70,21 +70,10 @@ class ConversationProcessor:
     """
 
     def __init__(
-        self,
-        chat: ChatProcessor,
-        *,
-        system_prompt: str,
-        max_tokens: int,
-        has_tail: bool,
-        trains_template: bool = False,
+        self, chat: ChatProcessor, *, system_prompt: str, max_tokens: int, has_tail: bool, trains_template: bool = False
     ) -> None:
-        """
-        Args:
-            system_prompt: first turn of rows without a system message; none if empty.
-            max_tokens: `offline.max_tokens`.
-            has_tail: whether an ending includes the last token of the chat template, which a reward model reads.
-            trains_template: `offline.train_template_text`.
-        """
+        """`system_prompt` is the first turn of rows without a system message; none if empty. `has_tail`: an ending
+        includes the last token of the chat template, which a reward model reads."""
         self.media_token_ids: tuple[int, ...] = ()  # none is banned: nothing is sampled
         self.template_token_ids: tuple[int, ...] = ()
         self.chat = chat
@@ -111,7 +100,12 @@ class ConversationProcessor:
             references=tuple(_text(ending) for ending in row.endings if ending.label == row.endings[0].label),
         )
         trajectories = tuple(
-            _trajectory(f"{prompt_id}#{n}", whole.ids[num_context:], whole.mask[num_context:], _text(ending))
+            given_trajectory(
+                f"{prompt_id}#{n}",
+                TokenActions(whole.ids[num_context:].astype(np.int32)),
+                whole.mask[num_context:],
+                _text(ending),
+            )
             for n, (whole, ending) in enumerate(zip(wholes, row.endings, strict=True))
         )
         group = TrajectoryGroup(prompt, trajectories)
@@ -154,11 +148,8 @@ class ConversationProcessor:
         return first.text[: int(first.starts[num])], [self._whole(row, ending, num, measures) for ending in endings]
 
     def _rendered(self, layout: AnswerLayout, context: Sequence[tuple[str, str]], ending: Ending) -> _Rendered:
-        """The text and tokens of a context with one ending.
-
-        An end token follows each answer, even if the template has none. In some templates the end token is the start
-        of the next turn.
-        """
+        """The text and tokens of a context with one ending. An end token follows each answer, even if the template has
+        none. In some templates the end token is the start of the next turn."""
         trained = {len(context) + n for n, turn in enumerate(ending.turns) if turn.is_trained}
         pieces, done, tail = list[tuple[str, bool]](), "", ""
         turns = [*context, *((turn.role, turn.text) for turn in ending.turns)]
@@ -203,17 +194,11 @@ class ConversationProcessor:
         return _Whole(ending.ids[:num_context], ids, mask, num_context + num_added, spans, order)
 
 
-def _trajectory(trajectory_id: str, ids: np.ndarray, mask: np.ndarray, text: str) -> Trajectory:
-    num = len(ids)
-    return Trajectory(
-        trajectory_id=trajectory_id,
-        actions=TokenActions(ids.astype(np.int32)),
-        behavior_logprobs=np.zeros(num, dtype=np.float32),
-        action_mask=mask,
-        weight_spans=(WeightSpan(0, 0, num),),
-        finish_reason=FinishReason.STOP,
-        response=Response(text, num, False),
-    )
+def given_trajectory(trajectory_id: str, actions: Actions, mask: np.ndarray, text: str) -> Trajectory:
+    """A trajectory that no policy sampled. `mask`: bool [T]."""
+    num = len(mask)
+    logprobs, spans = np.zeros(num, dtype=np.float32), (WeightSpan(0, 0, num),)
+    return Trajectory(trajectory_id, actions, logprobs, mask, spans, FinishReason.STOP, Response(text, num, False))
 
 
 def _text(ending: Ending) -> str:

@@ -15,21 +15,12 @@ from PIL import Image
 from mobula.actors.datasets.conversations import CHOSEN, REJECTED, ImagePair
 from mobula.actors.datasets.images import path_below
 from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.conversation import given_trajectory
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.markup import plain
 from mobula.cluster.records.media import FORMATS, MediaHandle, MediaKeeper, ProcessedMedia, content_key, to_rgb
-from mobula.cluster.records.trajectory import (
-    NO_IDS,
-    FinishReason,
-    Prompt,
-    Response,
-    Reward,
-    ScoredGroup,
-    Trajectory,
-    TrajectoryGroup,
-    WeightSpan,
-)
+from mobula.cluster.records.trajectory import NO_IDS, Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.configs.schema import DataConfig, RunConfig
 from mobula.configs.schema.rollout import FlowConfig
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
@@ -43,10 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class FlowProcessor:
-    """Encodes texts with the encoders of a checkpoint, on the CPU of this process; each text once.
-
-    A prompt has no tokens. `media` are the embeddings of the text and, with guidance, of the negative prompt.
-    """
+    """Encodes texts with the encoders of a checkpoint, on the CPU of this process; each text once. A prompt has no
+    tokens. `media` are the embeddings of the text and, with guidance, of the negative prompt."""
 
     takes_images = False
     media_token_ids: tuple[int, ...] = ()  # no tokens are sampled
@@ -192,9 +181,7 @@ def _is_not_about_a_cut_text(record: logging.LogRecord) -> bool:
 
 class ImagePairProcessor:
     """Builds a group from each row: two trajectories of one step that ends in an image; rewards are the labels.
-
-    `behavior_logprobs` are 0, because no policy sampled the images.
-    """
+    `behavior_logprobs` are 0, because no policy sampled the images."""
 
     media_token_ids: tuple[int, ...] = ()
     template_token_ids: tuple[int, ...] = ()
@@ -205,7 +192,10 @@ class ImagePairProcessor:
     def prepare(self, row: ImagePair, prompt_id: str) -> ScoredGroup:
         prompt = self._flow.prepare(_asked(row), prompt_id)
         paths = (row.chosen, row.rejected)
-        trajectories = tuple(_trajectory(f"{prompt_id}#{n}", self._flow.latents(path)) for n, path in enumerate(paths))
+        trajectories = tuple(
+            given_trajectory(f"{prompt_id}#{n}", LatentActions.of_image(self._flow.latents(path)), np.ones(1, bool), "")
+            for n, path in enumerate(paths)
+        )
         group = TrajectoryGroup(prompt, trajectories)
         return ScoredGroup(group.summary(), group, (Reward(CHOSEN), Reward(REJECTED)))
 
@@ -220,15 +210,3 @@ class ImagePairProcessor:
 
 def _asked(row: ImagePair) -> Row:
     return Row(row.sample_id, row.question, "", "")
-
-
-def _trajectory(name: str, latents: np.ndarray) -> Trajectory:
-    return Trajectory(
-        trajectory_id=name,
-        actions=LatentActions.of_image(latents),
-        behavior_logprobs=np.zeros(1, dtype=np.float32),
-        action_mask=np.ones(1, dtype=bool),
-        weight_spans=(WeightSpan(0, 0, 1),),
-        finish_reason=FinishReason.STOP,
-        response=Response("", 1, False),
-    )

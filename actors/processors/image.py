@@ -14,6 +14,7 @@ from PIL import Image
 from mobula.actors.datasets.images import EncodedFile, ImageSource, WebFile
 from mobula.cluster.errors import MediaError
 from mobula.cluster.records.media import FORMATS, to_rgb, upright_size
+from mobula.configs.schema.data import DataConfig
 
 S = TypeVar("S")
 M = TypeVar("M")
@@ -29,49 +30,38 @@ class LoadedMedium(Generic[S, M]):
     taken: tuple[int, ...] = ()  # presentation times (PTS) of the sampled frames of a video file, in its time base
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """Limits of an image: `data.max_image_bytes` on disk and `data.max_decoded_pixels` in memory."""
-
-    max_image_bytes: int
-    max_decoded_pixels: int
-
-
-def check_image(source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
+def check_image(source: ImageSource, data: DataConfig) -> tuple[int, int]:
     """Returns (width, height) of the upright image from the file's header; for checks of a whole dataset."""
-    with _open_file(source, limits) as file:
-        return _measured(file, source, limits)
+    with _open_file(source, data) as file:
+        return _measured(file, source, data)
 
 
-def read_image(source: ImageSource, limits: ImageLimits) -> bytes:
-    with _open_file(source, limits) as file:
+def read_image(source: ImageSource, data: DataConfig) -> bytes:
+    with _open_file(source, data) as file:
         return file.read()
 
 
-def load_image(source: ImageSource, limits: ImageLimits) -> LoadedMedium[ImageSource, tuple[int, int]]:
-    content = read_image(source, limits)
-    return LoadedMedium(source, measure_image(content, source, limits), (content,))
+def load_image(source: ImageSource, data: DataConfig) -> LoadedMedium[ImageSource, tuple[int, int]]:
+    content = read_image(source, data)
+    return LoadedMedium(source, measure_image(content, source, data), (content,))
 
 
-def measure_image(content: bytes, source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
+def measure_image(content: bytes, source: ImageSource, data: DataConfig) -> tuple[int, int]:
     """Returns (width, height) of the upright image from the header in `content`, the bytes of the file `source`."""
-    return _measured(BytesIO(content), source, limits)
+    return _measured(BytesIO(content), source, data)
 
 
-def decode_image(content: bytes, source: object, limits: ImageLimits) -> Image.Image:
+def decode_image(content: bytes, source: object, data: DataConfig) -> Image.Image:
     """Returns the image as RGB: upright by the EXIF orientation, transparency on white, the first of several frames.
-
-    Args:
-        source: name of the image in errors.
-    """
-    with _open_image(BytesIO(content), source, limits) as image:
+    `source` is its name in errors."""
+    with _open_image(BytesIO(content), source, data) as image:
         with _refusing_corrupt(source):
             image.load()
             return to_rgb(image)
 
 
-def _measured(file: IO[bytes], source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
-    with _open_image(file, source, limits) as image, _refusing_corrupt(source):
+def _measured(file: IO[bytes], source: ImageSource, data: DataConfig) -> tuple[int, int]:
+    with _open_image(file, source, data) as image, _refusing_corrupt(source):
         return upright_size(image)
 
 
@@ -83,8 +73,8 @@ def _refusing_corrupt(source: object) -> Iterator[None]:
         raise MediaError(f"{source} is corrupt ({error}): replace the file or remove its row") from error
 
 
-def _open_file(source: ImageSource, limits: ImageLimits) -> AbstractContextManager[IO[bytes]]:
-    return open_bounded(source, limits.max_image_bytes, "data.max_image_bytes")
+def _open_file(source: ImageSource, data: DataConfig) -> AbstractContextManager[IO[bytes]]:
+    return open_bounded(source, data.max_image_bytes, "data.max_image_bytes")
 
 
 @contextmanager
@@ -114,7 +104,7 @@ def _check_num_bytes(path: ImageSource, num_bytes: int, max_bytes: int, key: str
         )
 
 
-def _open_image(file: IO[bytes], source: object, limits: ImageLimits) -> Image.Image:
+def _open_image(file: IO[bytes], source: object, data: DataConfig) -> Image.Image:
     """Reads the header; decodes no pixels."""
     try:
         image = Image.open(file, formats=FORMATS)
@@ -123,9 +113,9 @@ def _open_image(file: IO[bytes], source: object, limits: ImageLimits) -> Image.I
     except Exception as error:  # on damaged headers Pillow raises errors of any type
         raise MediaError(f"{source} is no {', '.join(FORMATS)} image: replace the file or remove its row") from error
     width, height = image.size
-    if not 0 < width * height <= limits.max_decoded_pixels:
+    if not 0 < width * height <= data.max_decoded_pixels:
         raise MediaError(
             f"{source} decodes to {width} x {height} = {width * height:,} pixels, "
-            f"data.max_decoded_pixels is {limits.max_decoded_pixels:,}: make the image smaller or raise the limit"
+            f"data.max_decoded_pixels is {data.max_decoded_pixels:,}: make the image smaller or raise the limit"
         )
     return image

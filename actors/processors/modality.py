@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BytesIO
@@ -25,7 +25,7 @@ from mobula.actors.processors.audio import (
     require_soundfile,
 )
 from mobula.actors.processors.image import LoadedMedium, check_image, decode_image, load_image
-from mobula.actors.processors.video import VideoLimits, check_video, decode_video, load_video, require_av
+from mobula.actors.processors.video import check_video, decode_video, load_video, require_av
 from mobula.cluster.errors import MediaError, PromptError
 from mobula.cluster.records.media import IMAGE_SIZES, SHOWN_SIZES, MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from mobula.configs.schema.data import DataConfig
@@ -62,6 +62,10 @@ class Modality(ABC, Generic[S, M]):
     remedy: ClassVar[str]  # for a medium that has no expansion
     layout: ClassVar[str]  # for a text whose number of placeholders differs from the number of media
     placeholder_id: int | None = None  # of a medium before expansion
+    measure: Callable[[S], M]
+    """Measures a medium from the headers of its file."""
+    load: Callable[[S], LoadedMedium[S, M]]
+    """Reads and measures a medium. Decodes nothing."""
 
     def __init__(self, model: MediaModel, limit: int) -> None:
         """`limit` is the maximum number in a prompt."""
@@ -73,14 +77,6 @@ class Modality(ABC, Generic[S, M]):
             raise PromptError(
                 f"{row} has {len(sources)} {self.name}, {self.limit_key} is {self.limit}: raise it or remove the row"
             )
-
-    @abstractmethod
-    def measure(self, source: S) -> M:
-        """Measures a medium from the headers of its file."""
-
-    @abstractmethod
-    def load(self, source: S) -> LoadedMedium[S, M]:
-        """Reads and measures a medium. Decodes nothing."""
 
     @abstractmethod
     def process(self, medium: LoadedMedium[S, M]) -> ProcessedMedia:
@@ -141,7 +137,7 @@ class ImageModality(Modality[ImageSource, Size]):
         """`refusal` says why prompts have no images; empty if they may have some."""
         super().__init__(model, limit)
         self._refusal = refusal
-        self._limits = VideoLimits.of(model.data).frame
+        self.measure, self.load = partial(check_image, data=model.data), partial(load_image, data=model.data)
         if isinstance(model.family, ImageFamily):
             self._family = model.family
             self.placeholder_id = model.family.compact_placeholder_id(model.config)
@@ -156,14 +152,8 @@ class ImageModality(Modality[ImageSource, Size]):
             )
         super().check(sources, row)
 
-    def measure(self, source: ImageSource) -> Size:
-        return check_image(source, self._limits)
-
-    def load(self, source: ImageSource) -> LoadedMedium[ImageSource, Size]:
-        return load_image(source, self._limits)
-
     def process(self, medium: LoadedMedium[ImageSource, Size]) -> ProcessedMedia:
-        image = decode_image(medium.contents[0], medium.source, self._limits)
+        image = decode_image(medium.contents[0], medium.source, self._model.data)
         files = medium.contents if self._model.keeps_files else ()
         return ProcessedMedia("image", self._family.process(self._model.processor, image), _thumbnail(image), files)
 
@@ -195,7 +185,7 @@ class VideoModality(Modality[Video, Clip]):
 
     def __init__(self, model: MediaModel, limit: int) -> None:
         super().__init__(model, limit)
-        self._limits = VideoLimits.of(model.data)
+        self.measure, self.load = partial(check_video, data=model.data), partial(load_video, data=model.data)
         self._fingerprint = f"{model.fingerprint} {model.data.video.model_dump_json()}"
         if limit:
             if not isinstance(model.family, VideoFamily):
@@ -204,20 +194,15 @@ class VideoModality(Modality[Video, Clip]):
             self._family = model.family
             self.placeholder_id = model.family.compact_video_placeholder_id(model.processor)
 
-    def measure(self, source: Video) -> Clip:
-        return check_video(source, self._limits)
-
-    def load(self, source: Video) -> LoadedMedium[Video, Clip]:
-        return load_video(source, self._limits)
-
     def process(self, medium: LoadedMedium[Video, Clip]) -> ProcessedMedia:
-        frames, is_kept = decode_video(medium, self._limits), self._model.keeps_files
+        data, is_kept = self._model.data, self._model.keeps_files
+        frames = decode_video(medium, data)
         images = [Image.fromarray(frame) for frame in (frames if is_kept else frames[:1])]
-        inputs = self._family.process_video(self._model.processor, frames, medium.measure, self._limits.video)
+        inputs = self._family.process_video(self._model.processor, frames, medium.measure, data.video)
         return ProcessedMedia("video", inputs, _thumbnail(images[0]), tuple(map(_png, images)) if is_kept else ())
 
     def expansion(self, measure: Clip) -> np.ndarray:
-        return self._family.video_expansion(self._model.processor, measure, self._limits.video)
+        return self._family.video_expansion(self._model.processor, measure, self._model.data.video)
 
     def described(self, measure: Clip) -> str:
         return f"gives {len(measure.timestamps)} frames of {measure.width} x {measure.height}"
@@ -243,13 +228,8 @@ class SoundModality(Modality[Audio, int]):
             self._family = model.family
             self.placeholder_id = model.family.audio_placeholder_id(model.config)
             features = model.processor.feature_extractor
-            self._limits = AudioLimits(model.data.audio, features.sampling_rate, features.n_samples)
-
-    def measure(self, source: Audio) -> int:
-        return check_audio(source, self._limits)
-
-    def load(self, source: Audio) -> LoadedMedium[Audio, int]:
-        return load_audio(source, self._limits)
+            limits = self._limits = AudioLimits(model.data.audio, features.sampling_rate, features.n_samples)
+            self.measure, self.load = partial(check_audio, limits=limits), partial(load_audio, limits=limits)
 
     def process(self, medium: LoadedMedium[Audio, int]) -> ProcessedMedia:
         samples = decode_audio(medium, self._limits)

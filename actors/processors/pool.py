@@ -51,14 +51,8 @@ class ProcessorPool:
         object_s: float,
         on_lost: Callable[[str], None],
     ) -> None:
-        """
-        Args:
-            handles: Ray handles of `ProcessorWorker`s.
-            num_media: returns the number of media in a row's prompt.
-            timeout_s: for one row.
-            object_s: for the transfer of media to this node.
-            on_lost: called with `processor_died` or `processor_hung` for each lost worker.
-        """
+        """`num_media` returns the number of media in a row's prompt. `timeout_s` is for one row, `object_s` for the
+        transfer of media to this node. `on_lost` gets `processor_died` or `processor_hung` for each lost worker."""
         self._work = WorkQueue(
             "processor",
             handles,

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from typing import IO, Any
 
 import numpy as np
 
 from mobula.actors.datasets.clips import FrameList, Video
-from mobula.actors.processors.image import (
-    ImageLimits,
-    LoadedMedium,
-    check_image,
-    decode_image,
-    open_bounded,
-    read_image,
-)
+from mobula.actors.processors.image import LoadedMedium, check_image, decode_image, open_bounded, read_image
 from mobula.cluster.errors import MediaError
 from mobula.configs.schema.data import DataConfig, VideoConfig
 from mobula.learner.policies.families.base import Clip
@@ -28,53 +20,35 @@ CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,ogg,flv,
 MICROSECONDS = 1_000_000  # unit of a container's duration
 
 
-@dataclass(frozen=True)
-class VideoLimits:
-    """Limits of a video, and the sampling of frames."""
-
-    video: VideoConfig
-    frame: ImageLimits  # of videos that are lists of image files
-
-    @classmethod
-    def of(cls, data: DataConfig) -> VideoLimits:
-        return cls(data.video, ImageLimits(data.max_image_bytes, data.max_decoded_pixels))
+Plan = tuple[Clip, tuple[int, ...]]
+"""The sampled frames, and their presentation times in a file, or indices into a list of images."""
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The sampled frames: presentation times in a file, or indices into a list of images."""
-
-    clip: Clip
-    taken: tuple[int, ...]
-
-
-def check_video(source: Video, limits: VideoLimits) -> Clip:
+def check_video(source: Video, data: DataConfig) -> Clip:
     """Returns the frames that would be sampled, from headers and packets alone; for checks of a whole dataset."""
     if isinstance(source, FrameList):
-        return _plan_frames(source, limits).clip
-    with open_bounded(source, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
-        return _plan_file(file, source, limits).clip
+        return _plan_frames(source, data)[0]
+    with open_bounded(source, data.video.max_file_bytes, "data.video.max_file_bytes") as file:
+        return _plan_file(file, source, data)[0]
 
 
-def load_video(source: Video, limits: VideoLimits) -> LoadedMedium[Video, Clip]:
+def load_video(source: Video, data: DataConfig) -> LoadedMedium[Video, Clip]:
     """Reads the video and plans the frames to sample."""
     if isinstance(source, FrameList):
-        plan = _plan_frames(source, limits)
-        contents = tuple(read_image(source.frames[index], limits.frame) for index in plan.taken)
-        return LoadedMedium(source, plan.clip, contents)
-    with open_bounded(source, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
+        clip, taken = _plan_frames(source, data)
+        return LoadedMedium(source, clip, tuple(read_image(source.frames[index], data) for index in taken))
+    with open_bounded(source, data.video.max_file_bytes, "data.video.max_file_bytes") as file:
         content = file.read()
-    plan = _plan_file(BytesIO(content), source, limits)
-    return LoadedMedium(source, plan.clip, (content,), plan.taken)
+    clip, taken = _plan_file(BytesIO(content), source, data)
+    return LoadedMedium(source, clip, (content,), taken)
 
 
-def decode_video(video: LoadedMedium[Video, Clip], limits: VideoLimits) -> np.ndarray:
+def decode_video(video: LoadedMedium[Video, Clip], data: DataConfig) -> np.ndarray:
     """Returns uint8 [T, H, W, 3]: the frames at `video.measure.timestamps`. Rotation metadata is ignored."""
-    source, clip = video.source, video.measure
+    source = video.source
     if isinstance(source, FrameList):
-        images = [np.asarray(decode_image(content, source, limits.frame)) for content in video.contents]
-        _check_frames(images, source, clip)
-        return np.stack(images)
+        images = [np.asarray(decode_image(content, source, data)) for content in video.contents]
+        return _stacked(images, source, video.measure)
     wanted, frames = set(video.taken), dict[int, np.ndarray]()
     with _opened(BytesIO(video.contents[0]), source) as (container, stream):
         for frame in container.decode(stream):
@@ -87,17 +61,13 @@ def decode_video(video: LoadedMedium[Video, Clip], limits: VideoLimits) -> np.nd
             f"{source} is corrupt ({len(wanted) - len(frames)} of {len(wanted)} frames do not decode): replace the "
             "file or remove its row"
         )
-    images = [frames[pts] for pts in video.taken]
-    _check_frames(images, source, clip)
-    return np.stack(images)
+    return _stacked([frames[pts] for pts in video.taken], source, video.measure)
 
 
 def sampled(times: np.ndarray, duration_s: float, video: VideoConfig) -> np.ndarray:
-    """Returns int64 [T]: the indices to sample of the frames at `times`, float64 [N] (seconds, ascending).
-
-    Samples `fps` frames a second, between `min_frames` and `max_frames`, equidistant in time from the first to the
-    last frame; each frame at most once.
-    """
+    """Returns int64 [T]: the indices to sample of the frames at `times`, float64 [N] (seconds, ascending). Samples
+    `fps` frames a second, between `min_frames` and `max_frames`, equidistant in time from the first to the last frame;
+    each frame at most once."""
     num = min(max(int(duration_s * video.fps), video.min_frames), video.max_frames, len(times))
     targets = np.linspace(times[0], times[-1], num)
     right = np.searchsorted(times, targets).clip(1, len(times) - 1) if len(times) > 1 else np.zeros(num, dtype=int)
@@ -105,29 +75,29 @@ def sampled(times: np.ndarray, duration_s: float, video: VideoConfig) -> np.ndar
     return np.unique(np.where(targets - times[left] <= times[right] - targets, left, right))
 
 
-def _plan_frames(source: FrameList, limits: VideoLimits) -> _Plan:
-    rate = source.frame_rate or limits.video.frame_rate
-    _check_length(source, len(source.frames) / rate, limits)
-    _check_number(source, len(source.frames), limits)
+def _plan_frames(source: FrameList, data: DataConfig) -> Plan:
+    rate = source.frame_rate or data.video.frame_rate
+    _check_length(source, len(source.frames) / rate, data)
+    _check_number(source, len(source.frames), data)
     times = np.arange(len(source.frames)) / rate
-    taken = sampled(times, len(times) / rate, limits.video)
-    sizes = [check_image(source.frames[index], limits.frame) for index in taken]
+    taken = sampled(times, len(times) / rate, data.video)
+    sizes = [check_image(source.frames[index], data) for index in taken]
     if len(set(sizes)) > 1:
         raise MediaError(f"{source} has frames of {len(set(sizes))} sizes, {sizes[0]} first: make them one size")
     (width, height) = sizes[0]
-    _check_pixels(source, len(taken), width, height, limits)
-    return _Plan(Clip(width, height, tuple(times[taken].tolist()), len(times) / rate), tuple(taken.tolist()))
+    _check_pixels(source, len(taken), width, height, data)
+    return Clip(width, height, tuple(times[taken].tolist()), len(times) / rate), tuple(taken.tolist())
 
 
-def _plan_file(file: IO[bytes], source: Video, limits: VideoLimits) -> _Plan:
+def _plan_file(file: IO[bytes], source: Video, data: DataConfig) -> Plan:
     with _opened(file, source) as (container, stream):
-        _check_length(source, (container.duration or 0) / MICROSECONDS, limits)
-        _check_number(source, stream.frames, limits)
+        _check_length(source, (container.duration or 0) / MICROSECONDS, data)
+        _check_number(source, stream.frames, data)
         presented, num_packets = [], 0
         for packet in container.demux(stream):
             if packet.pts is not None:
                 num_packets += 1
-                _check_number(source, num_packets, limits)
+                _check_number(source, num_packets, data)
                 if not packet.is_discard:  # an edit list hides the frame; other frames are decoded from it
                     presented.append(packet.pts)
         if num_packets < stream.frames:  # 0 if the header has no count
@@ -140,19 +110,20 @@ def _plan_file(file: IO[bytes], source: Video, limits: VideoLimits) -> _Plan:
         raise MediaError(f"{source} has no frames with a size and a time: replace the file or remove its row")
     pts = np.unique(np.array(presented))
     times = (pts - pts[0]) * float(unit)
-    duration = float(times[-1]) + (float(np.median(np.diff(times))) if len(times) > 1 else 1 / limits.video.frame_rate)
-    _check_length(source, duration, limits)
-    taken = sampled(times, duration, limits.video)
-    _check_pixels(source, len(taken), width, height, limits)
-    return _Plan(Clip(width, height, tuple(times[taken].tolist()), duration), tuple(pts[taken].tolist()))
+    duration = float(times[-1]) + (float(np.median(np.diff(times))) if len(times) > 1 else 1 / data.video.frame_rate)
+    _check_length(source, duration, data)
+    taken = sampled(times, duration, data.video)
+    _check_pixels(source, len(taken), width, height, data)
+    return Clip(width, height, tuple(times[taken].tolist()), duration), tuple(pts[taken].tolist())
 
 
-def _check_frames(frames: list[np.ndarray], source: Video, clip: Clip) -> None:
+def _stacked(frames: list[np.ndarray], source: Video, clip: Clip) -> np.ndarray:
     """Refuses frames of another size than the header: EXIF rotation swaps width and height."""
     if any(frame.shape != (clip.height, clip.width, 3) for frame in frames):
         raise MediaError(
             f"{source} has frames of another size than {clip.width} x {clip.height}, as its header says: write it again"
         )
+    return np.stack(frames)
 
 
 @contextmanager
@@ -183,27 +154,27 @@ def require_av() -> Any:
     return av
 
 
-def _check_length(source: Video, seconds: float, limits: VideoLimits) -> None:
-    if seconds > limits.video.max_seconds:
+def _check_length(source: Video, seconds: float, data: DataConfig) -> None:
+    if seconds > data.video.max_seconds:
         raise MediaError(
-            f"{source} lasts {seconds:,.0f} s, data.video.max_seconds is {limits.video.max_seconds:g}: cut the video "
+            f"{source} lasts {seconds:,.0f} s, data.video.max_seconds is {data.video.max_seconds:g}: cut the video "
             "or raise the limit"
         )
 
 
-def _check_number(source: Video, num_frames: int, limits: VideoLimits) -> None:
-    if num_frames > limits.video.max_file_frames:
+def _check_number(source: Video, num_frames: int, data: DataConfig) -> None:
+    if num_frames > data.video.max_file_frames:
         raise MediaError(
             f"{source} has {num_frames:,} frames or more, data.video.max_file_frames is "
-            f"{limits.video.max_file_frames:,}: cut the video or raise the limit"
+            f"{data.video.max_file_frames:,}: cut the video or raise the limit"
         )
 
 
-def _check_pixels(source: Video, num_frames: int, width: int, height: int, limits: VideoLimits) -> None:
+def _check_pixels(source: Video, num_frames: int, width: int, height: int, data: DataConfig) -> None:
     num_pixels = num_frames * width * height
-    if num_pixels > limits.video.max_decoded_pixels:
+    if num_pixels > data.video.max_decoded_pixels:
         raise MediaError(
             f"{source} decodes to {num_frames} frames of {width} x {height} = {num_pixels:,} pixels, "
-            f"data.video.max_decoded_pixels is {limits.video.max_decoded_pixels:,}: lower data.video.max_frames or "
+            f"data.video.max_decoded_pixels is {data.video.max_decoded_pixels:,}: lower data.video.max_frames or "
             "raise the limit"
         )

@@ -26,10 +26,7 @@ def make_processor(
 ) -> ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | ImageTokenProcessor:
     """Builds the processor that turns rows into prompts (offline jobs: into groups). Media are stored in `media`."""
     if config.sampler.is_flow:
-        from mobula.actors.processors.flow import (
-            FlowProcessor,  # imports diffusers
-            ImagePairProcessor,
-        )
+        from mobula.actors.processors.flow import FlowProcessor, ImagePairProcessor  # imports diffusers
 
         flow = FlowProcessor.of(config, media)
         return ImagePairProcessor(flow) if config.offline.is_on else flow
@@ -65,9 +62,13 @@ class Made:
 
 
 class CallMedia:
-    """Implements `cluster.records.media.MediaKeeper` for one call; processes none of `known`, the caller's media."""
+    """Implements `cluster.records.media.MediaKeeper` for one call after the other; processes no media of the caller."""
 
-    def __init__(self, known: frozenset[str] = frozenset()) -> None:
+    def __init__(self) -> None:
+        self.begin(frozenset())
+
+    def begin(self, known: frozenset[str]) -> None:
+        """Begins a call; the caller has the media with the keys `known`."""
         self._known = known
         self._made: dict[str, ProcessedMedia] = {}
 
@@ -84,21 +85,12 @@ class CallMedia:
         return self._made.pop(key, None)
 
 
-class _Keeper:
-    """Forwards to the `CallMedia` of the call in progress: the processor is built once, with one keeper."""
-
-    call = CallMedia()
-
-    def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
-        return self.call.get_or_add(key, source, process)
-
-
 class ProcessorWorker:
-    """Reads, decodes and processes media; one call at a time, without state between calls."""
+    """Reads, decodes and processes media; one call at a time."""
 
     def __init__(self, config: RunConfig) -> None:
         torch.set_num_threads(config.resources.processor.num_threads)
-        self._media = _Keeper()
+        self._media = CallMedia()
         self._processor = make_processor(config, self._media)
 
     def prepare(self, row: Any, prompt_id: str, known: frozenset[str]) -> list[Made | ProcessedMedia | None]:
@@ -112,12 +104,12 @@ class ProcessorWorker:
         return made
 
     def _made(self, row: Any, prompt_id: str, known: frozenset[str]) -> tuple[Made, *tuple[ProcessedMedia | None, ...]]:
-        self._media.call = call = CallMedia(known)
+        self._media.begin(known)
         try:
             made = self._processor.prepare(row, prompt_id)
         except SkippedSample as error:
             return Made(None, error.reason, str(error)), *([None] * self._processor.num_media(row))
-        return Made(made), *(call.take(handle.key) for handle in prompt_of(made).media)
+        return Made(made), *(self._media.take(handle.key) for handle in prompt_of(made).media)
 
     def ping(self) -> bool:
         """Returns once the worker is built and idle."""

@@ -18,8 +18,8 @@ from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import Row, Skipped, count_by_reason
 from mobula.actors.processors.audio import whole_audio
-from mobula.actors.processors.image import ImageLimits, decode_image, open_bounded, read_image
-from mobula.actors.processors.video import VideoLimits, decode_video, load_video
+from mobula.actors.processors.image import decode_image, open_bounded, read_image
+from mobula.actors.processors.video import decode_video, load_video
 from mobula.cluster.errors import PreflightError, SkippedSample
 from mobula.cluster.records.markup import BREAK, parts_of
 from mobula.cluster.records.media import FORMATS
@@ -98,9 +98,8 @@ def _write(config: RunConfig, split: str, folder: Path, file: TextIO) -> tuple[i
 
 def _stored_media(row: Row, data: DataConfig, folder: Path) -> dict[str, list[Any]]:
     """Column -> paths of the row's media in `folder`. Nothing is stored unless all media of the row are usable."""
-    limits = VideoLimits.of(data)
-    images = [_image_file(image, limits.frame) for image in row.images]
-    videos = [_video_files(video, limits) for video in row.videos]
+    images = [_image_file(image, data) for image in row.images]
+    videos = [_video_files(video, data) for video in row.videos]
     audios = [whole_audio(sound, data.audio) for sound in row.audios]
     frames = [[_stored(folder, "videos", file) for file in files] for files in videos]
     return {
@@ -110,19 +109,19 @@ def _stored_media(row: Row, data: DataConfig, folder: Path) -> dict[str, list[An
     }
 
 
-def _image_file(source: ImageSource, limits: ImageLimits) -> File:
-    content = read_image(source, limits)
-    decode_image(content, source, limits)
+def _image_file(source: ImageSource, data: DataConfig) -> File:
+    content = read_image(source, data)
+    decode_image(content, source, data)
     with Image.open(BytesIO(content), formats=FORMATS) as image:
         kind = str(image.format)
     return content, IMAGE_EXTENSIONS.get(kind, kind.lower())
 
 
-def _video_files(video: Video, limits: VideoLimits) -> list[File]:
-    decode_video(load_video(video, limits), limits)
+def _video_files(video: Video, data: DataConfig) -> list[File]:
+    decode_video(load_video(video, data), data)
     if isinstance(video, FrameList):
-        return [_image_file(frame, limits.frame) for frame in video.frames]
-    with open_bounded(video, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
+        return [_image_file(frame, data) for frame in video.frames]
+    with open_bounded(video, data.video.max_file_bytes, "data.video.max_file_bytes") as file:
         content = file.read()
     extension = Path(str(video)).suffix.lower()
     return [(content, (extension if extension in VIDEO_EXTENSIONS else ".mp4")[1:])]

@@ -23,8 +23,8 @@ from mobula.actors.datasets.prompts import RowChecker, checked_rows
 from mobula.actors.datasets.rows import Row, Skipped
 from mobula.actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.processors.image import ImageLimits, check_image, decode_image, read_image
-from mobula.actors.processors.video import VideoLimits, check_video, decode_video, load_video
+from mobula.actors.processors.image import check_image, decode_image, read_image
+from mobula.actors.processors.video import check_video, decode_video, load_video
 from mobula.cluster.errors import MediaError, PreflightError
 from mobula.cluster.records.markup import plain
 from mobula.cluster.records.media import MediaStore
@@ -69,14 +69,14 @@ class SplitMeasurements:
 class HeaderChecker:
     """Checks the headers of media where no model is named; a length is then in characters."""
 
-    limits: VideoLimits
+    data: DataConfig
     audio: AudioLimits
 
     def check(self, row: Row) -> int:
         for image in row.images:
-            check_image(image, self.limits.frame)
+            check_image(image, self.data)
         for video in row.videos:
-            check_video(video, self.limits)
+            check_video(video, self.data)
         for audio in row.audios:
             check_audio(audio, self.audio)
         return sum(len(turn.text) for turn in row.history) + len(row.question)
@@ -146,7 +146,7 @@ def histogram(lengths: Sequence[int]) -> tuple[list[Bar], list[tuple[float, str]
 
 def _checker(config: RunConfig) -> tuple[RowChecker[Row], str]:
     if config.policy.model == UNKNOWN_MODEL:
-        return HeaderChecker(VideoLimits.of(config.data), _audio_limits(config.data)), "characters"
+        return HeaderChecker(config.data, _audio_limits(config.data)), "characters"
     ensure_model(config)
     media = MediaStore(lambda value: value, config.data.media_cache_bytes)
     device, suffix = config.resources.device, config.question_suffix
@@ -156,12 +156,12 @@ def _checker(config: RunConfig) -> tuple[RowChecker[Row], str]:
 
 
 def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[ShownRow]:
-    limits, audio = VideoLimits.of(config.data), _audio_limits(config.data)
+    data, audio = config.data, _audio_limits(config.data)
     shown = []
     for position in range(num):
         row = rows[position * num_usable // num]
-        images = [_thumbnail(partial(_image, image, limits.frame)) for image in row.images]
-        images += [_thumbnail(partial(_strip, video, limits)) for video in row.videos]
+        images = [_thumbnail(partial(_image, image, data)) for image in row.images]
+        images += [_thumbnail(partial(_strip, video, data)) for video in row.videos]
         images += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
         turns = tuple(replace(turn, text=plain(turn.text)) for turn in row.history)
         row = replace(row, question=plain(row.question), history=turns)
@@ -169,12 +169,12 @@ def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) 
     return shown
 
 
-def _image(image: ImageSource, limits: ImageLimits) -> Image.Image:
-    return decode_image(read_image(image, limits), image, limits)
+def _image(image: ImageSource, data: DataConfig) -> Image.Image:
+    return decode_image(read_image(image, data), image, data)
 
 
-def _strip(video: Video, limits: VideoLimits) -> Image.Image:
-    frames = decode_video(load_video(video, limits), limits)
+def _strip(video: Video, data: DataConfig) -> Image.Image:
+    frames = decode_video(load_video(video, data), data)
     shown = np.unique(np.linspace(0, len(frames) - 1, STRIP_FRAMES).round().astype(int))
     return Image.fromarray(np.concatenate(frames[shown], axis=1))
 

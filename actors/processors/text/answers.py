@@ -83,12 +83,8 @@ class AnswerLayout:
     """
 
     def __init__(self, render: Callable[[Turns, bool], str], mark: str, num_context: int) -> None:
-        """
-        Args:
-            render: `render(turns, is_open)` applies the template.
-            mark: a text that occurs in no turn.
-            num_context: number of first turns that are context; later answers belong to the policy.
-        """
+        """`render(turns, is_open)` applies the template; `mark` is a text that occurs in no turn. Answers after the
+        first `num_context` turns belong to the policy."""
         self._renderer = cache(render)
         self._mark = mark
         self._num_context = num_context

@@ -107,11 +107,8 @@ class ContentForm(StrEnum):
 
 
 class ChatTemplate:
-    """The template of a processor or tokenizer. The constructor tries short messages of each role.
-
-    Vision-language models get parts and text-only models get text, unless the template then drops the text or prints
-    the list.
-    """
+    """The template of a processor or tokenizer. The constructor tries short messages of each role. Vision-language
+    models get parts and text-only models get text, unless the template then drops the text or prints the list."""
 
     def __init__(
         self,
@@ -170,9 +167,7 @@ class ChatTemplate:
 
     def around_answer(self) -> tuple[str, str, str]:
         """A generation prompt, the white space that the template adds before an answer, and its text behind an answer.
-
-        Each is empty if the template refuses or drops answers.
-        """
+        Each is empty if the template refuses or drops answers."""
         question: Message = ("user", [{"type": "text", "text": PROBE[:5]}])
         opened = head = tail = ""
         with suppress(PromptError):
@@ -225,13 +220,9 @@ def template_variables(template: str) -> dict[str, Any]:
 
 
 def inlined(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str], num_context: int) -> list[Turn]:
-    """Returns the turns with their fields (tool calls, thoughts) in their texts, as a policy writes them.
-
-    Args:
-        render: `render(turns, is_open)` applies the template.
-        num_context: number of first turns, which must be rendered with all of their fields. A template may leave out
-            the thoughts of other answers when later turns follow; they are trained as the policy has written them.
-    """
+    """Returns the turns with their fields (tool calls, thoughts) in their texts, as a policy writes them. The first
+    `num_context` turns must be rendered with all of their fields. A template may leave out the thoughts of other
+    answers when later turns follow; they are trained as the policy has written them."""
     found, problem = list(turns), "the chat template of policy.model"
     for n, turn in enumerate(turns):
         before, after = found[:n], list(turns[n + 1 : num_context])
@@ -273,10 +264,8 @@ def _as_text(
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that a tokenizer adds at the start of a text, or "".
-
-    Processors add it to rendered text that does not begin with it. For text-only models the template writes it.
-    """
+    """The token that a tokenizer adds at the start of a text, or "". Processors add it to rendered text that does not
+    begin with it. For text-only models the template writes it."""
     added = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if added and tokenizer.bos_token else ""
 

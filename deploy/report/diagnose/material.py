@@ -19,13 +19,13 @@ from PIL import Image
 
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import Row
-from mobula.actors.processors.image import ImageLimits, decode_image, read_image
+from mobula.actors.processors.image import decode_image, read_image
 from mobula.cluster.errors import DatasetError, MobulaError, SkippedSample
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.report.run_folder import SERIOUS, Evidence, RunFinding, RunFolder, RunVerdict
 from mobula.cluster.metrics.report.samples import AnswerGroup, KeptAnswer
 from mobula.cluster.metrics.step_records import StepRecord
-from mobula.configs.schema import RunConfig
+from mobula.configs.schema import DataConfig, RunConfig
 
 if TYPE_CHECKING:
     from mobula.deploy.preflight.weights import LoadedModel
@@ -99,22 +99,21 @@ def survey(config: RunConfig) -> DataSurvey | None:
 def _split(config: RunConfig, name: str, train: SplitSurvey | None = None) -> SplitSurvey:
     """Surveys a split; with `train`, rows of it that the split has, too, are shown."""
     rows: Sequence[Row] = open_split(config.data, name, config.rewards.label_key).rows
-    limits = ImageLimits(config.data.max_image_bytes, config.data.max_decoded_pixels)
     found, end = SplitSurvey(len(rows)), time.monotonic() + MAX_S
     stride = max(1, len(rows) // MAX_ROWS)
     for index in range(0, len(rows), stride):
         if time.monotonic() > end:
             break
         try:
-            _add(found, rows[index], limits, train)
+            _add(found, rows[index], config.data, train)
         except SkippedSample:
             continue  # counted by the checks of the data
     return found
 
 
-def _add(found: SplitSurvey, row: Row, limits: ImageLimits, train: SplitSurvey | None) -> None:
+def _add(found: SplitSurvey, row: Row, data: DataConfig, train: SplitSurvey | None) -> None:
     text = " ".join(" ".join([*(turn.text for turn in row.history), row.question]).casefold().split())
-    images = [decode_image(read_image(source, limits), source, limits) for source in row.images]
+    images = [decode_image(read_image(source, data), source, data) for source in row.images]
     digests = []
     for image in images:
         pixels = np.asarray(image)  # uint8 [H, W, 3]

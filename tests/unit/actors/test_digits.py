@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from mobula.actors.processors.video import VideoLimits, decode_video, load_video
+from mobula.actors.processors.video import decode_video, load_video
 from mobula.configs.load import load_config
 from mobula.examples.digits.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
 from mobula.examples.digits.digits import DigitsTask, write_digits
@@ -172,10 +172,9 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def frames_of(folder: Path, row: dict) -> np.ndarray:
     """uint8 [T, H, W] of a clip, as a run would decode it."""
     data = load_config(["experiment=digit_clips"]).data
-    limits = VideoLimits.of(data)
-    video = load_video(folder / row["video"], limits)
+    video = load_video(folder / row["video"], data)
     assert video.measure.timestamps == tuple(place * FRAME_MS / 1000 for place in range(NUM_FRAMES))
-    return decode_video(video, limits)[..., 0]
+    return decode_video(video, data)[..., 0]
 
 
 def test_every_digit_has_a_clip_in_which_it_is_shown_longest(clips: Path) -> None:

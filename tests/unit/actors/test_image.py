@@ -17,13 +17,13 @@ from PIL import Image, ImageOps
 from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
+from mobula.actors.processors.image import check_image, decode_image, measure_image, read_image
 from mobula.cluster.errors import MediaError
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config
 from mobula.learner.policies.tiny import write_tiny
 
-LIMITS = ImageLimits(max_image_bytes=100_000, max_decoded_pixels=1_000_000)
+LIMITS = load_config(["experiment=digits", "data.max_image_bytes=100000", "data.max_decoded_pixels=1000000"]).data
 SOURCE = Path("image")
 
 

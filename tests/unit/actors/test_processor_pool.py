@@ -75,9 +75,9 @@ class Worker(ProcessorWorker):
 
 
 def _keeper() -> Any:
-    from mobula.actors.processors.worker import _Keeper
+    from mobula.actors.processors.worker import CallMedia
 
-    return _Keeper()
+    return CallMedia()
 
 
 def rows(*images: str) -> tuple[Row, ...]:

@@ -11,16 +11,17 @@ import pytest
 from clips import noise_frames, write_clip
 
 from mobula.actors.datasets.clips import FrameList
-from mobula.actors.processors.video import VideoLimits, check_video, decode_video, load_video, sampled
+from mobula.actors.processors.video import check_video, decode_video, load_video, sampled
 from mobula.cluster.errors import MediaError
 from mobula.configs.load import load_config
+from mobula.configs.schema import DataConfig
 
 FRAMES = noise_frames(8, (48, 32))
 
 
 @cache
-def limits(*words: str) -> VideoLimits:
-    return VideoLimits.of(load_config(["experiment=digits", *words]).data)
+def limits(*words: str) -> DataConfig:
+    return load_config(["experiment=digits", *words]).data
 
 
 def test_a_file_gives_the_frames_at_their_times(tmp_path: Path) -> None:

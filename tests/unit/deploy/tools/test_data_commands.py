@@ -17,13 +17,13 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from mobula.actors.processors.audio import AudioLimits, decode_audio, load_audio
-from mobula.actors.processors.image import ImageLimits, decode_image, read_image
-from mobula.actors.processors.video import VideoLimits, decode_video, load_video
+from mobula.actors.processors.image import decode_image, read_image
+from mobula.actors.processors.video import decode_video, load_video
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
 from mobula.deploy.data.inspect import histogram
 
-LIMITS = ImageLimits(1_000_000, 1_000_000)
+LIMITS = load_config(["experiment=digits"]).data
 
 
 @pytest.fixture
@@ -84,13 +84,12 @@ def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path) -> None:
     assert "skipped: bad_media 1" in result.output and "cut.mp4" in result.output
     before, after = read_split(data), read_split(tmp_path / "out", "train", "messages")
     assert [row.sample_id for row in after.rows] == ["file", "folder", "text"]
-    limits = VideoLimits.of(load_config(["experiment=digits"]).data)
     for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
         assert new.question == old.question
         for video, wanted in zip(new.videos, old.videos, strict=True):
-            found, expected = (load_video(each, limits) for each in (video, wanted))
+            found, expected = (load_video(each, LIMITS) for each in (video, wanted))
             assert found.measure == expected.measure
-            np.testing.assert_array_equal(*(decode_video(each, limits) for each in (found, expected)))
+            np.testing.assert_array_equal(*(decode_video(each, LIMITS) for each in (found, expected)))
 
 
 def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path) -> None:

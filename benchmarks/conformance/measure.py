@@ -48,7 +48,7 @@ from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.backends.single import SingleBackend
-from mobula.learner.policies.adapters import factors_of, is_factor, save_adapters, with_saved_adapters
+from mobula.learner.policies.adapters import factors_of, is_factor, save_adapters
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
@@ -166,10 +166,12 @@ class Measurement:
 
     def _adapters_load(self, config: RunConfig) -> bool:
         """Compares the weights that PEFT merges from the exported adapters with the pushed weights."""
+        from peft import PeftModel
+
         out = self._folder / "adapters"
         save_adapters(out, factors_of(self._network.state_dict()), config.policy.lora, str(self.model))
         plain = load_model(str(self.model), torch.float32, self.config.policy.attention)
-        loaded = dict(with_saved_adapters(plain, out).named_parameters())
+        loaded = dict(PeftModel.from_pretrained(plain, out).merge_and_unload().named_parameters())
         ours = dict(self._weights.plain_state(self._backend))
         return all(torch.allclose(parameter, ours[name], atol=1e-6) for name, parameter in loaded.items())
 

@@ -25,8 +25,7 @@ from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LO
 from mobula.learner.algorithms.policy_losses import AGGREGATIONS, POLICY_LOSSES
 from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TURN_ADVANTAGES
 from mobula.learner.optim import OPTIMIZERS
-from mobula.learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
-from mobula.learner.policies.families.registry import FAMILIES, REFUSED
+from mobula.learner.policies.families import AUDIO_TYPES, FAMILIES, REFUSED, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
 from mobula.learner.policies.flow.families import FAMILIES as FLOW_PIPELINES
 from mobula.rewards.functions import BUILT_IN, EXTRAS
 

@@ -242,13 +242,6 @@ def _listed(value: object) -> object:
     return sorted(value) if isinstance(value, set) else value
 
 
-def with_saved_adapters(model: PreTrainedModel, folder: Path) -> nn.Module:
-    """Merges the adapters of `save_adapters` into the model, with PEFT."""
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(model, folder).merge_and_unload()
-
-
 def load_adapter(model: PreTrainedModel, folder: Path, name: str) -> None:
     """Adds the adapter of `save_adapters`, or of another PEFT folder, beside the model's other adapters.
 

@@ -10,8 +10,7 @@ import pytest
 from jobs import Job
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
-from mobula.learner.policies.families import family_at
-from mobula.learner.policies.families.registry import UNKNOWN
+from mobula.learner.policies.families import UNKNOWN, family_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(900)]
 

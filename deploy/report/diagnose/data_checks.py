@@ -21,7 +21,7 @@ from mobula.deploy.report.diagnose.material import (
     unmeasured,
 )
 from mobula.learner.policies.adapters import adapted_modules
-from mobula.learner.policies.families.registry import frozen_prefixes
+from mobula.learner.policies.families import frozen_prefixes
 from mobula.learner.policies.shapes import layer_kind
 
 SMALL = 0.5  # of the weights

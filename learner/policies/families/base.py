@@ -70,8 +70,6 @@ class Family(ABC):
     shares_prefixes = True
     """Whether states and positions of tokens depend on earlier tokens and media alone, so that `learner.share_prompts`
     gives the same results."""
-    note = ""
-    """Text on the family in docs/models.md beside its measurements."""
 
     @abstractmethod
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:

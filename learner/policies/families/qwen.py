@@ -336,11 +336,6 @@ class Qwen3VLMoe(Qwen3VL):
     }
     transposed = r"\.mlp\.experts\.(gate_up_proj|down_proj)$"
     needs_gate = True
-    note = (
-        "engine and learner choose experts each for themselves, and where rounding makes them choose others their "
-        "log-probs differ; choices are not replayed. The preset freezes the routers (`policy.freeze=[router]`), and a "
-        "run compares engine and learner before its first step, in its own precision and with its own weights"
-    )
 
 
 class Qwen35(Qwen3VL):
@@ -357,9 +352,3 @@ class Qwen35(Qwen3VL):
     padded_because = "its layers carry a state from token to token"
     needs_gate = True
     on_cpu = "`resources.dtype=bfloat16` alone with vLLM, whose kernels take no float32; wider tolerance"
-    note = (
-        "measured in bfloat16, in which alone vLLM computes it on CPU; the learner's float32 equals transformers' to "
-        "1e-5, and its own bfloat16 is 0.019 nat away from that in the mean. Tolerance: 0.05 nat in the mean, and "
-        "those of `weight_sync.canary_tolerance` in a run. Engine and learner are compared before the first step. "
-        "Rows are padded: `learner.packing=true` is refused. Never run on a GPU"
-    )

@@ -61,13 +61,6 @@ class Gemma3(VisionFamily):
     needs_gate = True
     padded_because = "its images need a mask; learner.packing=true packs rows of text alone"
     on_cpu = "text alone with vLLM, which ignores the mask of images (0.01 nat); with `sampler=huggingface` images too"
-    note = (
-        "on CPU vLLM ignores the bidirectional mask of images (0.007 to 0.01 nat in the mean, 0.04 at most), so "
-        "`resources.device=cpu` with `sampler=vllm` takes text alone; `sampler=huggingface` takes images on any "
-        "device. Engine and learner are compared before the first step. Images were never run on a GPU, where the "
-        "presets' tolerance for bfloat16 (0.3 nat) is wider than the effect of the mask on this model: compare with "
-        "`resources.dtype=float32` first. Images need `policy.attention=sdpa` and padded rows"
-    )
 
     def without_images_on(self, device: str, sampler: str) -> str:
         if (device, sampler) != ("cpu", SamplerKind.VLLM):
@@ -133,10 +126,6 @@ class Glm4v(LongVideos):
         "connector": ("model.visual.merger.",),
         "language": ("model.language_model.", "lm_head."),
     }
-    note = (
-        "vLLM's own processing takes one video a prompt (`get_supported_mm_limits`), so the ids that it makes of "
-        "several are not compared; engines here get processed videos, and several in a prompt are measured"
-    )
 
     engine_max_videos = 1
     video_options = {}
@@ -327,10 +316,6 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         "connector": ("multi_modal_projector.", "image_newline"),
         "language": ("language_model.",),
     }
-    note = (
-        "`data.max_pixels` has no effect: the model finds tiles by `image_grid_pinpoints` of its config.json, so a "
-        "smaller budget needs images that are smaller files"
-    )
     image_inputs = ("pixel_values", "image_sizes")
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:

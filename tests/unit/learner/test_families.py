@@ -31,8 +31,7 @@ from mobula.learner.backends.single import SingleBackend
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
-from mobula.learner.policies.families import max_positions, takes_images
-from mobula.learner.policies.families.registry import TextFamily
+from mobula.learner.policies.families import TextFamily, max_positions, takes_images
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import disable_dropout, load_model, recompute_blocks
 from mobula.learner.policies.tiny import MAX_POSITIONS, TINY, write_tiny, write_tiny_qwen2_5_vl

@@ -26,8 +26,7 @@ from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.families import vision
-from mobula.learner.policies.families.registry import family_at
+from mobula.learner.policies.families import family_at, vision
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_checked
 from mobula.learner.shares import ELSEWHERE, GROUPS, ROWS, Portion, UnplannedShareError

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -67,7 +66,12 @@ def smollm2_config() -> LlamaConfig:
 
 def write_smollm2(folder: Path, *, seed: int = 0) -> Path:
     """Writes the checkpoint into `folder` and returns `folder`. `seed` has no effect: no weights are random."""
-    return install_checkpoint(folder, lambda staging: _save_smollm2(staging, smollm2_model(), smollm2_tokenizer()))
+
+    def save(staging: Path) -> None:
+        smollm2_model().save_pretrained(staging)
+        smollm2_tokenizer().save_pretrained(staging)
+
+    return install_checkpoint(folder, save)
 
 
 def smollm2_model() -> LlamaForCausalLM:
@@ -113,11 +117,6 @@ def _package() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _save_smollm2(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 TILE = 64
 TOKENS_PER_TILE = 4
 MAX_ROWS = 6
@@ -154,14 +153,14 @@ def smolvlm_config() -> SmolVLMConfig:
 
 def write_smolvlm(folder: Path, *, seed: int = 0) -> Path:
     """Writes the checkpoint into `folder` and returns `folder`; `seed` seeds tower, connector and new embeddings."""
-    return install_checkpoint(folder, lambda staging: _save_smolvlm(staging, seed))
 
+    def save(staging: Path) -> None:
+        tokenizer = smollm2_tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": list(ADDED_TOKENS)})
+        smolvlm_model(seed).save_pretrained(staging)
+        _processor(tokenizer).save_pretrained(staging)
 
-def _save_smolvlm(folder: Path, seed: int) -> None:
-    tokenizer = smollm2_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(ADDED_TOKENS)})
-    smolvlm_model(seed).save_pretrained(folder)
-    _processor(tokenizer).save_pretrained(folder)
+    return install_checkpoint(folder, save)
 
 
 def smolvlm_model(seed: int) -> SmolVLMForConditionalGeneration:
@@ -198,19 +197,14 @@ def _processor(tokenizer: PreTrainedTokenizerBase) -> SmolVLMProcessor:
     )
 
 
-class Writer(Protocol):
-    """Writes a checkpoint into a folder and returns the folder; `seed` seeds parts with random weights."""
-
-    def __call__(self, folder: Path, *, seed: int = 0) -> Path: ...
-
-
 @dataclass(frozen=True)
 class Pretrained:
     """A checkpoint that can be written without a network."""
 
     config: Callable[[], PretrainedConfig]
     """Returns the config.json of the checkpoint; writes nothing."""
-    write: Writer
+    write: Callable[..., Path]
+    """(folder, seed=0) -> folder, with the checkpoint; `seed` seeds parts with random weights."""
 
 
 PRETRAINED: dict[str, Pretrained] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -53,22 +53,8 @@ class Denoising:
     @classmethod
     def of(cls, config: FlowConfig) -> Denoising:
         """The denoising that `sampler.flow` describes."""
-        return cls(
-            height=config.height,
-            width=config.width,
-            num_steps=config.num_steps,
-            guidance=config.guidance,
-            kernel=config.kernel,
-            noise_level=config.noise_level,
-            window_start=config.window_start,
-            window_end=config.window_end,
-            dtype=config.latents,
-            window_size=config.window_size,
-            window_order=config.window_order,
-            window_interval=config.window_interval,
-            num_frames=config.num_frames,
-            evaluation_steps=config.evaluation_steps,
-        )
+        shared = {field.name for field in fields(cls)} - {"dtype"}
+        return cls(dtype=config.latents, **config.model_dump(include=shared))
 
     @property
     def size(self) -> ImageSize:

@@ -451,15 +451,10 @@ class CosmosPredict25(CosmosPredict2):
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
-        num, _, num_frames, *sides = latents.shape
-        return model(
-            hidden_states=latents,
-            timestep=timesteps.to(latents.dtype).view(num, 1, 1, 1, 1).expand(num, 1, num_frames, 1, 1),
-            condition_mask=torch.zeros_like(latents[:, :1]),
-            padding_mask=latents.new_zeros(1, 1, *sides),
-            return_dict=False,
-            **conditions,
-        )[0]
+        num, _, num_frames = latents.shape[:3]
+        times = timesteps.view(num, 1, 1, 1, 1).expand(num, 1, num_frames, 1, 1)
+        given = {**conditions, "condition_mask": torch.zeros_like(latents[:, :1])}
+        return super().velocity(model, latents, times, given, guidance)
 
 
 INDEX = "model_index.json"

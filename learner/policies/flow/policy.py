@@ -117,9 +117,7 @@ class LatentBatch:
 
 def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device: torch.device) -> LatentBatch:
     """Concatenates the steps of all rows and resolves their conditions; each unique condition is read once."""
-    handles = list({handle.key: handle for s in sequences for handle in s.media}.values())
-    media = reader.read(handles)
-    indices = {handle.key: index for index, handle in enumerate(handles)}
+    conditions, indices = _conditions([handle for s in sequences for handle in s.media], reader, device)
     num_steps = np.array([s.num_targets for s in sequences])
     of_step = np.repeat([indices[s.media[0].key] for s in sequences], num_steps)
     has_negatives = len(sequences[0].media) == 2
@@ -141,23 +139,25 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
         target_mask=on_device(target_mask, device),
         target_rows=on_device(rows, device),
         target_columns=on_device(columns, device),
-        conditions=_conditions(media, device),
+        conditions=conditions,
         condition_rows=on_device(of_step, device),
         negative_rows=None if negatives is None else on_device(negatives, device),
         old_means=column(old) if len(old) == len(sequences) else None,
     )
 
 
-def _conditions(media: Sequence[ProcessedMedia], device: torch.device) -> dict[str, Tensor]:
-    """forward() argument -> all conditions along axis 0."""
-    return {name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs}
+def _conditions(
+    handles: Sequence[MediaHandle], reader: Reader, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """forward() argument -> all unique conditions along axis 0, and the index of each by its key."""
+    unique = {handle.key: handle for handle in handles}
+    media = reader.read(list(unique.values()))
+    inputs = {name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs}
+    return inputs, {key: index for index, key in enumerate(unique)}
 
 
 def _column(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return on_device(np.concatenate(arrays).astype(np.float32), device)
-
-
-LevelDraw = Literal["uniform", "logit_normal"]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Noising:
 
     sigmas: np.ndarray  # float32 [L], falling: levels to draw from
     timesteps: np.ndarray  # float32 [L]: the time of each, as the model takes it
-    draw: LevelDraw
+    draw: Literal["uniform", "logit_normal"]
     num_draws: int
 
     def levels(self, generator: torch.Generator) -> Tensor:
@@ -241,9 +241,7 @@ class NoisedBatch:
 
 def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: torch.device) -> NoisedBatch:
     """Draws levels and noise of each image and resolves conditions; each unique condition is read once."""
-    handles = list({s.media[0].key: s.media[0] for s in sequences}.values())
-    media = reader.read(handles)
-    indices = {handle.key: index for index, handle in enumerate(handles)}
+    conditions, indices = _conditions([s.media[0] for s in sequences], reader, device)
     num_draws = sequences[0].noising.num_draws
     levels, noise = [], []
     for s in sequences:
@@ -258,10 +256,8 @@ def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: t
         noise=on_device(torch.cat(noise).numpy(), device),
         sigmas=column([s.noising.sigmas[level] for s, level in zip(sequences, levels, strict=True)]),
         timesteps=column([s.noising.timesteps[level] for s, level in zip(sequences, levels, strict=True)]),
-        conditions=_conditions(media, device),
-        condition_rows=torch.tensor([indices[s.media[0].key] for s in sequences], device=device).repeat_interleave(
-            num_draws
-        ),
+        conditions=conditions,
+        condition_rows=on_device(np.repeat([indices[s.media[0].key] for s in sequences], num_draws), device),
         old=column(old) if len(old) == len(sequences) else None,
         num_draws=num_draws,
     )

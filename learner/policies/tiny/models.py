@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,10 @@ def patch_tower(**own: Any) -> dict[str, Any]:
 WINDOWED_TOWER = patch_tower(window_size=112, fullatt_block_indexes=[1])
 
 
-def qwen2_vl_processor(tokenizer: Qwen2Tokenizer) -> ProcessorMixin:
+def qwen2_processor(kind: Callable[..., ProcessorMixin], tokenizer: Qwen2Tokenizer) -> ProcessorMixin:
     images = hf.Qwen2VLImageProcessor(**patches(28))
     videos = hf.Qwen2VLVideoProcessor(**FRAMES, cap_pixels_per_frame=True, **patches(28))
-    return hf.Qwen2VLProcessor(images, tokenizer, videos)
-
-
-def qwen2_5_vl_processor(tokenizer: Qwen2Tokenizer) -> ProcessorMixin:
-    images = hf.Qwen2VLImageProcessor(**patches(28))
-    videos = hf.Qwen2VLVideoProcessor(**FRAMES, cap_pixels_per_frame=True, **patches(28))
-    return hf.Qwen2_5_VLProcessor(images, tokenizer, videos)
+    return kind(images, tokenizer, videos)
 
 
 def qwen3_vl_processor(tokenizer: Qwen2Tokenizer) -> ProcessorMixin:
@@ -78,7 +73,7 @@ def qwen3_vl_processor(tokenizer: Qwen2Tokenizer) -> ProcessorMixin:
 
 QWEN2_VL = TinyModel(
     model=hf.Qwen2VLForConditionalGeneration,
-    processor=qwen2_vl_processor,
+    processor=partial(qwen2_processor, hf.Qwen2VLProcessor),
     text={"rope_parameters": ROPE},
     config={
         "vision_config": {
@@ -98,7 +93,7 @@ QWEN2_VL = TinyModel(
 
 QWEN2_5_VL = TinyModel(
     model=hf.Qwen2_5_VLForConditionalGeneration,
-    processor=qwen2_5_vl_processor,
+    processor=partial(qwen2_processor, hf.Qwen2_5_VLProcessor),
     text={"rope_parameters": ROPE},
     text_names_tie=False,
     config={"vision_config": WINDOWED_TOWER},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -149,6 +150,13 @@ def qwen_encoder(seed: int) -> tuple[PreTrainedModel, Qwen2Tokenizer]:
 
 
 CHANNELS = 16  # of latents
+VIDEO_VAE: dict[str, Any] = {
+    "base_dim": 8,
+    "z_dim": CHANNELS,
+    "dim_mult": [1, 1, 1, 1],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True],
+}
 
 
 def image_vae() -> AutoencoderKL:
@@ -170,16 +178,12 @@ def image_vae() -> AutoencoderKL:
 
 def video_vae() -> AutoencoderKLWan:
     """As Wan 2.1 has it: an eighth of each side, and a latent frame for four frames."""
-    return AutoencoderKLWan(
-        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    )
+    return AutoencoderKLWan(**VIDEO_VAE)
 
 
 def qwen_image_vae() -> AutoencoderKLQwenImage:
     """An eighth of each side."""
-    return AutoencoderKLQwenImage(
-        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    )
+    return AutoencoderKLQwenImage(**VIDEO_VAE)
 
 
 def deep_vae(channels: int) -> AutoencoderDC:
@@ -203,40 +207,45 @@ def deep_vae(channels: int) -> AutoencoderDC:
 
 
 SD3_CLIP_SIZE, SD3_HIDDEN_SIZE = 32, 64
+NewEncoder = Callable[[CLIPTokenizer, int], CLIPTextModelWithProjection]
 
 
 def sd3(seed: int) -> Any:
-    """Pipeline of 0.6 M parameters, for images of 32 x 32."""
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    """Pipeline of 0.6 M parameters, for images of 32 x 32; the first of two joint blocks has the second attention of
+    SD3.5."""
+    transformer = _sd3_transformer(16, 2, CHANNELS, num_layers=2, dual_attention_layers=(0,))
+    return _sd3_pipeline(transformer, image_vae(), clip_tokenizer(), clip_encoder)
+
+
+def _sd3_pipeline(transformer: SD3Transformer2DModel, vae: Any, clip: CLIPTokenizer, new_encoder: NewEncoder) -> Any:
+    t5 = t5_tokenizer()
     return StableDiffusion3Pipeline(
-        transformer=_transformer_sd3(),
+        transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=image_vae(),
-        text_encoder=clip_encoder(clip, SD3_CLIP_SIZE),
+        vae=vae,
+        text_encoder=new_encoder(clip, SD3_CLIP_SIZE),
         tokenizer=clip,
-        text_encoder_2=clip_encoder(clip, SD3_CLIP_SIZE),
+        text_encoder_2=new_encoder(clip, SD3_CLIP_SIZE),
         tokenizer_2=clip,
         text_encoder_3=t5_encoder(t5, SD3_HIDDEN_SIZE),
         tokenizer_3=t5,
     )
 
 
-def _transformer_sd3() -> SD3Transformer2DModel:
-    """Two joint blocks, the first with the second attention of SD3.5."""
+def _sd3_transformer(side: int, patch: int, channels: int, **own: Any) -> SD3Transformer2DModel:
     return SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=2,
+        sample_size=side,
+        patch_size=patch,
+        in_channels=channels,
+        out_channels=channels,
         attention_head_dim=16,
         num_attention_heads=4,
         joint_attention_dim=SD3_HIDDEN_SIZE,
         caption_projection_dim=SD3_HIDDEN_SIZE,
         pooled_projection_dim=2 * SD3_CLIP_SIZE,
         pos_embed_max_size=32,
-        dual_attention_layers=(0,),
         qk_norm="rms_norm",
+        **own,
     )
 
 
@@ -404,7 +413,6 @@ def _transformer_cosmos(in_channels: int, text_size: int, **own: Any) -> CosmosT
 
 
 SIDE, PATCH = 16, 4  # pixels
-SD3_GLYPHS_CLIP_SIZE, SD3_GLYPHS_HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS = 32, 64, 3, 4
 GLYPHS_CLIP_TOKENS = 10  # `write 42` takes nine
 SCALE = 0.1  # of latents in the decoder, whose tanh is a straight line there
 
@@ -415,19 +423,14 @@ def sd3_glyphs(seed: int) -> Any:
     Its text encoders are frozen, so they are made to tell prompts apart: weights are drawn large. Blocks and output of
     the transformer begin at 0, as in Scalable Diffusion Models with Transformers, arXiv:2212.09748.
     """
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip = clip_tokenizer()
     clip.model_max_length = GLYPHS_CLIP_TOKENS
-    return StableDiffusion3Pipeline(
-        transformer=_transformer_sd3_glyphs(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=grey_codec(),
-        text_encoder=_loud_clip(clip),
-        tokenizer=clip,
-        text_encoder_2=_loud_clip(clip),
-        tokenizer_2=clip,
-        text_encoder_3=t5_encoder(t5, SD3_GLYPHS_HIDDEN_SIZE),
-        tokenizer_3=t5,
-    )
+    transformer = _sd3_transformer(SIDE, PATCH, 1, num_layers=3)
+    at_zero = (".norm1.linear.", ".norm1_context.linear.", "norm_out.linear.", "proj_out.")
+    for name, parameter in transformer.named_parameters():
+        if any(part in name for part in at_zero):
+            nn.init.zeros_(parameter)
+    return _sd3_pipeline(transformer, grey_codec(), clip, _loud_clip)
 
 
 @torch.no_grad()
@@ -455,30 +458,8 @@ def grey_codec() -> AutoencoderTiny:
     return vae
 
 
-def _transformer_sd3_glyphs() -> SD3Transformer2DModel:
-    model = SD3Transformer2DModel(
-        sample_size=SIDE,
-        patch_size=PATCH,
-        in_channels=1,
-        out_channels=1,
-        num_layers=NUM_LAYERS,
-        attention_head_dim=SD3_GLYPHS_HIDDEN_SIZE // NUM_HEADS,
-        num_attention_heads=NUM_HEADS,
-        joint_attention_dim=SD3_GLYPHS_HIDDEN_SIZE,
-        caption_projection_dim=SD3_GLYPHS_HIDDEN_SIZE,
-        pooled_projection_dim=2 * SD3_GLYPHS_CLIP_SIZE,
-        pos_embed_max_size=32,
-        qk_norm="rms_norm",
-    )
-    at_zero = (".norm1.linear.", ".norm1_context.linear.", "norm_out.linear.", "proj_out.")
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in at_zero):
-            nn.init.zeros_(parameter)
-    return model
-
-
-def _loud_clip(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
-    model = clip_encoder(tokenizer, SD3_GLYPHS_CLIP_SIZE)
+def _loud_clip(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModelWithProjection:
+    model = clip_encoder(tokenizer, hidden_size)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=1.0 if "embedding" in name else 1 / math.sqrt(parameter.shape[-1]))

@@ -20,7 +20,6 @@ SMALLER = (
 )  # fmt: skip
 
 
-@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_notebook_trains_exports_and_evaluates(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.audio import Qwen25Omni
 from mobula.learner.policies.families.base import AudioFamily, Family, ImageFamily, VideoFamily
+from mobula.learner.policies.families.vision_models import Glm4v
 from mobula.learner.policies.head import PLAIN, Distribution
 from mobula.learner.policies.loading import DTYPES, load_model
 from mobula.learner.policies.tiny import write_tiny
@@ -212,8 +214,7 @@ class Measurement:
 
     def _can_expand(self, case: Case) -> bool:
         """Whether the engine's own processing accepts the prompt."""
-        most = self.family.engine_max_videos if isinstance(self.family, VideoFamily) else None
-        return most is None or len(case.videos) <= most
+        return not isinstance(self.family, Glm4v) or len(case.videos) <= 1
 
     def _same_ids(self, case: Case) -> bool:
         media: dict[str, list[Any]] = {}
@@ -222,7 +223,9 @@ class Measurement:
             options |= self.family.processor_options(str(self.model), self.config.data)
             media["image"] = list(case.images)
         if case.videos and isinstance(self.family, VideoFamily):
-            options |= self.family.engine_video_options(self.config.data.video)
+            if isinstance(self.family, Qwen25Omni):  # else the bounds in the processor's code, which are larger
+                limits = self.config.data.video
+                options |= {"min_pixels": limits.min_frame_pixels, "max_pixels": limits.max_frame_pixels}
             media["video"] = [_video(frames) for frames in case.videos]
         if case.sounds:
             media["audio"] = [(samples, SOUND_RATE) for samples in case.sounds]

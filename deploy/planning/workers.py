@@ -176,7 +176,7 @@ def reward_share(config: RunConfig, role: str) -> float:
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
     """Parameters of the optimizer: adapters, or every weight that `policy.freeze` does not name."""
-    starts = shape.starts(config.policy.freeze)
+    starts = shape.family.starts(config.policy.freeze)
     trained = shape.manifest.tensors
     if config.policy.lora.is_on:
         unfrozen = config.policy.model_copy(update={"freeze": ()})  # its names need a checkpoint that is there
@@ -262,7 +262,7 @@ def _adapter_learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
 
 
 def _text_matrices(shape: ModelShape) -> list[TensorSpec]:
-    towers = shape.starts(("vision", "connector"))
+    towers = shape.family.starts(("vision", "connector"))
     return [s for s in shape.manifest.tensors if len(s.shape) == 2 and not s.name.startswith(towers)]
 
 

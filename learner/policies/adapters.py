@@ -24,6 +24,7 @@ from mobula.learner.policies.shapes import ModelShape, layer_kind, shape_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 # Low-rank adapters as tensors: adapted weights, names in a push, and merging.
 #
@@ -106,7 +107,7 @@ def _linear_layers(manifest: Manifest, matrices: Iterable[str], shape: ModelShap
     above = (name.removesuffix(last) for name in names if name.endswith(last))
     decoder = tuple(start for start in above if all(f"{start}{weight}" in names for weight in shape.decoder))
     linear = [module for module in matrices if layer_kind(module) in shape.linear_kinds]
-    starts = {**shape.parts, LANGUAGE: decoder}
+    starts = {**shape.family.parts, LANGUAGE: decoder}
     layers = {part: [module for module in linear if f"{module}.".startswith(starts[part])] for part in starts}
     return {part: modules for part, modules in layers.items() if modules}
 
@@ -161,8 +162,7 @@ NAME = "default"  # PEFT's name of the only adapter
 PEFT_PREFIX = "base_model.model."  # prefix of module names in a saved adapter
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 DIFFUSERS_PREFIX = "transformer."  # the pipeline's component with the adapter
-Factors = Mapping[tuple[str, str], Tensor]
-"""(module, A or B) -> factor."""
+Factors = Mapping[tuple[str, str], Tensor]  # (module, A or B) -> factor
 FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
 
 
@@ -202,12 +202,7 @@ def factors_of(state: Mapping[str, Tensor]) -> Factors:
 
 def save_adapters(folder: Path, factors: Factors, config: LoRAConfig, source: str) -> None:
     """Writes adapters in PEFT's format; `source` is the base checkpoint (`policy.model`)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {f"{PEFT_PREFIX}{module}.{factor}": tensor.contiguous() for (module, factor), tensor in factors.items()},
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
+    _write_factors(folder / "adapter_model.safetensors", factors, PEFT_PREFIX)
     modules = sorted({module for module, _ in factors})
     described = _peft_config(
         config, modules, base_model_name_or_path=source, task_type="CAUSAL_LM", inference_mode=True
@@ -217,16 +212,16 @@ def save_adapters(folder: Path, factors: Factors, config: LoRAConfig, source: st
 
 def save_pipeline_adapters(folder: Path, factors: Factors, config: LoRAConfig) -> None:
     """Writes the adapters of a pipeline's transformer, for `load_lora_weights` of diffusers."""
-    modules = sorted({module for module, _ in factors})
-    described = {
-        f"{DIFFUSERS_PREFIX}{key}": _listed(value) for key, value in _peft_config(config, modules).to_dict().items()
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {f"{DIFFUSERS_PREFIX}{module}.{factor}": tensor.contiguous() for (module, factor), tensor in factors.items()},
-        folder / DIFFUSERS_FILE,
-        metadata={"format": "pt", "lora_adapter_metadata": json.dumps(described, indent=2, sort_keys=True)},
-    )
+    settings = _peft_config(config, sorted({module for module, _ in factors})).to_dict().items()
+    described = {f"{DIFFUSERS_PREFIX}{k}": sorted(v) if isinstance(v, set) else v for k, v in settings}  # sets: no JSON
+    text = json.dumps(described, indent=2, sort_keys=True)
+    _write_factors(folder / DIFFUSERS_FILE, factors, DIFFUSERS_PREFIX, lora_adapter_metadata=text)
+
+
+def _write_factors(file: Path, factors: Factors, prefix: str, **metadata: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{prefix}{module}.{factor}": tensor.contiguous() for (module, factor), tensor in factors.items()}
+    save_file(tensors, file, metadata={"format": "pt", **metadata})
 
 
 def _peft_config(config: LoRAConfig, modules: Collection[str], **own: Any) -> LoraConfig:
@@ -235,11 +230,6 @@ def _peft_config(config: LoRAConfig, modules: Collection[str], **own: Any) -> Lo
 
     alpha: Any = config.alpha  # declared as an integer, only divided by the rank
     return LoraConfig(r=config.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(modules), **own)
-
-
-def _listed(value: object) -> object:
-    """Converts a value of PEFT's configuration to a JSON type."""
-    return sorted(value) if isinstance(value, set) else value
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, name: str) -> None:
@@ -256,25 +246,26 @@ def load_adapter(model: PreTrainedModel, folder: Path, name: str) -> None:
 
 def choose_adapter(model: nn.Module, name: str | None) -> None:
     """Lets the model compute with one adapter of `load_adapter`, or without any."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
+    for layer in _adapted_layers(model):
         layer.enable_adapters(name is not None)
         if name is not None:
             layer.set_adapter(name)
 
 
+def _adapted_layers(model: nn.Module) -> list[BaseTunerLayer]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
 def has_adapters(model: nn.Module) -> bool:
-    """Whether the model has adapters."""
     return any(is_factor(name) for name, _ in model.named_parameters())
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Disables adapters for the body."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _adapted_layers(model)
     for layer in layers:
         layer.enable_adapters(False)
     try:

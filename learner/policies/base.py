@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.cluster.records.media import MediaHandle
+from mobula.cluster.records.trajectory import GroupSummary
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -96,6 +97,12 @@ class RowOutline:
     def of(cls, row: PolicyRow, token_ids: np.ndarray = NO_TOKENS) -> RowOutline:
         media = tuple(replace(handle, reference=None) for handle in row.media)
         return cls(row.num_targets, row.num_prompt_tokens, row.answers, row.num_media_tokens, media, token_ids)
+
+    @classmethod
+    def of_summary(cls, summary: GroupSummary, num_targets: int, answers: tuple[int, ...]) -> RowOutline:
+        """As `summary` predicts it, without media of later turns."""
+        media = tuple(MediaHandle(key, "", 0, None) for key in summary.media_keys)
+        return cls(num_targets, summary.num_prompt_tokens, answers, summary.num_media_tokens, media)
 
     @property
     def num_tokens(self) -> int:

@@ -213,6 +213,11 @@ def pad_rows(rows: Sequence[np.ndarray], padding: float, dtype: type) -> np.ndar
     return padded
 
 
+def column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Tensor:
+    """`pad_rows` with zeros, on `device`."""
+    return on_device(pad_rows(rows, 0, dtype), device)
+
+
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates arrays along axis 0; other axes are zero-padded to the longest. A single array is not copied and may
     be read-only (object store)."""

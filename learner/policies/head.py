@@ -163,42 +163,35 @@ class ScoringHead(nn.Module):
         return _ChunkedLogprobs.apply(hidden, self.weight, targets, score)
 
 
+@dataclass(frozen=True)
 class _Score:
     """Statistics of a chunk's logits, and the compute type."""
 
-    def __init__(
-        self,
-        distribution: Distribution,
-        steps: Steps | None,
-        entropy_has_gradient: bool,
-        chunk_tokens: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.entropy_has_gradient = entropy_has_gradient
-        self.dtype = dtype
-        self._distribution = distribution
-        self._steps = steps
-        self._chunk_tokens = chunk_tokens
+    distribution: Distribution
+    steps: Steps | None
+    entropy_has_gradient: bool
+    chunk_tokens: int
+    dtype: torch.dtype
 
     def __call__(self, logits: Tensor, targets: Tensor, chunk: slice) -> TokenLogprobs:
         """Statistics of the targets of `chunk`; `logits` are for this chunk."""
         steps, has_gradient = self._part(chunk), self.entropy_has_gradient
-        return token_logprobs(logits, targets[chunk], self._distribution, steps, entropy_has_gradient=has_gradient)
+        return token_logprobs(logits, targets[chunk], self.distribution, steps, entropy_has_gradient=has_gradient)
 
     def trained(self, logits: Tensor, targets: Tensor, chunk: slice) -> list[Tensor]:
         """The outputs with a gradient: log-probs, and entropies if requested."""
         if self.entropy_has_gradient:
             statistics = self(logits, targets, chunk)
             return [statistics.logprobs, statistics.entropy]
-        return [target_logprobs(logits, targets[chunk], self._distribution, self._part(chunk))]
+        return [target_logprobs(logits, targets[chunk], self.distribution, self._part(chunk))]
 
     def _part(self, chunk: slice) -> Steps | None:
-        return None if self._steps is None else self._steps.part(chunk)
+        return None if self.steps is None else self.steps.part(chunk)
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """At least one chunk, which may be empty."""
-        starts = range(0, max(num_tokens, 1), self._chunk_tokens)
-        return [slice(start, start + self._chunk_tokens) for start in starts]
+        starts = range(0, max(num_tokens, 1), self.chunk_tokens)
+        return [slice(start, start + self.chunk_tokens) for start in starts]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -6,22 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    GenerationConfig,
-    JanusConfig,
-    JanusForConditionalGeneration,
-    JanusImageProcessor,
-    JanusProcessor,
-    JanusVisionConfig,
-    JanusVQVAEConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Tokenizer,
-)
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.base import Policy, PolicyOutput
@@ -47,18 +34,18 @@ TRAINED = ("model.language_model.", "model.generation_")
 """Beginnings of the parameters that image tokens are predicted by."""
 
 
-def num_image_tokens(config: PretrainedConfig) -> int:
+def num_image_tokens(config: hf.PretrainedConfig) -> int:
     """T: tokens of one image."""
     return int(config.vision_config.num_image_tokens)
 
 
 def canary_tokens(source: str) -> Tensor:
     """int64 [T]: arbitrary image tokens of the checkpoint at `source`, the same on every call."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config = hf.AutoConfig.from_pretrained(source, trust_remote_code=False)
     return torch.arange(num_image_tokens(config)) * 7 % config.vq_config.num_embeddings
 
 
-def without_text(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def without_text(model: hf.PreTrainedModel, ids: Tensor) -> Tensor:
     """Token ids of a prompt without its text: what is neither the first token nor the start of an image is padding."""
     own = model.generation_config
     is_kept = (ids == own.bos_token_id) | (ids == vars(own)["generation_kwargs"]["boi_token_id"])
@@ -94,9 +81,9 @@ def image_logits(model: Any, states: Tensor) -> Tensor:
 class ImageTokenPolicy(Policy):
     """Scores the image tokens behind a prompt, with the guidance that they were sampled with."""
 
-    model: PreTrainedModel
+    model: hf.PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig, guidance: float) -> None:
+    def __init__(self, model: hf.PreTrainedModel, config: LearnerConfig, guidance: float) -> None:
         super().__init__()
         self.model = model
         self._guidance = guidance
@@ -132,7 +119,7 @@ class ImageTokenPolicy(Policy):
         return head_states(self.model, hidden[rows, columns], self._guidance)
 
 
-def freeze_the_rest(model: PreTrainedModel) -> PreTrainedModel:
+def freeze_the_rest(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
     """Take out of training what image tokens are not predicted by."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(TRAINED))
@@ -159,27 +146,27 @@ def write_tiny_janus(folder: Path, *, seed: int = 0) -> Path:
     ids = {name: token_id(tokenizer, token) for name, token in NAMES.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = JanusForConditionalGeneration(_config(tokenizer, ids))
+        model = hf.JanusForConditionalGeneration(_config(tokenizer, ids))
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=INITIALIZER_RANGE)
-    model.generation_config = GenerationConfig(
+    model.generation_config = hf.GenerationConfig(
         bos_token_id=ids["bos"],
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         generation_kwargs={"boi_token_id": ids["boi_token"]},
     )
     model.save_pretrained(folder)
-    images = JanusImageProcessor(size={"height": SIDE, "width": SIDE}, min_size=SIDE)
-    JanusProcessor(images, tokenizer, tokenizer.chat_template, num_image_tokens=NUM_TOKENS).save_pretrained(folder)
+    images = hf.JanusImageProcessor(size={"height": SIDE, "width": SIDE}, min_size=SIDE)
+    hf.JanusProcessor(images, tokenizer, tokenizer.chat_template, num_image_tokens=NUM_TOKENS).save_pretrained(folder)
     return folder
 
 
-def _config(tokenizer: Qwen2Tokenizer, ids: dict[str, int]) -> JanusConfig:
+def _config(tokenizer: hf.Qwen2Tokenizer, ids: dict[str, int]) -> hf.JanusConfig:
     text = decoder_config(
         tokenizer, hidden_size=HIDDEN_SIZE, intermediate_size=2 * HIDDEN_SIZE, bos_token_id=ids["bos"]
     )
-    vision = JanusVisionConfig(
+    vision = hf.JanusVisionConfig(
         hidden_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -190,7 +177,7 @@ def _config(tokenizer: Qwen2Tokenizer, ids: dict[str, int]) -> JanusConfig:
         depth=2,
         mlp_ratio=2.0,
     )
-    codes = JanusVQVAEConfig(
+    codes = hf.JanusVQVAEConfig(
         embed_dim=8,
         num_embeddings=NUM_CODES,
         latent_channels=16,
@@ -201,8 +188,8 @@ def _config(tokenizer: Qwen2Tokenizer, ids: dict[str, int]) -> JanusConfig:
         projection_dim=HIDDEN_SIZE,
         image_token_embed_dim=HIDDEN_SIZE,
     )
-    return JanusConfig(
-        text_config=LlamaConfig(**text),
+    return hf.JanusConfig(
+        text_config=hf.LlamaConfig(**text),
         vision_config=vision,
         vq_config=codes,
         image_token_id=ids["image_token"],

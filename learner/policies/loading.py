@@ -9,27 +9,17 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.utils import logging
 
 from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
-from mobula.learner.policies.families import family_of, own_family
+from mobula.learner.policies.families import checkpoint_prefix, family_of, own_family
 from mobula.learner.policies.families.vision import method
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
@@ -49,7 +39,7 @@ def disable_dropout(model: nn.Module) -> None:
 def ignore_sampling_defaults(model: PreTrainedModel) -> None:
     """Makes `generate()` ignore penalties, cuts and bans of the checkpoint's generation_config.json: with them, sampled
     tokens would not follow the policy's distribution."""
-    model.generation_config = GenerationConfig()
+    model.generation_config = hf.GenerationConfig()
 
 
 def recompute_blocks(model: nn.Module, kind: str) -> None:
@@ -99,7 +89,7 @@ def described_model(
 
 
 def _policy_config(source: str) -> PretrainedConfig:
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config = hf.AutoConfig.from_pretrained(source, trust_remote_code=False)
     family = own_family(config)
     return config if family is None else family.policy_config(config)
 
@@ -118,8 +108,8 @@ def _silent_reports() -> Iterator[None]:
 def auto_class(config: PretrainedConfig) -> type[_BaseAutoModelClass]:
     """The auto class that knows this architecture: for image and text, another medium and text, or text."""
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    return AutoModelForMultimodalLM if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
+        return hf.AutoModelForImageTextToText
+    return hf.AutoModelForMultimodalLM if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else hf.AutoModelForCausalLM
 
 
 def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -136,7 +126,11 @@ def _keep_transposed(model: PreTrainedModel) -> None:
     """Prevents transformers from transposing tensors of `as_stored` again when it saves a model."""
     kept = getattr(model, "_weight_conversions", None)
     if kept:
-        vars(model)["_weight_conversions"] = [one for one in kept if not _transposes(one)]
+        vars(model)["_weight_conversions"] = [
+            one
+            for one in kept
+            if not (isinstance(one, WeightConverter) and all(isinstance(part, Transpose) for part in one.operations))
+        ]
     for name, parameter in model.named_parameters():
         if _lies_transposed(model, name) and parameter.shape[-1] == parameter.shape[-2]:
             raise ValueError(
@@ -145,23 +139,16 @@ def _keep_transposed(model: PreTrainedModel) -> None:
             )
 
 
-def _transposes(conversion: object) -> bool:
-    if not isinstance(conversion, WeightConverter):
-        return False
-    return all(isinstance(operation, Transpose) for operation in conversion.operations)
-
-
 def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
     """Freezes parameters by prefix of the checkpoint name, or by part of the model."""
     if not prefixes:
         return
     parameters = dict(model.named_parameters())
     names = {state: name for state, name in checkpoint_names(model).items() if state in parameters}
-    parts = family_of(model.config, model.config.name_or_path).parts
-    refuse_unknown_prefixes(prefixes, parts, list(names.values()))
-    starts = tuple(start for entry in prefixes for start in parts.get(entry, (entry,)))
+    family = family_of(model.config, model.config.name_or_path)
+    refuse_unknown_prefixes(prefixes, family.parts, list(names.values()))
     for state_name, name in names.items():
-        if name.startswith(starts):
+        if name.startswith(family.starts(prefixes)):
             parameters[state_name].requires_grad_(False)
 
 
@@ -174,18 +161,17 @@ def refuse_unknown_prefixes(
             raise ValueError(_no_match(prefix, parts, names))
 
 
-def checkpoint_names(model: nn.Module) -> dict[str, str]:
-    """State-dict name -> name in a saved checkpoint, which engines load by. Tied weights are left out.
+def checkpoint_names(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, str]:
+    """State-dict name -> name in a saved checkpoint, which engines load by. Tied weights are left out: loading restores
+    them from the tensors that they are tied to. `state` replaces the model's state dict.
 
     Only transformers renames and ties weights when it saves a model; diffusers saves the state dict unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         return {name: name for name in model.state_dict()}
     tied = set(model.all_tied_weights_keys)
-    family = own_family(model.config)
-    prefix = "" if family is None else family.checkpoint_prefix
-    names = {}
-    for name, tensor in model.state_dict().items():
+    prefix, names = checkpoint_prefix(model.config), {}
+    for name, tensor in (model.state_dict() if state is None else state).items():
         if name in tied:
             continue
         saved = saved_names(model, name, tensor)

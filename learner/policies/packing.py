@@ -73,7 +73,6 @@ class _Plan:
     def __init__(self, rows: Sequence[PolicyRow], config: LearnerConfig, groups: Sequence[int]) -> None:
         self._config = config
         self._groups = groups
-        self._num_siblings = Counter(groups)
         self._sizes = [_Size.of(row, config) for row in rows]
         self._media = [tuple(handle.key for handle in row.media) for row in rows]
         sharing = Counter(self._media)

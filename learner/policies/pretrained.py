@@ -8,21 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import transformers as hf
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-    SmolVLMImageProcessor,
-    SmolVLMProcessor,
-    SmolVLMVideoProcessor,
-)
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import install_folder
@@ -43,9 +30,9 @@ END, BEGIN = 2, 1  # <|im_end|>, <|im_start|>
 MAX_POSITIONS = 8192
 
 
-def smollm2_config() -> LlamaConfig:
+def smollm2_config() -> hf.LlamaConfig:
     """Returns the config.json of HuggingFaceTB/SmolLM2-135M-Instruct with dtype float32."""
-    return LlamaConfig(
+    return hf.LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
@@ -74,30 +61,30 @@ def write_smollm2(folder: Path, *, seed: int = 0) -> Path:
     return install_checkpoint(folder, save)
 
 
-def smollm2_model() -> LlamaForCausalLM:
+def smollm2_model() -> hf.LlamaForCausalLM:
     """Returns the model with dequantised weights, float32.
 
     transformers marks a model loaded from GGUF as quantised and saves this mark. So the weights are copied into a
     plain model.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded = hf.AutoModelForCausalLM.from_pretrained(
         _package(), gguf_file=FILE, dtype=torch.float32, trust_remote_code=False
     )
     with torch.device("meta"):  # skips the initialisation of weights that are replaced
-        model = LlamaForCausalLM(smollm2_config())
+        model = hf.LlamaForCausalLM(smollm2_config())
     model.load_state_dict(loaded.state_dict(), strict=True, assign=True)
     model.tie_weights()
-    model.generation_config = GenerationConfig(bos_token_id=BEGIN, eos_token_id=END, pad_token_id=END)
+    model.generation_config = hf.GenerationConfig(bos_token_id=BEGIN, eos_token_id=END, pad_token_id=END)
     return model
 
 
-def smollm2_tokenizer() -> PreTrainedTokenizerBase:
+def smollm2_tokenizer() -> hf.PreTrainedTokenizerBase:
     """Returns the tokenizer with its chat template.
 
     GGUF names the pre-tokenizer `smollm`; transformers builds GPT-2's instead. The released pre-tokenizer splits off
     every digit first. Without this, two spaces before a number give tokens that the model was not trained on.
     """
-    tokenizer = AutoTokenizer.from_pretrained(_package(), gguf_file=FILE, trust_remote_code=False)
+    tokenizer = hf.AutoTokenizer.from_pretrained(_package(), gguf_file=FILE, trust_remote_code=False)
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
@@ -136,11 +123,11 @@ ADDED_TOKENS = (
 )
 
 
-def smolvlm_config() -> SmolVLMConfig:
+def smolvlm_config() -> hf.SmolVLMConfig:
     """Returns the configuration; 64 x 64 pixels are one tile of 4 tokens."""
     text = smollm2_config().to_dict()
     first = text["vocab_size"]
-    return SmolVLMConfig(
+    return hf.SmolVLMConfig(
         vision_config=vision_config(image_size=TILE, patch_size=16),
         text_config=text | {"vocab_size": first + len(ADDED_TOKENS)},
         image_token_id=first + ADDED_TOKENS.index("<image>"),
@@ -163,7 +150,7 @@ def write_smolvlm(folder: Path, *, seed: int = 0) -> Path:
     return install_checkpoint(folder, save)
 
 
-def smolvlm_model(seed: int) -> SmolVLMForConditionalGeneration:
+def smolvlm_model(seed: int) -> hf.SmolVLMForConditionalGeneration:
     """Returns the model, float32, with output and input embeddings tied as in SmolLM2.
 
     The embedding of a new token is the mean of the released embeddings plus normal noise of a tenth of their deviation,
@@ -173,7 +160,7 @@ def smolvlm_model(seed: int) -> SmolVLMForConditionalGeneration:
     decoder = smollm2_model()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = SmolVLMForConditionalGeneration(smolvlm_config())
+        model = hf.SmolVLMForConditionalGeneration(smolvlm_config())
         model.to(torch.float32)  # type: ignore[arg-type]  # its decorator hides self
         state = decoder.model.state_dict()
         known = state["embed_tokens.weight"]
@@ -185,13 +172,13 @@ def smolvlm_model(seed: int) -> SmolVLMForConditionalGeneration:
     return model
 
 
-def _processor(tokenizer: PreTrainedTokenizerBase) -> SmolVLMProcessor:
+def _processor(tokenizer: hf.PreTrainedTokenizerBase) -> hf.SmolVLMProcessor:
     """Scales an image to one tile; renders turns in the format of SmolLM2, without the system prompt."""
     side = {"longest_edge": TILE}
-    return SmolVLMProcessor(
-        image_processor=SmolVLMImageProcessor(size=side, max_image_size=side),
+    return hf.SmolVLMProcessor(
+        image_processor=hf.SmolVLMImageProcessor(size=side, max_image_size=side),
         tokenizer=tokenizer,
-        video_processor=SmolVLMVideoProcessor(size=side, max_image_size=side, num_frames=8, fps=1),
+        video_processor=hf.SmolVLMVideoProcessor(size=side, max_image_size=side, num_frames=8, fps=1),
         image_seq_len=TOKENS_PER_TILE,
         chat_template=chat_template(image="<image>"),
     )
@@ -201,8 +188,7 @@ def _processor(tokenizer: PreTrainedTokenizerBase) -> SmolVLMProcessor:
 class Pretrained:
     """A checkpoint that can be written without a network."""
 
-    config: Callable[[], PretrainedConfig]
-    """Returns the config.json of the checkpoint; writes nothing."""
+    config: Callable[[], hf.PretrainedConfig]  # returns the config.json of the checkpoint; writes nothing
     write: Callable[..., Path]
     """(folder, seed=0) -> folder, with the checkpoint; `seed` seeds parts with random weights."""
 

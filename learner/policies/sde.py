@@ -40,8 +40,7 @@ class Transition:
     logprobs: Callable[[Tensor], Tensor]  # next latents [N, ...] -> float32 [N]
 
 
-Kernel = Callable[[FlowStep, float], Transition]
-"""(where rows go, noise level `a`) -> how they get there."""
+Kernel = Callable[[FlowStep, float], Transition]  # (where rows go, noise level `a`) -> how they get there
 
 
 def flow_grpo(step: FlowStep, level: float) -> Transition:

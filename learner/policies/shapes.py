@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from os.path import commonprefix
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as progress
 
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.learner.policies.families import family_of
 from mobula.learner.policies.families.base import Family
 from mobula.learner.policies.loading import as_stored, auto_class, checkpoint_names
 from mobula.learner.policies.pretrained import PRETRAINED
-from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.tiny import TINY
 
 
 @dataclass(frozen=True)
@@ -76,21 +69,11 @@ class ModelShape:
     decoder: tuple[str, ...]  # names of the decoder's weights below it; checkpoints differ in the names above it
 
     @property
-    def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """Parts of the family -> beginnings of checkpoint names."""
-        return self.family.parts
-
-    def starts(self, freeze: tuple[str, ...]) -> tuple[str, ...]:
-        """`policy.freeze` as beginnings of checkpoint names."""
-        return tuple(start for entry in freeze for start in self.parts.get(entry, (entry,)))
-
-    @property
     def num_parameters(self) -> int:
         return sum(prod(spec.shape) for spec in self.manifest.tensors)
 
     @property
     def largest_tensor(self) -> int:
-        """Values of the largest tensor."""
         return max(prod(spec.shape) for spec in self.manifest.tensors)
 
 
@@ -105,22 +88,11 @@ def shape_of_values(values: Mapping[str, Any]) -> ModelShape:
 
 
 def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:
-    """The shape of the model that `policy.tiny` writes. A random model is written to a temporary folder."""
+    """The shape of the model that `policy.tiny` writes."""
     if name in PRETRAINED:
         return shape_of_config(PRETRAINED[name].config())
-    with TemporaryDirectory(prefix="mobula-tiny-") as folder, _no_progress_bar():
-        return shape_of(str(write_tiny(name, Path(folder), tie_word_embeddings=tie_word_embeddings)))
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    was_enabled = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            progress.enable_progress_bar()
+    model = TINY[name]
+    return shape_of_config(model.new_config(model.new_tokenizer(), tie_word_embeddings=tie_word_embeddings))
 
 
 def has_config(source: str) -> bool:
@@ -137,7 +109,7 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
     vision = getattr(own, "vision_config", None)
     blocks = [_num_parameters(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return ModelShape(
-        model_type=config.model_type,
+        model_type=family.model_types[0] if config.model_type in family.inner_types else config.model_type,
         manifest=_manifest(model),
         text=_tower(config.get_text_config()),
         cache=_cache(config.get_text_config()),

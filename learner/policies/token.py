@@ -158,7 +158,6 @@ def score_class(source: str | Path) -> Any:
 
 
 def _with_new_head(language_model: PreTrainedModel, classifier: Any, seed: int) -> PreTrainedModel:
-    """A classifier around the backbone of `language_model`."""
     settings = deepcopy(language_model.config)
     settings.num_labels, settings.architectures = 1, [classifier.__name__]
     settings._attn_implementation = language_model.config._attn_implementation  # of all parts: see `pack_windows`

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 NUM_LEVELS = 1000  # noise levels of a nearly continuous schedule
 
-PolicyBatch = TokenBatch | LatentBatch | NoisedBatch
-"""Rows as the forward of their policy takes them."""
+PolicyBatch = TokenBatch | LatentBatch | NoisedBatch  # rows as the forward of their policy takes them
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,6 @@ def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:
 
 
 def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
-    """Builds the scored row of a prompt and actions."""
     if isinstance(actions, TokenActions):
         return TokenSequence.of_actions(prompt, actions)
     assert isinstance(actions, LatentActions)
@@ -169,7 +167,6 @@ def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
 
 
 def collate_rows(rows: Sequence[PolicyRow], reader: MediaReader, device: torch.device) -> PolicyBatch:
-    """Builds a batch of rows of one kind, with media."""
     assert not any(isinstance(row, RowOutline) for row in rows), "a row of another rank: no content of it was fetched"
     if isinstance(rows[0], CleanSequence):
         return collate_noised(cast(Sequence[CleanSequence], rows), reader, device)

@@ -243,32 +243,20 @@ def packed_attention(
     ranks = None if bounds is None else bounds.sequence_ranks
     if ranks is not None:
         query, key, value = ranks.to_heads(query, key, value)
-    output = _of_rows(*_autocast(query, key, value), bounds, is_causal, sliding_window, scaling, dropout)
-    return (output if ranks is None else ranks.to_tokens(output)), None
-
-
-def _of_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: RowBounds | None,
-    is_causal: bool,
-    sliding_window: int | None,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
-    """Returns the attention [1, num_tokens, heads, D] of whole rows."""
+    query, key, value = _autocast(query, key, value)
     rows = bounds if bounds is not None else RowBounds(torch.tensor([0, query.shape[2]]), query.shape[2])
     rows.is_used = True
     key, value = rows.of_keys(key), rows.of_keys(value)
     # The kernel has no dropout.
     if bounds is not None and dropout == 0 and kernel_takes(query, key, value):
-        return _kernel(query, key, value, bounds, is_causal, sliding_window, scaling)
-    blocks = [
-        scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None, scale=scaling, enable_gqa=True)
-        for q, k, v, mask in _blocks(rows, query, key, value, is_causal, sliding_window)
-    ]
-    return torch.cat([block.transpose(1, 2).flatten(0, 1) for block in blocks]).unsqueeze(0)
+        output = _kernel(query, key, value, bounds, is_causal, sliding_window, scaling)
+    else:
+        blocks = [
+            scaled_dot_product_attention(q, k, v, m, dropout, is_causal and m is None, scale=scaling, enable_gqa=True)
+            for q, k, v, m in _blocks(rows, query, key, value, is_causal, sliding_window)
+        ]
+        output = torch.cat([block.transpose(1, 2).flatten(0, 1) for block in blocks]).unsqueeze(0)
+    return (output if ranks is None else ranks.to_tokens(output)), None
 
 
 def kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -511,7 +499,6 @@ def _taken(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
 
 
 def _refuse_unsplit(decoder: PreTrainedModel, attention: str, num_ranks: int) -> None:
-    """Raises: ValueError: `learner.sequence_parallel` cannot split this decoder's attention."""
     if attention != "sdpa":
         raise ValueError(
             f"learner.sequence_parallel={num_ranks} exchanges heads in sdpa alone, and policy.attention={attention}: "

@@ -45,13 +45,12 @@ class SequenceRanks:
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """[1, heads, n, D] of this rank's n tokens -> [1, heads / N, N * n, D] of this rank's heads. Key and value
         heads are repeated if N does not divide their number."""
-        return tuple(self._to_heads(part) for part in parts)
-
-    def _to_heads(self, part: Tensor) -> Tensor:
-        part = part[0].repeat_interleave(self.size // gcd(part.shape[1], self.size), dim=0)  # [heads, n, D]
-        num_heads, num_tokens, width = part.shape
-        sent = part.reshape(self.size, num_heads // self.size, num_tokens, width)
-        return _AllToAll.apply(sent, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        exchanged = []
+        for part in parts:
+            part = part[0].repeat_interleave(self.size // gcd(part.shape[1], self.size), dim=0)  # [heads, n, D]
+            sent = part.unflatten(0, (self.size, -1))
+            exchanged.append(_AllToAll.apply(sent, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0))
+        return tuple(exchanged)
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """[1, N * n, heads / N, D] of this rank's heads -> [1, n, heads, D] of this rank's tokens."""
@@ -146,5 +145,4 @@ def _all_gathered(values: Tensor, counts: Sequence[int], group: dist.ProcessGrou
 
 
 def _filled(values: Tensor, length: int) -> Tensor:
-    """Pads `values` with zeros to `length`."""
     return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])

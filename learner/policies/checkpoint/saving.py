@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobula.learner.policies.checkpoint.stored import SavedDtypes, checkpoint_folder
-from mobula.learner.policies.families import own_family
-from mobula.learner.policies.loading import as_stored, saved_names
+from mobula.learner.policies.families import checkpoint_prefix
+from mobula.learner.policies.loading import as_stored, checkpoint_names
 
 DTYPES = {  # in the write order of safetensors, which aligns every tensor
     torch.int64: "I64",
@@ -40,11 +40,7 @@ ALIGNMENT = 8  # bytes
 
 
 def write_weights(
-    folder: Path,
-    stem: str,
-    described: Mapping[str, Tensor],
-    tensors: Iterable[tuple[str, Tensor]],
-    max_file_size: str,
+    folder: Path, stem: str, described: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], max_file_size: str
 ) -> None:
     """Writes `STEM.safetensors`, or several files and their index, byte for byte as `save_pretrained` does.
 
@@ -86,11 +82,7 @@ def write_header(file: BinaryIO, described: Mapping[str, Tensor], keys: Sequence
     for key in sorted(keys, key=lambda key: (RANKS[described[key].dtype], key)):
         tensor = described[key]
         begins[key], end = end, end + tensor.nbytes
-        header[key] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begins[key], end],
-        }
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begins[key], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -138,18 +130,11 @@ def save_policy(
     """
     folder.mkdir(parents=True, exist_ok=True)
     original = checkpoint_folder(source)
-    dtypes, names = SavedDtypes.of_model(original, dtype), {}
-    tied = set(model.all_tied_weights_keys)  # loading restores them from the tensors they are tied to
-    family = own_family(model.config)
-    prefix = "" if family is None else family.checkpoint_prefix
-    for name, tensor in described.items():
-        if name not in tied:
-            [saved] = saved_names(model, name, tensor)
-            names[name] = prefix + saved
+    dtypes, names = SavedDtypes.of_model(original, dtype), checkpoint_names(model, described)
     files = {names[n]: dtypes.described(names[n], as_stored(model, n, t)) for n, t in described.items() if n in names}
     cast = ((names[n], dtypes.cast(names[n], as_stored(model, n, t))) for n, t in tensors if n in names)
     write_weights(folder, WEIGHTS_STEM, files, cast, MAX_FILE_SIZE)
-    if prefix:
+    if checkpoint_prefix(model.config):
         shutil.copy2(original / CONFIG_FILE, folder / CONFIG_FILE)
     else:
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]

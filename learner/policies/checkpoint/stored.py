@@ -25,7 +25,7 @@ from mobula.cluster.weight_sync.manifest import (
     stored_tensors,
 )
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.families import frozen_prefixes, own_family
+from mobula.learner.policies.families import checkpoint_prefix, frozen_prefixes
 from mobula.learner.policies.loading import as_stored, checkpoint_names, described_model, saved_names
 
 GENERATION_FILE = "generation_config.json"
@@ -47,7 +47,6 @@ class StoredModel:
     copies: Mapping[str, str]  # file name of the copy of a tied tensor -> the tensor's name in a push
 
     def in_dtype(self, dtype: str) -> Manifest:
-        """Returns the manifest of a push in `dtype`."""
         return Manifest(tuple(TensorSpec(spec.name, spec.shape, dtype) for spec in self.manifest.tensors))
 
 
@@ -85,7 +84,6 @@ class SavedDtypes:
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns the tensor in the dtype in which it is written."""
         dtype = self.described(name, tensor).dtype
         if tensor.dtype == dtype:
             return tensor
@@ -140,12 +138,10 @@ def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None)
     described = described_files(folder, model_class)
     model, info, tensors, pushed = described.model, described.info, described.tensors, described.pushed
     names, copies = described.names, described.copies
-    family = own_family(model.config)
-    prefix = "" if family is None else family.checkpoint_prefix
-    spare = {*names, *(name for name in tensors if not name.startswith(prefix))}
+    spare = {*names, *(name for name in tensors if not name.startswith(checkpoint_prefix(model.config)))}
     shapes = {pushed[n]: as_stored(model, n, tensor).shape for n, tensor in model.state_dict().items() if n in pushed}
     return StoredModel(
-        manifest=Manifest(tuple(sorted((TensorSpec(n, tuple(s), "float32") for n, s in shapes.items()), key=_name))),
+        manifest=Manifest(tuple(TensorSpec(name, tuple(shape), "float32") for name, shape in sorted(shapes.items()))),
         names=names,
         tensors=tensors,
         left_out=tuple(sorted(set(info["unexpected_keys"]) - spare)),
@@ -158,7 +154,10 @@ def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None)
 
 def pushed_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields (name in a push, tensor) for every tensor of the model in `folder`, in the dtype of its file."""
-    names = stored_names(folder)
+    if any(file.name.startswith("diffusion_") for file in checkpoint_files(folder)):  # files use state-dict names
+        names: Mapping[str, str] = {name: name for name in stored_tensors(folder)}
+    else:
+        names = stored_model(folder).names
     yield from ((names[name], tensor) for name, tensor in _read(folder, names))
 
 
@@ -170,13 +169,6 @@ def loaded_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         yield from ((copy, tensor) for copy, source in copies.items() if source == name)
 
 
-def stored_names(folder: Path) -> Mapping[str, str]:
-    """Returns name in the files of `folder` -> name in a push."""
-    if any(file.name.startswith("diffusion_") for file in checkpoint_files(folder)):  # files use state-dict names
-        return {name: name for name in stored_tensors(folder)}
-    return stored_model(folder).names
-
-
 def _copies(model: PreTrainedModel, pushed: Mapping[str, str]) -> dict[str, str]:
     """Returns file name of the copy of a tied tensor -> the tensor's name in a push."""
     state = model.state_dict()
@@ -185,10 +177,7 @@ def _copies(model: PreTrainedModel, pushed: Mapping[str, str]) -> dict[str, str]
 
 
 def _names(
-    model: PreTrainedModel,
-    pushed: Mapping[str, str],
-    copies: Mapping[str, str],
-    tensors: Mapping[str, StoredTensor],
+    model: PreTrainedModel, pushed: Mapping[str, str], copies: Mapping[str, str], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, str]:
     """Returns name in the files -> name in a push. They differ in the base model's prefix and in the side of a tie.
 
@@ -209,7 +198,6 @@ def _names(
 
 
 def _ties(copies: Mapping[str, str], names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Returns the copies of tied tensors in files that also hold the tensors themselves."""
     own = {name: file_name for file_name, name in names.items()}
     return {copy: own[name] for copy, name in copies.items() if copy in tensors and own.get(name, copy) != copy}
 
@@ -229,10 +217,6 @@ def _read(folder: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
             for name in tensors.keys():
                 if name in wanted:
                     yield name, tensors.get_tensor(name)
-
-
-def _name(spec: TensorSpec) -> str:
-    return spec.name
 
 
 EXPERTS = ".experts."

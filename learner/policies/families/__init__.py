@@ -12,14 +12,7 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoProcessor,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import ModelOutput
 
@@ -130,7 +123,6 @@ class UnknownFamily(VisionFamily):
     def encode_shared(
         self,
         core: PreTrainedModel,
-        config: PreTrainedConfig,
         batch: TokenBatch,
         ranks: SequenceRanks | None,
         inputs: Mapping[str, Tensor],
@@ -166,7 +158,7 @@ class UnknownFamily(VisionFamily):
         return {name: token_types for name in TOKEN_TYPES if name in taken}
 
     def blank_image(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
-        processor = AutoProcessor.from_pretrained(config.name_or_path, trust_remote_code=False)
+        processor = transformers.AutoProcessor.from_pretrained(config.name_or_path, trust_remote_code=False)
         made = self.process(processor, Image.new("RGB", (BLANK_SIDE, BLANK_SIDE)))
         return {name: on_device(array, device) for name, array in made.items()}
 
@@ -239,7 +231,7 @@ def unequal_window(source: str) -> int | None:
 
     vLLM applies a window to all layers of most types, transformers to those that `layer_types` names.
     """
-    text = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
+    text = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
     window = getattr(text, "sliding_window", None)
     if not window or text.model_type in WINDOWS_BY_LAYER:
         return None
@@ -253,10 +245,16 @@ def own_family(config: PreTrainedConfig) -> Family | None:
     return INNER.get(config.model_type) or BY_MODEL_TYPE.get(config.model_type)
 
 
+def checkpoint_prefix(config: PreTrainedConfig) -> str:
+    """The prefix of a policy's names in a checkpoint with further parts; else empty."""
+    family = own_family(config)
+    return "" if family is None else family.checkpoint_prefix
+
+
 def family_at(source: str, key: str = "policy.model") -> Family:
     """The family of the checkpoint at `source`, the value of `key`."""
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"{key}={source} has a config.json that transformers {transformers.__version__} cannot use "
@@ -267,7 +265,7 @@ def family_at(source: str, key: str = "policy.model") -> Family:
 
 def model_type_at(source: str) -> str:
     """`model_type` of the checkpoint at `source`."""
-    return AutoConfig.from_pretrained(source, trust_remote_code=False).model_type
+    return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False).model_type
 
 
 def takes_images(source: str, key: str = "policy.model") -> bool:
@@ -276,16 +274,13 @@ def takes_images(source: str, key: str = "policy.model") -> bool:
 
 
 def frozen_prefixes(policy: PolicyConfig) -> tuple[str, ...]:
-    """Returns `policy.freeze` as prefixes of checkpoint names; a part of the family expands to its prefixes."""
-    if not policy.freeze:
-        return ()
-    parts = family_at(policy.model).parts
-    return tuple(start for entry in policy.freeze for start in parts.get(entry, (entry,)))
+    """Returns `policy.freeze` as prefixes of checkpoint names."""
+    return family_at(policy.model).starts(policy.freeze) if policy.freeze else ()
 
 
 def max_positions(source: str) -> int | None:
     """Returns the maximum sequence length of the checkpoint's positions; None if config.json has only a factor."""
-    text = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
+    text = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     return None if "factor" in str(rope) else text.max_position_embeddings
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from mobula.configs.schema.data import VideoConfig
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import MediaBatch, TokenBatch, joined
-from mobula.learner.policies.families.base import AudioFamily, Clip, Size
+from mobula.learner.policies.families.base import Arrays, AudioFamily, Clip, Size
 from mobula.learner.policies.families.qwen import QwenVL, num_grids, released_positions
 from mobula.learner.policies.families.vision import MODALITIES, check_count, method, submodel
 
@@ -76,6 +76,15 @@ def places(batch: TokenBatch, placeholder: int) -> np.ndarray:
     return (batch.host_ids == placeholder) & batch.in_media
 
 
+def heard(config: PreTrainedConfig, batch: TokenBatch, num_silent: int) -> tuple[Tensor, Tensor]:
+    """The frames and masks of the unique sounds of a batch, or of `num_silent` silent frames, so that all ranks enter
+    the tower equally often."""
+    if batch.audios.inputs:
+        return batch.audios.inputs["input_features"], batch.audios.inputs["feature_attention_mask"]
+    features = torch.zeros(1, config.audio_config.num_mel_bins, num_silent, device=batch.input_ids.device)
+    return features, torch.ones_like(features[:, 0], dtype=torch.int64)
+
+
 class Qwen2Audio(AudioFamily):
     """Source: arXiv:2407.10759.
 
@@ -85,11 +94,7 @@ class Qwen2Audio(AudioFamily):
 
     model_types = ("qwen2_audio",)
     media_tokens = r"<\|(AUDIO|audio_bos|audio_eos)\|>"
-    parts = {
-        "audio": ("audio_tower.",),
-        "connector": ("multi_modal_projector.",),
-        "language": ("language_model.",),
-    }
+    parts = {"audio": ("audio_tower.",), "connector": ("multi_modal_projector.",), "language": ("language_model.",)}
     takes_images = False
     without_images = "policy.model takes sounds and no images"
 
@@ -105,19 +110,16 @@ class Qwen2Audio(AudioFamily):
         return {"input_features": features, "feature_attention_mask": mask}
 
     def core(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model without its output embeddings."""
         return submodel(model, "model")
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
         core = self.core(model)
         tower, project = submodel(core, "audio_tower"), core.get_submodule("multi_modal_projector")
-        features, mask = self._heard(core.config, batch)
+        features, mask = heard(core.config, batch, 2 * core.config.audio_config.max_source_positions)
         lengths = (mask.sum(-1) - 1) // 2 + 1  # after the first convolution
         seen = torch.arange(features.shape[-1] // 2, device=mask.device) < lengths[:, None]
         attention_mask = create_bidirectional_mask(
-            config=tower.config,
-            inputs_embeds=features.new_zeros(*seen.shape, 1),
-            attention_mask=seen.long(),
+            config=tower.config, inputs_embeds=features.new_zeros(*seen.shape, 1), attention_mask=seen.long()
         )
         encoded = tower(features, attention_mask=attention_mask).last_hidden_state
         projected = project(encoded)  # [N, F, H]
@@ -125,14 +127,6 @@ class Qwen2Audio(AudioFamily):
         embeds = model.get_input_embeddings()(batch.input_ids)
         embeds = put(embeds, places(batch, core.config.audio_token_id), sounds, batch.audios)
         return submodel(core, "language_model")(inputs_embeds=embeds, use_cache=False).last_hidden_state
-
-    def _heard(self, config: PreTrainedConfig, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Returns the unique sounds of a batch, or a silent one, so that all ranks enter the tower equally often."""
-        if batch.audios.inputs:
-            return batch.audios.inputs["input_features"], batch.audios.inputs["feature_attention_mask"]
-        audio = config.audio_config
-        features = torch.zeros(1, audio.num_mel_bins, 2 * audio.max_source_positions, device=batch.input_ids.device)
-        return features, torch.ones_like(features[:, 0], dtype=torch.int64)
 
 
 SILENT_FRAMES = 4  # the fewest that give an embedding
@@ -175,10 +169,6 @@ class Qwen25Omni(QwenVL, AudioFamily):
         token = _id_of(processor, processor.tokenizer.image_token)
         return np.full(num_patches // images.merge_size**2, token, dtype=np.int32)
 
-    def engine_video_options(self, limits: VideoConfig) -> dict[str, int]:
-        """The bounds of a frame; those in the processor's code are larger."""
-        return {"min_pixels": limits.min_frame_pixels, "max_pixels": limits.max_frame_pixels}
-
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
         videos = processor.video_processor
         height, width = self.frame_size(videos, clip, limits)
@@ -186,9 +176,7 @@ class Qwen25Omni(QwenVL, AudioFamily):
         num = num_grids(videos, clip) * (height // side) * (width // side)
         return np.full(num, _id_of(processor, processor.tokenizer.video_token), dtype=np.int32)
 
-    def process_video(
-        self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig
-    ) -> dict[str, np.ndarray]:
+    def process_video(self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig) -> Arrays:
         seconds = processor.video_processor.temporal_patch_size * clip.duration_s / len(clip.timestamps)
         inputs = super().process_video(processor, frames, clip, limits)
         return inputs | {"second_per_grid_ts": np.array([seconds], dtype=np.float32)}
@@ -204,9 +192,7 @@ class Qwen25Omni(QwenVL, AudioFamily):
             "feature_attention_mask": np.ascontiguousarray(mask[:, :num]),
         }
 
-    def audio_engine_inputs(
-        self, config: PreTrainedConfig, sounds: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray]:
+    def audio_engine_inputs(self, config: PreTrainedConfig, sounds: Sequence[Arrays]) -> dict[str, np.ndarray]:
         masks = [sound["feature_attention_mask"] for sound in sounds]
         return {
             "input_audio_features": np.concatenate([sound["input_features"][0] for sound in sounds], axis=1),
@@ -222,7 +208,7 @@ class Qwen25Omni(QwenVL, AudioFamily):
         config, ids = model.config, batch.input_ids
         embeds = model.get_input_embeddings()(ids)
         types = np.zeros_like(batch.host_ids)  # [B, S]
-        encoded = self.encode_all(model, config, batch, ranks)
+        encoded = self.encode_all(model, batch, ranks)
         for number, (placeholder, modality) in enumerate(
             zip(self.placeholder_ids(config), MODALITIES, strict=True), start=1
         ):
@@ -238,13 +224,8 @@ class Qwen25Omni(QwenVL, AudioFamily):
         return submodel(model, "model")(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
 
     def _sounds(self, model: PreTrainedModel, batch: TokenBatch) -> Sequence[Tensor]:
-        """[n, H] of each unique sound, or of a silent one, so that ranks enter the tower equally often."""
-        if batch.audios.inputs:
-            features, mask = batch.audios.inputs["input_features"], batch.audios.inputs["feature_attention_mask"]
-        else:
-            mel = model.config.audio_config.num_mel_bins
-            features = torch.zeros(1, mel, SILENT_FRAMES, device=batch.input_ids.device)
-            mask = torch.ones_like(features[:, 0], dtype=torch.int64)
+        """[n, H] of each unique sound, or of a silent one."""
+        features, mask = heard(model.config, batch, SILENT_FRAMES)
         encoded = method(model, "get_audio_features")(features, mask, return_dict=True).last_hidden_state
         return encoded.split([num_embeddings(num) for num in mask.sum(-1).tolist()])
 

@@ -19,6 +19,8 @@ from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch, joined
 
 Size = tuple[int, int]  # (width, height) of an image in its file
+Arrays = dict[str, np.ndarray]  # of one medium, by argument of forward()
+EngineInputs = dict[str, np.ndarray | list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -38,38 +40,34 @@ class Family(ABC):
     the logits are not changed further. This holds for every family.
     """
 
-    model_types: tuple[str, ...]
-    """`model_type` of the checkpoints' config.json."""
+    model_types: tuple[str, ...]  # `model_type` of the checkpoints' config.json
     media_tokens: str
     """Pattern of the added tokens that stand for media or frame them. They are never sampled: a sampled
     token would stand for a missing image."""
     parts: Mapping[str, tuple[str, ...]]
     """Parts that can be frozen: name -> prefixes of the parameters' checkpoint names."""
     takes_images: bool
-    without_images = "policy.model is a text-only model"
-    """Reason why a family without images takes none."""
-    inner_types: tuple[str, ...] = ()
-    """`model_type` of the policy in a checkpoint with further parts."""
-    checkpoint_prefix = ""
-    """Prefix of the policy's checkpoint names in such a checkpoint."""
-    transposed: str = r"(?!)"
-    """Pattern of the checkpoint names of tensors stored with their last two axes swapped."""
-    makes_images = False
-    """Whether answers are images, sampled with `sampler=image_tokens`."""
+    without_images = "policy.model is a text-only model"  # reason why a family without images takes none
+    inner_types: tuple[str, ...] = ()  # `model_type` of the policy in a checkpoint with further parts
+    checkpoint_prefix = ""  # prefix of the policy's checkpoint names in such a checkpoint
+    transposed: str = r"(?!)"  # pattern of the checkpoint names of tensors stored with their last two axes swapped
+    makes_images = False  # whether answers are images, sampled with `sampler=image_tokens`
     needs_gate = False
     """Whether a run compares engine and learner before its first step: if no conformance run did, or if the result
     depends on the weights."""
     engine_dtypes_on_cpu: tuple[str, ...] = ("float32", "bfloat16")
     """Values of `resources.dtype` that vLLM supports on CPU; measurements use the first one."""
-    on_cpu = ""
-    """Differences with vLLM on CPU and their reason; docs/supported.md shows it."""
+    on_cpu = ""  # differences with vLLM on CPU and their reason; docs/supported.md shows it
     keeps_packed_rows_apart = True
     """Whether `learner.packing=true` gives the same results as separate rows; if not, it is refused."""
-    padded_because = ""
-    """Reason why `learner.packing=auto` computes padded rows; empty if it packs them."""
+    padded_because = ""  # reason why `learner.packing=auto` computes padded rows; empty if it packs them
     shares_prefixes = True
     """Whether states and positions of tokens depend on earlier tokens and media alone, so that `learner.share_prompts`
     gives the same results."""
+
+    def starts(self, entries: Sequence[str]) -> tuple[str, ...]:
+        """`policy.freeze` as prefixes of checkpoint names; a part expands to its prefixes."""
+        return tuple(start for entry in entries for start in self.parts.get(entry, (entry,)))
 
     @abstractmethod
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
@@ -133,9 +131,7 @@ class ImageFamily(Family):
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
         """Returns argument of forward() -> tensor of one image; images are concatenated along axis 0."""
 
-    def engine_inputs(
-        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray | list[np.ndarray]]:
+    def engine_inputs(self, config: PreTrainedConfig, images: Sequence[Arrays]) -> EngineInputs:
         """Returns the tensors of a prompt's images by their names in the inference engine. A list has one tensor per
         image, if shapes differ."""
         return {name: joined([image[name] for image in images]) for name in images[0]}
@@ -167,9 +163,7 @@ class AudioFamily(Family):
         """Returns argument of forward() -> tensor of one sound, from `samples` float32 [N]; sounds are concatenated
         along axis 0."""
 
-    def audio_engine_inputs(
-        self, config: PreTrainedConfig, sounds: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray]:
+    def audio_engine_inputs(self, config: PreTrainedConfig, sounds: Sequence[Arrays]) -> dict[str, np.ndarray]:
         """Returns the tensors of a prompt's sounds by their names in the inference engine."""
         return {name: joined([sound[name] for sound in sounds]) for name in sounds[0]}
 
@@ -177,10 +171,7 @@ class AudioFamily(Family):
 class VideoFamily(ImageFamily):
     """A family whose prompts hold images and videos."""
 
-    engine_video_token = ""
-    """The video placeholder of the engine's own processing, if it differs."""
-    engine_max_videos: int | None = None
-    """Maximum number of videos per prompt in the engine's own processing; None: any number."""
+    engine_video_token = ""  # the video placeholder of the engine's own processing, if it differs
 
     def video_placeholder_id(self, config: PreTrainedConfig) -> int:
         """Returns the token that video embeddings replace; some models use the image token."""
@@ -190,18 +181,12 @@ class VideoFamily(ImageFamily):
         """Returns the token of a video in a prompt before expansion."""
         return int(processor.tokenizer.convert_tokens_to_ids(vars(processor)["video_token"]))
 
-    def engine_video_options(self, limits: VideoConfig) -> dict[str, int]:
-        """Returns settings that make the engine's own processing scale frames as `process_video` does."""
-        return {}
-
     @abstractmethod
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
         """Returns int32 [N]: the tokens that replace the compact placeholder of a video.
         Raises: ValueError: videos of this size or length cannot be used."""
 
     @abstractmethod
-    def process_video(
-        self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig
-    ) -> dict[str, np.ndarray]:
+    def process_video(self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig) -> Arrays:
         """Returns argument of forward() -> tensor of one video, from `frames` uint8 [T, H, W, 3]; videos are
         concatenated along axis 0."""

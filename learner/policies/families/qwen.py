@@ -30,8 +30,8 @@ from mobula.configs.schema.data import VideoConfig
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import TokenBatch
-from mobula.learner.policies.families.base import Clip, Size, VideoFamily
-from mobula.learner.policies.families.vision import VisionFamily, changed, method, placed, submodel
+from mobula.learner.policies.families.base import Arrays, Clip, Size, VideoFamily
+from mobula.learner.policies.families.vision import Encoded, VisionFamily, changed, method, placed, submodel
 
 MEDIA_TOKENS = r"<\|(image_pad|video_pad|vision_start|vision_end|vision_pad)\|>"
 
@@ -106,8 +106,7 @@ class GridFamily(VisionFamily):
 class QwenVideos(GridFamily, VideoFamily):
     """Videos as images whose grids have a time axis: the vision tower encodes both in one call."""
 
-    video_options: Mapping[str, bool] = {"cap_pixels_per_frame": False}
-    """Settings of the video processor."""
+    video_options: Mapping[str, bool] = {"cap_pixels_per_frame": False}  # settings of the video processor
 
     def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
         return self.placeholder_id(config), self.video_placeholder_id(config)
@@ -120,9 +119,7 @@ class QwenVideos(GridFamily, VideoFamily):
         text = processor.replace_video_token(made, 0)
         return np.array(processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
 
-    def process_video(
-        self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig
-    ) -> dict[str, np.ndarray]:
+    def process_video(self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig) -> Arrays:
         videos = processor.video_processor
         made = videos(
             videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
@@ -146,11 +143,9 @@ class QwenVideos(GridFamily, VideoFamily):
     def video_size(self, videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
         """The bounds of pixels as the video processor takes them."""
 
-    def encode_all(
-        self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
-    ) -> dict[str, ModelOutput]:
+    def encode_all(self, core: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None) -> Encoded:
         if not batch.videos.inputs:
-            return super().encode_all(core, config, batch, ranks)
+            return super().encode_all(core, batch, ranks)
         pixels, grids = batch.videos.inputs["pixel_values_videos"], batch.videos.inputs["video_grid_thw"]
         found = {"video": batch.videos}
         if batch.media.inputs:
@@ -158,7 +153,7 @@ class QwenVideos(GridFamily, VideoFamily):
             pixels = torch.cat([batch.media.inputs["pixel_values"], pixels])
             grids = torch.cat([batch.media.inputs["image_grid_thw"], grids])
         inputs = {"pixel_values": pixels, "image_grid_thw": grids}
-        together = self.encode_shared(core, config, batch, ranks, inputs, list(found.values()))
+        together = self.encode_shared(core, batch, ranks, inputs, list(found.values()))
         encoded, start = {}, 0
         for modality, media in found.items():
             own = slice(start, start + len(media.num_parts))

@@ -23,6 +23,7 @@ from mobula.learner.policies.batch import MediaBatch, TokenBatch
 from mobula.learner.policies.families.base import Clip, ImageFamily, Size
 
 MODALITIES = ("image", "video")  # the n-th modality has token type n
+Encoded = dict[str, ModelOutput]  # modality -> features
 
 
 def takes_encoded_images(core: type[nn.Module]) -> bool:
@@ -48,8 +49,7 @@ class VisionFamily(ImageFamily):
         made = processor.image_processor(images=[image], return_tensors="pt", **image_settings(processor))
         return {name: made[name].numpy() for name in self.image_inputs}
 
-    image_inputs: tuple[str, ...] = ("pixel_values",)
-    """The arguments of `get_image_features`."""
+    image_inputs: tuple[str, ...] = ("pixel_values",)  # the arguments of `get_image_features`
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
         core, ids = self.core(model), batch.host_ids.copy()
@@ -66,7 +66,7 @@ class VisionFamily(ImageFamily):
             ids[(ids == placeholder) & ~is_placeholder] = 0
             kinds[is_placeholder] = number
         kinds[(kinds == 1) & batch.in_video] = 2  # if videos have the placeholder of images
-        encoded = self.encode_all(core, model.config, batch, ranks)
+        encoded = self.encode_all(core, batch, ranks)
         for number, modality in enumerate(MODALITIES, start=1):
             check_count(encoded.get(modality), int((kinds == number).sum()))
         types = torch.from_numpy(kinds)
@@ -79,31 +79,28 @@ class VisionFamily(ImageFamily):
         """The placeholder of images, and that of videos if the family has another one for them."""
         return (self.placeholder_id(config),)
 
-    def encode_all(
-        self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
-    ) -> dict[str, ModelOutput]:
+    def encode_all(self, core: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None) -> Encoded:
         """Returns modality -> features at all placeholders of a batch, in exactly one call of the vision tower."""
         if not batch.media.inputs:
-            return {"image": self.encode_nothing(core, config, batch.input_ids.device)}
-        encoded = self.encode_shared(core, config, batch, ranks, batch.media.inputs, [batch.media])
+            return {"image": self.encode_nothing(core, batch.input_ids.device)}
+        encoded = self.encode_shared(core, batch, ranks, batch.media.inputs, [batch.media])
         return {"image": placed(encoded, batch.media)}
 
-    def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
+    def as_taken(self, encoded: Encoded, token_types: Tensor) -> Encoded:
         """The features in the form that the model's forward() takes; `token_types` as in `decoder_inputs`."""
         return encoded
 
-    def encode_nothing(self, core: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> ModelOutput:
+    def encode_nothing(self, core: PreTrainedModel, device: torch.device) -> ModelOutput:
         """Returns features of a blank image, none of which is inserted.
 
         Modules are entered and inputs have gradients as in a batch with images: ZeRO-3 gathers parameters in the order
         of both passes, and the order must be equal on all ranks.
         """
-        return changed(self.encode(core, self.blank_image(config, device)), _none_of)
+        return changed(self.encode(core, self.blank_image(core.config, device)), _none_of)
 
     def encode_shared(
         self,
         core: PreTrainedModel,
-        config: PreTrainedConfig,
         batch: TokenBatch,
         ranks: SequenceRanks | None,
         inputs: Mapping[str, Tensor],
@@ -116,13 +113,13 @@ class VisionFamily(ImageFamily):
         if ranks is None:
             return self.encode(core, inputs)
         num_parts = [num for one in media for num in one.num_parts]
-        spans, ids = [span for one in media for span in one.spans], self.placeholder_ids(config)
+        spans, ids = [span for one in media for span in one.spans], self.placeholder_ids(core.config)
         num_tokens = [int(np.isin(batch.host_ids[row, start:end], ids).sum()) for row, start, end in spans]
         shares = ranks.dealt(num_parts)
         if own := shares[ranks.rank]:
             encoded = self.encode(core, _chosen(inputs, num_parts, own))
         else:
-            encoded = self.encode_nothing(core, config, batch.input_ids.device)
+            encoded = self.encode_nothing(core, batch.input_ids.device)
         return changed(encoded, lambda features: _gathered(features, num_tokens, shares, ranks))
 
     def core(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -166,8 +163,7 @@ def image_settings(processor: ProcessorMixin) -> dict[str, Any]:
     return dict(defaults.get("images_kwargs", {}))
 
 
-Features = Tensor | Sequence[Tensor]
-"""Of all media in one tensor, or one tensor each."""
+Features = Tensor | Sequence[Tensor]  # of all media in one tensor, or one tensor each
 
 
 def changed(encoded: ModelOutput, change: Callable[[Features], Features]) -> ModelOutput:

@@ -10,18 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    AutoImageProcessor,
-    Gemma3Processor,
-    InternVLProcessor,
-    LlavaOnevisionProcessor,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.glm4v.image_processing_glm4v import smart_resize as scaled_image
 from transformers.models.glm4v.video_processing_glm4v import smart_resize
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
@@ -32,9 +24,10 @@ from mobula.configs.schema.data import VideoConfig
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
-from mobula.learner.policies.families.base import Clip, Size, VideoFamily
+from mobula.learner.policies.families.base import Arrays, Clip, EngineInputs, Size, VideoFamily
 from mobula.learner.policies.families.qwen import LongVideos, PatchProcessor, tower_inputs
 from mobula.learner.policies.families.vision import (
+    Encoded,
     VisionFamily,
     changed,
     image_settings,
@@ -44,6 +37,13 @@ from mobula.learner.policies.families.vision import (
     refuse_long,
     submodel,
 )
+
+
+def processed_frames(processor: ProcessorMixin, frames: np.ndarray, **own: Any) -> Arrays:
+    videos = [torch.from_numpy(frames).permute(0, 3, 1, 2)]
+    made = processor.video_processor(videos=videos, do_sample_frames=False, return_tensors="pt", **own)
+    return {"pixel_values_videos": made["pixel_values_videos"][0].numpy()}
+
 
 MASKED = ("sdpa", "eager")  # attention of transformers that takes a mask of any form
 
@@ -85,14 +85,12 @@ class Gemma3(VisionFamily):
             )
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
-        assert isinstance(processor, Gemma3Processor)
+        assert isinstance(processor, hf.Gemma3Processor)
         tokenizer = processor.tokenizer
         placeholders = np.full(processor.image_seq_length, tokenizer.image_token_id)
         return np.array([tokenizer.boi_token_id, *placeholders, tokenizer.eoi_token_id], dtype=np.int32)
 
-    def engine_inputs(
-        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray | list[np.ndarray]]:
+    def engine_inputs(self, config: PreTrainedConfig, images: Sequence[Arrays]) -> EngineInputs:
         num_parts = [image["pixel_values"].shape[0] for image in images]
         return super().engine_inputs(config, images) | {"num_patches": np.array(num_parts)}
 
@@ -127,7 +125,6 @@ class Glm4v(LongVideos):
         "language": ("model.language_model.", "lm_head."),
     }
 
-    engine_max_videos = 1
     video_options = {}
     smart_resize = staticmethod(smart_resize)
 
@@ -149,7 +146,7 @@ class Glm4v(LongVideos):
         # Its position embeddings are sampled at the sizes of the grids, on the device.
         return method(core, "get_video_features")(pixels, grids.to(pixels.device), **worked_out, return_dict=True)
 
-    def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
+    def as_taken(self, encoded: Encoded, token_types: Tensor) -> Encoded:
         """As images: the model's forward() looks for the token of images, and would put videos over them."""
         if "video" not in encoded:
             return encoded
@@ -177,7 +174,7 @@ class Idefics(VisionFamily):
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
         """The longest edge that images are scaled to, small ones too: whole tiles, which together have at most
         `data.max_pixels`, or one tile. The image as a whole is one tile more."""
-        images = AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
+        images = hf.AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
         tile, longest = images.max_image_size["longest_edge"], images.size["longest_edge"]
         bounded = tile * max(1, isqrt(data.max_pixels) // tile)
         return {"size": {"longest_edge": bounded}} if bounded < longest else {}
@@ -191,9 +188,7 @@ class Idefics(VisionFamily):
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
         return {name: array[0] for name, array in super().process(processor, image).items()}
 
-    def engine_inputs(
-        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray | list[np.ndarray]]:
+    def engine_inputs(self, config: PreTrainedConfig, images: Sequence[Arrays]) -> EngineInputs:
         num_tiles = [image["pixel_values"].shape[0] for image in images]
         return super().engine_inputs(config, images) | {"num_patches": np.array(num_tiles)}
 
@@ -220,23 +215,19 @@ class InternVL(VisionFamily, VideoFamily):
     model_types = ("internvl",)
     media_tokens = r"<img>|</img>|<IMG_CONTEXT>|<video>"
     engine_video_token = "<video>"
-    parts = {
-        "vision": ("vision_tower.",),
-        "connector": ("multi_modal_projector.",),
-        "language": ("language_model.",),
-    }
+    parts = {"vision": ("vision_tower.",), "connector": ("multi_modal_projector.",), "language": ("language_model.",)}
 
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
         """The number of tiles that have at most `data.max_pixels` together, or one. The image as a whole is one tile
         more."""
-        images = AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
+        images = hf.AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
         bounded = max(1, data.max_pixels // (images.size["height"] * images.size["width"]))
         if bounded >= images.max_patches:
             return {}
         return {"max_patches": bounded, "min_patches": min(images.min_patches, bounded)}
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
-        assert isinstance(processor, InternVLProcessor)
+        assert isinstance(processor, hf.InternVLProcessor)
         width, height = size
         num_tiles = processor.image_processor.get_number_of_image_patches(height, width, image_settings(processor))
         placeholders = np.full(processor.image_seq_length * num_tiles, processor.image_token_id)
@@ -247,27 +238,17 @@ class InternVL(VisionFamily, VideoFamily):
         return self.placeholder_id(config)
 
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
-        assert isinstance(processor, InternVLProcessor)
+        assert isinstance(processor, hf.InternVLProcessor)
         num_frames = len(clip.timestamps)
         refuse_long(clip, num_frames * processor.image_seq_length, limits)
         text = processor.replace_video_token({"pixel_values_videos": [np.empty(num_frames)]}, 0)
         return np.array(processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
 
-    def process_video(
-        self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig
-    ) -> dict[str, np.ndarray]:
+    def process_video(self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig) -> Arrays:
         tile = processor.image_processor.size  # that of the video processor may not be the tower's
-        made = processor.video_processor(
-            videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
-            do_sample_frames=False,
-            size={"height": tile.height, "width": tile.width},
-            return_tensors="pt",
-        )
-        return {"pixel_values_videos": made["pixel_values_videos"][0].numpy()}
+        return processed_frames(processor, frames, size={"height": tile.height, "width": tile.width})
 
-    def engine_inputs(
-        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray | list[np.ndarray]]:
+    def engine_inputs(self, config: PreTrainedConfig, images: Sequence[Arrays]) -> EngineInputs:
         kind = "video" if "pixel_values_videos" in images[0] else "image"
         num_tiles = [next(iter(image.values())).shape[0] for image in images]
         return super().engine_inputs(config, images) | {
@@ -275,21 +256,19 @@ class InternVL(VisionFamily, VideoFamily):
             f"{kind}_token_id": np.array(config.image_token_id),
         }
 
-    def encode_all(
-        self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
-    ) -> dict[str, ModelOutput]:
+    def encode_all(self, core: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None) -> Encoded:
         if not batch.videos.inputs:
-            return super().encode_all(core, config, batch, ranks)
+            return super().encode_all(core, batch, ranks)
         frames = batch.videos.inputs["pixel_values_videos"]  # [frames of all videos, 3, H, W]
         tiles = batch.media.inputs.get("pixel_values", frames[:0])
         inputs = {"pixel_values": torch.cat([tiles, frames])}
-        together = self.encode_shared(core, config, batch, ranks, inputs, [batch.media, batch.videos])
+        together = self.encode_shared(core, batch, ranks, inputs, [batch.media, batch.videos])
         encoded = {"video": placed(changed(together, itemgetter(slice(len(tiles), None))), batch.videos)}
         if batch.media.inputs:
             encoded["image"] = placed(changed(together, itemgetter(slice(len(tiles)))), batch.media)
         return encoded
 
-    def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
+    def as_taken(self, encoded: Encoded, token_types: Tensor) -> Encoded:
         if "video" not in encoded:
             return encoded
         taken = copy(encoded["video"])
@@ -319,7 +298,7 @@ class LlavaOneVision(VisionFamily, VideoFamily):
     image_inputs = ("pixel_values", "image_sizes")
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
-        assert isinstance(processor, LlavaOnevisionProcessor)
+        assert isinstance(processor, hf.LlavaOnevisionProcessor)
         width, height = size
         [num_tokens] = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
         return np.full(num_tokens, processor.image_token_id, dtype=np.int32)
@@ -328,35 +307,27 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         return self.placeholder_id(config), self.video_placeholder_id(config)
 
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
-        assert isinstance(processor, LlavaOnevisionProcessor)
+        assert isinstance(processor, hf.LlavaOnevisionProcessor)
         side = ceil(isqrt(processor.num_image_tokens) / 2)
         num_tokens = len(clip.timestamps) * side**2 + 1
         refuse_long(clip, num_tokens, limits)
         return np.full(num_tokens, processor.video_token_id, dtype=np.int32)
 
-    def process_video(
-        self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig
-    ) -> dict[str, np.ndarray]:
-        videos = [torch.from_numpy(frames).permute(0, 3, 1, 2)]
-        made = processor.video_processor(videos=videos, do_sample_frames=False, return_tensors="pt")
-        return {"pixel_values_videos": made["pixel_values_videos"][0].numpy()}
+    def process_video(self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig) -> Arrays:
+        return processed_frames(processor, frames)
 
-    def engine_inputs(
-        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray | list[np.ndarray]]:
+    def engine_inputs(self, config: PreTrainedConfig, images: Sequence[Arrays]) -> EngineInputs:
         if "pixel_values_videos" not in images[0]:
             return super().engine_inputs(config, images)
         return {"pixel_values_videos": [video["pixel_values_videos"] for video in images]}
 
-    def encode_all(
-        self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
-    ) -> dict[str, ModelOutput]:
+    def encode_all(self, core: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None) -> Encoded:
         """Tiles and frames in one call of the tower: a frame goes in as an image of a prompt with many, which has one
         tile and the token at the end of a line behind it."""
         if not batch.videos.inputs:
-            return super().encode_all(core, config, batch, ranks)
+            return super().encode_all(core, batch, ranks)
         frames = batch.videos.inputs["pixel_values_videos"]  # [frames of all videos, 3, H, W]
-        tiles, sizes = self._tiles(config, batch)
+        tiles, sizes = self._tiles(core.config, batch)
         together = self.encode(
             core,
             {

@@ -91,7 +91,6 @@ class FlowCheckpoint:
         return schedule
 
     def latent_shape(self, denoising: Denoising) -> tuple[int, ...]:
-        """Returns the shape of the latents of one image or video."""
         if denoising.num_frames > 1 and not self.family.is_video:
             raise ValueError(
                 f"sampler.flow.num_frames={denoising.num_frames}, and policy.model={self.folder} is a "
@@ -100,7 +99,6 @@ class FlowCheckpoint:
         return self.family.latent_shape(self._config(TRANSFORMER), self._config(VAE), denoising.size)
 
     def takes_negatives(self, guidance: float) -> bool:
-        """Returns whether prompts have a negative prompt."""
         return guidance != 1 and not self.family.embeds_guidance(self._config(TRANSFORMER))
 
     def canary(self, prompt: Prompt, denoising: Denoising) -> LatentSequence:
@@ -117,11 +115,7 @@ class FlowCheckpoint:
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
     def save(
-        self,
-        folder: Path,
-        described: Mapping[str, Tensor],
-        tensors: Iterable[tuple[str, Tensor]],
-        dtype: str = "",
+        self, folder: Path, described: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], dtype: str = ""
     ) -> None:
         """Writes this pipeline with new weights of the transformer, in the dtypes of its files or in `dtype`. One
         tensor is held at a time.

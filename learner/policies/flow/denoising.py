@@ -52,7 +52,6 @@ class Denoising:
 
     @classmethod
     def of(cls, config: FlowConfig) -> Denoising:
-        """The denoising that `sampler.flow` describes."""
         shared = {field.name for field in fields(cls)} - {"dtype"}
         return cls(dtype=config.latents, **config.model_dump(include=shared))
 

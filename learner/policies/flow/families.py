@@ -41,16 +41,11 @@ class Schedule:
 class FlowFamily(ABC):
     """A family of flow models of diffusers. Its latents are (1 - sigma) image + sigma noise."""
 
-    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Linear layers that usually get adapters."""
-    is_video = False
-    """Whether the family denoises videos; other families take one frame."""
-    encoder_parts: tuple[str, ...] = ()
-    """Parts required to encode a prompt, besides tokenizers and text encoders."""
-    is_exact = True
-    """Whether a row is bit-identical for any number of rows in a forward pass; convolutions are not."""
-    reads_shape = False
-    """Whether encoding reads sizes from the pipeline's transformer."""
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")  # linear layers that usually get adapters
+    is_video = False  # whether the family denoises videos; other families take one frame
+    encoder_parts: tuple[str, ...] = ()  # parts required to encode a prompt, besides tokenizers and text encoders
+    is_exact = True  # whether a row is bit-identical for any number of rows in a forward pass; convolutions are not
+    reads_shape = False  # whether encoding reads sizes from the pipeline's transformer
     placeholders: tuple[str, ...] = ()
     """Parts that the pipeline's constructor requires and that neither encoding nor denoising uses."""
 

@@ -140,7 +140,6 @@ def _byte_level_bpe(words: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    """The id of one token."""
     made = tokenizer.convert_tokens_to_ids(token)
     assert isinstance(made, int), "one token has one id"
     return made
@@ -190,18 +189,13 @@ class TinyModel:
         >>> engine = vllm.LLM(model=str(folder), dtype="float32", enforce_eager=True)
     """
 
-    model: type[PreTrainedModel]
-    """Its `config_class` is the class of the configuration."""
+    model: type[PreTrainedModel]  # its `config_class` is the class of the configuration
     processor: Callable[[Qwen2Tokenizer], ProcessorMixin] | None = None
     """None: text alone, the tokenizer is the processor."""
-    template: str = VISION_TEMPLATE
-    """The chat template."""
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `build_tokenizer`."""
-    text: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the decoder that differ from `decoder_config`."""
-    text_names_tie: bool = True
-    """Whether these hold `tie_word_embeddings`, as the settings of the whole model do."""
+    template: str = VISION_TEMPLATE  # the chat template
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)  # arguments of `build_tokenizer`
+    text: Mapping[str, Any] = field(default_factory=dict)  # settings of the decoder that differ from `decoder_config`
+    text_names_tie: bool = True  # whether these hold `tie_word_embeddings`, as the settings of the whole model do
     config: Mapping[str, Any] | None = None
     """Settings of the whole model without those of the decoder. None: the model is the decoder."""
     ids: Mapping[str, str] = field(default_factory=dict)
@@ -221,7 +215,6 @@ class TinyModel:
         return folder
 
     def new_tokenizer(self) -> Qwen2Tokenizer:
-        """Returns the tokenizer with the chat template."""
         tokenizer = build_tokenizer(**self.tokenizer)
         tokenizer.chat_template = self.template
         return tokenizer

@@ -6,48 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderDC,
-    AutoencoderKL,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
-    AutoencoderTiny,
-    Cosmos2_5_PredictBasePipeline,
-    Cosmos2TextToImagePipeline,
-    CosmosTransformer3DModel,
-    DPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-    SanaPipeline,
-    SanaTransformer2DModel,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-    UniPCMultistepScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+import transformers as hf
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    Gemma2Config,
-    Gemma2Model,
-    GemmaTokenizer,
-    PreTrainedModel,
-    Qwen2Tokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 from mobula.learner.policies.tiny import TINY
 
@@ -55,25 +18,25 @@ CLIP_TOKENS, T5_TOKENS, GEMMA_TOKENS = 77, 64, 64  # longest prompts
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 
-def clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer() -> hf.CLIPTokenizer:
     """One token a byte, another one where it ends a word."""
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), START, END]
-    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=CLIP_TOKENS)
+    return hf.CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=CLIP_TOKENS)
 
 
-def clip_encoder(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModelWithProjection:
+def clip_encoder(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextModelWithProjection:
     """Two layers; the pooled embedding is as wide as the others."""
-    return CLIPTextModelWithProjection(_clip_config(tokenizer, hidden_size))
+    return hf.CLIPTextModelWithProjection(_clip_config(tokenizer, hidden_size))
 
 
-def plain_clip_encoder(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModel:
+def plain_clip_encoder(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextModel:
     """Two layers, without a projection."""
-    return CLIPTextModel(_clip_config(tokenizer, hidden_size))
+    return hf.CLIPTextModel(_clip_config(tokenizer, hidden_size))
 
 
-def _clip_config(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextConfig:
-    return CLIPTextConfig(
+def _clip_config(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextConfig:
+    return hf.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -87,24 +50,23 @@ def _clip_config(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextConfig:
     )
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def t5_tokenizer() -> hf.T5Tokenizer:
     """One token for each printable ASCII character."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     pieces += [(chr(code), -5.0) for code in range(ord("!"), ord("~") + 1)]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=T5_TOKENS)
+    return hf.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=T5_TOKENS)
 
 
-def t5_encoder(tokenizer: T5Tokenizer, hidden_size: int) -> T5EncoderModel:
-    """Two layers."""
-    return T5EncoderModel(T5Config(**_t5_sizes(tokenizer, hidden_size)))
+def t5_encoder(tokenizer: hf.T5Tokenizer, hidden_size: int) -> hf.T5EncoderModel:
+    return hf.T5EncoderModel(hf.T5Config(**_t5_sizes(tokenizer, hidden_size)))
 
 
-def umt5_encoder(tokenizer: T5Tokenizer, hidden_size: int) -> UMT5EncoderModel:
+def umt5_encoder(tokenizer: hf.T5Tokenizer, hidden_size: int) -> hf.UMT5EncoderModel:
     """Two layers, each with position biases of its own."""
-    return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer, hidden_size)))
+    return hf.UMT5EncoderModel(hf.UMT5Config(**_t5_sizes(tokenizer, hidden_size)))
 
 
-def _t5_sizes(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
+def _t5_sizes(tokenizer: hf.T5Tokenizer, hidden_size: int) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "d_model": hidden_size,
@@ -119,16 +81,15 @@ def _t5_sizes(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
     }
 
 
-def gemma_tokenizer() -> GemmaTokenizer:
+def gemma_tokenizer() -> hf.GemmaTokenizer:
     """One token for each printable ASCII character."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *map(chr, range(ord("!"), ord("~") + 1))]
     vocab = {token: index for index, token in enumerate(tokens)}
-    return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=GEMMA_TOKENS)
+    return hf.GemmaTokenizer(vocab=vocab, merges=[], model_max_length=GEMMA_TOKENS)
 
 
-def gemma_encoder(tokenizer: GemmaTokenizer, hidden_size: int) -> Gemma2Model:
-    """Two layers."""
-    config = Gemma2Config(
+def gemma_encoder(tokenizer: hf.GemmaTokenizer, hidden_size: int) -> hf.Gemma2Model:
+    config = hf.Gemma2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -139,10 +100,10 @@ def gemma_encoder(tokenizer: GemmaTokenizer, hidden_size: int) -> Gemma2Model:
         query_pre_attn_scalar=16,
         sliding_window=GEMMA_TOKENS,
     )
-    return Gemma2Model(config)
+    return hf.Gemma2Model(config)
 
 
-def qwen_encoder(seed: int) -> tuple[PreTrainedModel, Qwen2Tokenizer]:
+def qwen_encoder(seed: int) -> tuple[hf.PreTrainedModel, hf.Qwen2Tokenizer]:
     """The tiny Qwen2.5-VL and its tokenizer, with the chat template that a pipeline without processor looks for."""
     row = TINY["qwen2.5-vl"]
     tokenizer = row.new_tokenizer()
@@ -159,9 +120,9 @@ VIDEO_VAE: dict[str, Any] = {
 }
 
 
-def image_vae() -> AutoencoderKL:
+def image_vae() -> diffusers.AutoencoderKL:
     """One halving; scale and shift are those of Stable Diffusion 3."""
-    return AutoencoderKL(
+    return diffusers.AutoencoderKL(
         block_out_channels=(16, 16),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -176,19 +137,19 @@ def image_vae() -> AutoencoderKL:
     )
 
 
-def video_vae() -> AutoencoderKLWan:
+def video_vae() -> diffusers.AutoencoderKLWan:
     """As Wan 2.1 has it: an eighth of each side, and a latent frame for four frames."""
-    return AutoencoderKLWan(**VIDEO_VAE)
+    return diffusers.AutoencoderKLWan(**VIDEO_VAE)
 
 
-def qwen_image_vae() -> AutoencoderKLQwenImage:
+def qwen_image_vae() -> diffusers.AutoencoderKLQwenImage:
     """An eighth of each side."""
-    return AutoencoderKLQwenImage(**VIDEO_VAE)
+    return diffusers.AutoencoderKLQwenImage(**VIDEO_VAE)
 
 
-def deep_vae(channels: int) -> AutoencoderDC:
+def deep_vae(channels: int) -> diffusers.AutoencoderDC:
     """One halving."""
-    return AutoencoderDC(
+    return diffusers.AutoencoderDC(
         latent_channels=channels,
         attention_head_dim=8,
         encoder_block_types=("ResBlock", "EfficientViTBlock"),
@@ -207,7 +168,7 @@ def deep_vae(channels: int) -> AutoencoderDC:
 
 
 SD3_CLIP_SIZE, SD3_HIDDEN_SIZE = 32, 64
-NewEncoder = Callable[[CLIPTokenizer, int], CLIPTextModelWithProjection]
+NewEncoder = Callable[[hf.CLIPTokenizer, int], hf.CLIPTextModelWithProjection]
 
 
 def sd3(seed: int) -> Any:
@@ -217,11 +178,13 @@ def sd3(seed: int) -> Any:
     return _sd3_pipeline(transformer, image_vae(), clip_tokenizer(), clip_encoder)
 
 
-def _sd3_pipeline(transformer: SD3Transformer2DModel, vae: Any, clip: CLIPTokenizer, new_encoder: NewEncoder) -> Any:
+def _sd3_pipeline(
+    transformer: diffusers.SD3Transformer2DModel, vae: Any, clip: hf.CLIPTokenizer, new_encoder: NewEncoder
+) -> Any:
     t5 = t5_tokenizer()
-    return StableDiffusion3Pipeline(
+    return diffusers.StableDiffusion3Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae,
         text_encoder=new_encoder(clip, SD3_CLIP_SIZE),
         tokenizer=clip,
@@ -232,8 +195,8 @@ def _sd3_pipeline(transformer: SD3Transformer2DModel, vae: Any, clip: CLIPTokeni
     )
 
 
-def _sd3_transformer(side: int, patch: int, channels: int, **own: Any) -> SD3Transformer2DModel:
-    return SD3Transformer2DModel(
+def _sd3_transformer(side: int, patch: int, channels: int, **own: Any) -> diffusers.SD3Transformer2DModel:
+    return diffusers.SD3Transformer2DModel(
         sample_size=side,
         patch_size=patch,
         in_channels=channels,
@@ -255,8 +218,8 @@ FLUX_CLIP_SIZE, FLUX_T5_SIZE = 32, 32
 def flux(seed: int) -> Any:
     """Pipeline for images of 32 x 32."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    return FluxPipeline(
-        transformer=FluxTransformer2DModel(
+    return diffusers.FluxPipeline(
+        transformer=diffusers.FluxTransformer2DModel(
             patch_size=1,
             in_channels=4 * CHANNELS,
             num_layers=1,
@@ -268,7 +231,7 @@ def flux(seed: int) -> Any:
             axes_dims_rope=(4, 4, 8),
             guidance_embeds=True,
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=image_vae(),
         text_encoder=plain_clip_encoder(clip, FLUX_CLIP_SIZE),
         tokenizer=clip,
@@ -280,8 +243,8 @@ def flux(seed: int) -> Any:
 def qwen_image(seed: int) -> Any:
     """Pipeline for images of 32 x 32 and more."""
     encoder, tokenizer = qwen_encoder(seed)
-    return QwenImagePipeline(
-        transformer=QwenImageTransformer2DModel(
+    return diffusers.QwenImagePipeline(
+        transformer=diffusers.QwenImageTransformer2DModel(
             in_channels=4 * CHANNELS,
             out_channels=CHANNELS,
             num_layers=2,
@@ -290,13 +253,14 @@ def qwen_image(seed: int) -> Any:
             joint_attention_dim=encoder.config.get_text_config().hidden_size,
             axes_dims_rope=(8, 4, 4),
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=qwen_image_vae(),
         text_encoder=encoder,
         tokenizer=tokenizer,
     )
 
 
+FLOW_LEVELS: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 SANA_CHANNELS = 8  # of latents
 GEMMA_SIZE = 32
 
@@ -304,11 +268,11 @@ GEMMA_SIZE = 32
 def sana(seed: int) -> Any:
     """Pipeline for images of 32 x 32."""
     tokenizer = gemma_tokenizer()
-    return SanaPipeline(
+    return diffusers.SanaPipeline(
         tokenizer=tokenizer,
         text_encoder=gemma_encoder(tokenizer, GEMMA_SIZE),
         vae=deep_vae(SANA_CHANNELS),
-        transformer=SanaTransformer2DModel(
+        transformer=diffusers.SanaTransformer2DModel(
             in_channels=SANA_CHANNELS,
             out_channels=SANA_CHANNELS,
             num_attention_heads=4,
@@ -320,7 +284,7 @@ def sana(seed: int) -> Any:
             caption_channels=GEMMA_SIZE,
             sample_size=16,
         ),
-        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        scheduler=diffusers.DPMSolverMultistepScheduler(**FLOW_LEVELS),
     )
 
 
@@ -330,12 +294,12 @@ WAN_T5_SIZE = 32
 def wan(seed: int) -> Any:
     """Pipeline for videos of 32 x 32 and more."""
     tokenizer = t5_tokenizer()
-    return WanPipeline(
+    return diffusers.WanPipeline(
         tokenizer=tokenizer,
         text_encoder=umt5_encoder(tokenizer, WAN_T5_SIZE),
         vae=video_vae(),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-        transformer=WanTransformer3DModel(
+        scheduler=diffusers.UniPCMultistepScheduler(**FLOW_LEVELS),
+        transformer=diffusers.WanTransformer3DModel(
             in_channels=CHANNELS,
             out_channels=CHANNELS,
             num_attention_heads=4,
@@ -359,12 +323,12 @@ COSMOS_T5_SIZE = 64
 def cosmos2(seed: int) -> Any:
     """Cosmos Predict 2 for images of 32 x 32 and more."""
     tokenizer = t5_tokenizer()
-    pipeline = Cosmos2TextToImagePipeline(
+    pipeline = diffusers.Cosmos2TextToImagePipeline(
         text_encoder=t5_encoder(tokenizer, COSMOS_T5_SIZE),
         tokenizer=tokenizer,
         transformer=_transformer_cosmos(CHANNELS, COSMOS_T5_SIZE),
         vae=video_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
         safety_checker=nn.Identity(),
     )
     pipeline.register_modules(safety_checker=None)
@@ -375,7 +339,7 @@ def cosmos2_5(seed: int) -> Any:
     """Cosmos Predict 2.5 for videos of 32 x 32 and more."""
     encoder, tokenizer = qwen_encoder(seed)
     text = encoder.config.get_text_config()
-    pipeline = Cosmos2_5_PredictBasePipeline(
+    pipeline = diffusers.Cosmos2_5_PredictBasePipeline(
         text_encoder=encoder,
         tokenizer=tokenizer,
         transformer=_transformer_cosmos(
@@ -386,15 +350,15 @@ def cosmos2_5(seed: int) -> Any:
             encoder_hidden_states_channels=COSMOS_T5_SIZE,
         ),
         vae=video_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
         safety_checker=nn.Identity(),
     )
     pipeline.register_modules(safety_checker=None)
     return pipeline
 
 
-def _transformer_cosmos(in_channels: int, text_size: int, **own: Any) -> CosmosTransformer3DModel:
-    return CosmosTransformer3DModel(
+def _transformer_cosmos(in_channels: int, text_size: int, **own: Any) -> diffusers.CosmosTransformer3DModel:
+    return diffusers.CosmosTransformer3DModel(
         in_channels=in_channels,
         out_channels=CHANNELS,
         num_attention_heads=4,
@@ -434,9 +398,9 @@ def sd3_glyphs(seed: int) -> Any:
 
 
 @torch.no_grad()
-def grey_codec() -> AutoencoderTiny:
+def grey_codec() -> diffusers.AutoencoderTiny:
     """A VAE whose latents are the grey levels of the pixels, from -1 to 1: one channel, as large as the image."""
-    vae = AutoencoderTiny(
+    vae = diffusers.AutoencoderTiny(
         latent_channels=1,
         encoder_block_out_channels=(2,),
         decoder_block_out_channels=(2,),
@@ -458,7 +422,7 @@ def grey_codec() -> AutoencoderTiny:
     return vae
 
 
-def _loud_clip(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModelWithProjection:
+def _loud_clip(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextModelWithProjection:
     model = clip_encoder(tokenizer, hidden_size)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -17,12 +17,11 @@ from mobula.cluster.records.trajectory import GroupSummary, Prompt, Reward, Scor
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema import AlgorithmConfig
 from mobula.learner.algorithms.policy_losses import Totals
-from mobula.learner.policies.base import PolicyRow, RowOutline, on_device
-from mobula.learner.policies.batch import TokenSequence, pad_rows
+from mobula.learner.policies.base import PolicyRow, RowOutline
+from mobula.learner.policies.batch import TokenSequence, column
 from mobula.learner.policies.trained import PolicyBatch, collate_rows, row_of
 
-RowOf = Callable[[Prompt, Any], PolicyRow]
-"""A prompt and what the policy did after it -> a row to score."""
+RowOf = Callable[[Prompt, Any], PolicyRow]  # a prompt and what the policy did after it -> a row to score
 SAME_ENTROPY = 1e-4  # nat: entropies of one distribution differ by less, computed in other batches
 
 
@@ -71,16 +70,7 @@ class LearnerItem:
         return replace(self, kept_mask=nothing, policy_mask=nothing)
 
     def untrained(self) -> LearnerItem:
-        """Returns the row without trained tokens."""
         return replace(self.without_loss(), loss_mask=np.zeros_like(self.loss_mask))
-
-
-@dataclass(frozen=True)
-class TokensByAge:
-    """Trained tokens of a minibatch: of the current weights, and of older weights."""
-
-    num_current: int
-    num_older: int
 
 
 @dataclass(frozen=True)
@@ -121,16 +111,7 @@ def fetch_items(
     starts = [0, *accumulate(len(group.rewards) for group in groups)]
     return [
         [
-            _item(
-                group,
-                i,
-                reward,
-                reference,
-                version,
-                row,
-                index=starts[n] + i,
-                group_index=ids[groups[n].summary.group_id],
-            )
+            _item(group, i, reward, reference, version, row, starts[n] + i, ids[groups[n].summary.group_id])
             for i, reward in enumerate(groups[n].rewards)
         ]
         for n, group, reference in zip(chosen, fetched, references, strict=True)
@@ -154,7 +135,6 @@ def _item(
     references: Sequence[np.ndarray] | None,
     version: int,
     row: RowOf,
-    *,
     index: int,
     group_index: int,
 ) -> LearnerItem:
@@ -187,31 +167,24 @@ def totals(items: Sequence[LearnerItem]) -> Totals:
     return Totals(num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained))
 
 
-def tokens_by_age(items: Sequence[LearnerItem]) -> TokensByAge:
-    """Counts the current and the older trained tokens of a minibatch."""
+def tokens_by_age(items: Sequence[LearnerItem]) -> tuple[int, int]:
+    """Numbers of trained tokens of a minibatch: of the current weights, and of older weights."""
     num_older = sum(item.num_older(0) for item in items)
-    return TokensByAge(sum(item.num_trained for item in items) - num_older, num_older)
-
-
-def minibatches(groups: list[list[LearnerItem]], num_minibatches: int) -> list[list[LearnerItem]]:
-    """Splits groups into `num_minibatches` parts of nearly equal size, without groups that have no loss."""
-    parts = np.array_split(np.arange(len(groups)), num_minibatches)
-    filled = [[item for n in part for item in groups[n]] for part in parts]
-    return [part for part in filled if any(item.kept_mask.any() for item in part)]
-
-
-def epochs(groups: list[list[LearnerItem]], num_epochs: int, seed: Sequence[int]) -> list[list[list[LearnerItem]]]:
-    """Returns the groups once per epoch: in their order first, then shuffled by `seed`."""
-    rng = np.random.default_rng(seed)
-    return [groups, *([groups[n] for n in rng.permutation(len(groups))] for _ in range(num_epochs - 1))]
+    return sum(item.num_trained for item in items) - num_older, num_older
 
 
 def minibatches_of(
     groups: list[list[LearnerItem]], algorithm: AlgorithmConfig, seed: Sequence[int]
 ) -> list[list[LearnerItem]]:
-    """The minibatches of all epochs, one optimizer step each."""
-    orders = epochs(groups, algorithm.num_epochs, seed)
-    return [part for order in orders for part in minibatches(order, algorithm.num_minibatches)]
+    """The minibatches of all epochs, one optimizer step each; those without a loss are left out.
+
+    An epoch has all groups, in parts of nearly equal size: the first in their order, the others shuffled by `seed`.
+    """
+    rng, num = np.random.default_rng(seed), len(groups)
+    orders = [np.arange(num), *(rng.permutation(num) for _ in range(algorithm.num_epochs - 1))]
+    parts = [part for order in orders for part in np.array_split(order, algorithm.num_minibatches)]
+    filled = [[item for n in part for item in groups[n]] for part in parts]
+    return [part for part in filled if any(item.kept_mask.any() for item in part)]
 
 
 def without_overlong(groups: list[list[LearnerItem]], algorithm: AlgorithmConfig) -> list[list[LearnerItem]]:
@@ -246,21 +219,16 @@ def filled(column: np.ndarray | None) -> np.ndarray:
 
 
 def collate_items(items: Sequence[LearnerItem], reader: MediaReader, device: torch.device) -> LearnerBatch:
-    """Pad trajectories into one micro-batch."""
     references = [item.reference_logprobs for item in items if item.reference_logprobs is not None]
     old = [item.old_logprobs for item in items if item.old_logprobs is not None]
     return LearnerBatch(
         inputs=collate_rows([item.sequence for item in items], reader, device),
-        behavior_logprobs=_column([item.behavior_logprobs for item in items], np.float32, device),
-        loss_mask=_column([item.loss_mask for item in items], np.bool_, device),
-        kept_mask=_column([item.kept_mask for item in items], np.bool_, device),
-        policy_mask=_column([item.policy_mask for item in items], np.bool_, device),
-        ages=_column([item.ages for item in items], np.int32, device),
-        advantages=_column([item.advantages for item in items], np.float32, device),
-        old_logprobs=_column(old, np.float32, device) if len(old) == len(items) else None,
-        reference_logprobs=_column(references, np.float32, device) if len(references) == len(items) else None,
+        behavior_logprobs=column([item.behavior_logprobs for item in items], np.float32, device),
+        loss_mask=column([item.loss_mask for item in items], np.bool_, device),
+        kept_mask=column([item.kept_mask for item in items], np.bool_, device),
+        policy_mask=column([item.policy_mask for item in items], np.bool_, device),
+        ages=column([item.ages for item in items], np.int32, device),
+        advantages=column([item.advantages for item in items], np.float32, device),
+        old_logprobs=column(old, np.float32, device) if len(old) == len(items) else None,
+        reference_logprobs=column(references, np.float32, device) if len(references) == len(items) else None,
     )
-
-
-def _column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Tensor:
-    return on_device(pad_rows(rows, 0, dtype), device)

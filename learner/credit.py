@@ -53,8 +53,6 @@ Groups = list[list[LearnerItem]]
 
 @dataclass(frozen=True)
 class Credited:
-    """The step's groups with their advantages, and metrics."""
-
     groups: Groups
     metrics: dict[str, float]
 
@@ -91,7 +89,6 @@ class Credit:
 
     @property
     def kl_coef(self) -> float:
-        """The KL coefficient in effect."""
         return self.kl.value * self.kl_scale
 
     def assign(self, groups: Groups) -> Credited:
@@ -100,7 +97,8 @@ class Credit:
         rewards = self._step_rewards(items)
         shaped, clip_fraction = self._shaped(items, rewards)
         shaped_rewards = replace(rewards, values=shaped)
-        items = self._spread(items, shaped_rewards, self._earned(items, shaped_rewards), list(map(self._costs, items)))
+        step = _Step(items, shaped_rewards, self._earned(items, shaped_rewards), list(map(self._costs, items)))
+        items = self._spread(step)
         self._remember(items, shaped, rewards.included)
         values = _measure_values(items) if self._config.critic.is_on else {}
         advantages, advantage_clip_fraction = self._finished(items, [self._with_teacher(item) for item in items])
@@ -119,11 +117,7 @@ class Credit:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a resume, JSON-serialisable."""
-        return {
-            "moments": self._moments.state(),
-            "kl_coef": self.kl.value,
-            "prompt_history": self._history.state(),
-        }
+        return {"moments": self._moments.state(), "kl_coef": self.kl.value, "prompt_history": self._history.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restores the result of `state`. A fixed coefficient keeps its configured value."""
@@ -151,7 +145,6 @@ class Credit:
         )
 
     def _remember(self, items: Sequence[LearnerItem], shaped: Tensor, included: Tensor) -> None:
-        """Adds the step's rewards to the history."""
         known = included.nonzero().flatten().tolist()
         self._history.add([items[n].sample_id for n in known], shaped[known].tolist())
 
@@ -247,13 +240,20 @@ def _coefficient(config: KLConfig) -> KLCoefficient:
     return AdaptiveCoefficient(config.coef, target=config.target, horizon=config.horizon)
 
 
-Arrays = Sequence[np.ndarray]
-Spread = Callable[[Sequence[LearnerItem], StepRewards, Arrays, Arrays], list[LearnerItem]]
-"""`(items, rewards of the step, what each turn earned, costs [T])` to the items with the advantages of their tokens."""
+@dataclass(frozen=True)
+class _Step:
+    """The responses of a step, and what advantages follow from."""
+
+    items: Sequence[LearnerItem]
+    rewards: StepRewards
+    earned: Sequence[np.ndarray]  # float64 [turns] of each: the reward of each turn
+    costs: Sequence[np.ndarray]  # float [T] of each
+
+
+Spread = Callable[[_Step], list[LearnerItem]]  # a step -> its items with the advantages of their tokens
 
 
 def _spread(config: AlgorithmConfig) -> Spread:
-    """Returns the function that distributes a response's reward over its tokens."""
     if config.critic.is_on:
         return partial(_by_values, TOKEN_ADVANTAGES[config.advantage], config)
     if config.advantage in TURN_ADVANTAGES:
@@ -270,36 +270,21 @@ def _reshape(config: ShapingConfig) -> Callable[[Tensor, StepRewards], Tensor]:
     return chosen(unchanged, config.function, "algorithm.shaping.function", given, config.function_options)
 
 
-def _by_return(
-    formula: AdvantageFunction,
-    config: AlgorithmConfig,
-    items: Sequence[LearnerItem],
-    rewards: StepRewards,
-    earned: Arrays,
-    costs: Arrays,
-) -> list[LearnerItem]:
-    """One advantage for each response."""
+def _by_return(formula: AdvantageFunction, config: AlgorithmConfig, step: _Step) -> list[LearnerItem]:
     options = AdvantageOptions(config.std, config.pass_k, config.solved_reward)
     return [
         replace(item, advantages=credit_by_token(advantage, cost, item.loss_mask, config.gamma))
-        for item, advantage, cost in zip(items, formula(rewards, options).tolist(), costs, strict=True)
+        for item, advantage, cost in zip(step.items, formula(step.rewards, options).tolist(), step.costs, strict=True)
     ]
 
 
-def _by_turn_advantage(
-    formula: TurnAdvantage,
-    config: AlgorithmConfig,
-    items: Sequence[LearnerItem],
-    rewards: StepRewards,
-    earned: Arrays,
-    costs: Arrays,
-) -> list[LearnerItem]:
+def _by_turn_advantage(formula: TurnAdvantage, config: AlgorithmConfig, step: _Step) -> list[LearnerItem]:
     """One advantage for each turn, minus the costs of a token and later tokens."""
-    num_turns = np.array([len(turns) for turns in earned])
-    padded = np.stack([np.pad(turns, (0, num_turns.max() - len(turns))) for turns in earned])
-    step = StepTurns(padded, num_turns, rewards.included.numpy(), rewards.group_ids.numpy())
+    num_turns = np.array([len(turns) for turns in step.earned])
+    padded = np.stack([np.pad(turns, (0, num_turns.max() - len(turns))) for turns in step.earned])
+    turns = StepTurns(padded, num_turns, step.rewards.included.numpy(), step.rewards.group_ids.numpy())
     credited = []
-    for item, advantages, cost in zip(items, formula(step, config.turn_discount), costs, strict=True):
+    for item, advantages, cost in zip(step.items, formula(turns, config.turn_discount), step.costs, strict=True):
         tokens = credit_by_token(0.0, cost, item.loss_mask, gamma=1.0)
         for (start, end), advantage in zip(turns_of(item.loss_mask), advantages, strict=False):  # others are masked
             tokens[start:end] += np.float32(advantage)
@@ -307,18 +292,11 @@ def _by_turn_advantage(
     return credited
 
 
-def _by_values(
-    formula: TokenAdvantage,
-    config: AlgorithmConfig,
-    items: Sequence[LearnerItem],
-    rewards: StepRewards,
-    earned: Arrays,
-    costs: Arrays,
-) -> list[LearnerItem]:
+def _by_values(formula: TokenAdvantage, config: AlgorithmConfig, step: _Step) -> list[LearnerItem]:
     """One advantage for each token, from the critic's values."""
     discount = config.turn_discount if config.advantage in TURNWISE else config.gamma
     credited = []
-    for item, turns, cost in zip(items, earned, costs, strict=True):
+    for item, turns, cost in zip(step.items, step.earned, step.costs, strict=True):
         assert item.values is not None, "the critic scores a step before its advantages are computed"
         paid = token_rewards(0.0, cost, item.loss_mask)
         for (_, end), reward in zip(turns_of(item.loss_mask), turns, strict=False):
@@ -345,7 +323,6 @@ def _by_turn(item: LearnerItem, value: float, weight: float, paid: float) -> np.
 
 
 def _measure_turns(items: Sequence[LearnerItem]) -> dict[str, float]:
-    """Returns the mean number of turns, and the mean environment reward of each of the first turns."""
     episodes = [item.turn_rewards for item in items if item.turn_rewards and item.reward is not None]
     if not episodes:
         return {}

@@ -17,7 +17,7 @@ from mobula.cluster.runtime.concurrency import outcomes, run_all
 from mobula.configs.schema import RunConfig, TimeoutsConfig
 from mobula.learner.batch import LearnerItem, minibatches_of, without_overlong
 from mobula.learner.credit import Credit
-from mobula.learner.critic.critic import FOLDER, Critic, Values
+from mobula.learner.critic import FOLDER, Critic, Values
 from mobula.learner.examples import NO_PLANNERS, Planners
 from mobula.learner.learner_group import LearnerGroup, RankGroup
 from mobula.learner.policies.checkpoint.reading import unread_policy_model
@@ -85,7 +85,7 @@ class CriticRank(StatefulRank):
         return super().load(folder)
 
     def close(self) -> None:
-        self._states.finish()
+        self.finish_save()
         super().close()
 
     def _parts(self) -> Sequence[CheckpointPart]:
@@ -105,13 +105,11 @@ class CriticGroup(RankGroup):
         put: Callable[[Any], Any],
         planned: Planner | None = None,
     ) -> None:
-        """`put` and `planned` are as in `LearnerGroup`."""
         super().__init__(spawn, timeouts, "critic")
         self._put = put
         self._planned = planned
 
     async def begin(self, folder: Path) -> None:
-        """Resets the critic to the policy of a checkpoint folder."""
         await self._all(lambda w: w.begin.remote(folder), self._timeouts.start_s, f"to begin with {folder}")
 
     async def value(self, groups: Sequence[ScoredGroup], version: int, kl: float | None) -> Any:
@@ -120,17 +118,16 @@ class CriticGroup(RankGroup):
         async def call(shared: Any, portions: Sequence[Portion | None]) -> Any:
             calls = [
                 w.value.options(num_returns=2).remote(shared, version, kl, **as_argument(portion))
-                for w, portion in zip(self._workers, portions, strict=True)
+                for w, portion in zip(self.workers, portions, strict=True)
             ]
             versions = [made for made, _ in calls]
             await self._answers(versions, self._timeouts.update_s, f"to value the groups of {version}")
             return calls[0][1]
 
-        num_ranks = len(self._workers)
+        num_ranks = len(self.workers)
         return await in_portions(call, groups, version, num_ranks=num_ranks, planned=self._planned, put=self._put)
 
     async def train(self, version: int, kl_scale: float) -> tuple[Mapping[str, float], float]:
-        """Trains on the groups of the last `value` call; returns metrics and the number of optimizer steps."""
         result: tuple[Mapping[str, float], float] = await self._all(
             lambda w: w.train.remote(version, kl_scale), self._timeouts.update_s, f"to train on the groups of {version}"
         )

@@ -5,62 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mobula.cluster.records.actions import LatentActions, TokenActions
-from mobula.cluster.records.media import MediaHandle, MediaReader
+from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.cluster.runtime.seeds import derived_seed
-from mobula.configs.schema import LearnerConfig, RunConfig
-from mobula.learner.algorithms.policy_losses import Totals, token_mean
-from mobula.learner.gradient_step import Term, shares_of_ranks
-from mobula.learner.meter import Meter
-from mobula.learner.policies.base import PolicyRow, RowOutline, on_device
-from mobula.learner.policies.batch import PADDING_ID, TokenSequence, pad_rows
+from mobula.configs.schema import RunConfig
+from mobula.learner.algorithms.policy_losses import Totals
+from mobula.learner.gradient_step import shares_of_ranks
+from mobula.learner.policies.base import PolicyRow, RowOutline
+from mobula.learner.policies.batch import PADDING_ID, TokenSequence, column
 from mobula.learner.policies.flow.policy import CleanSequence, Noising
-from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.trained import PolicyBatch, collate_rows
 from mobula.learner.shares import (
     ELSEWHERE,
     GROUPS,
-    ROWS,
     Planner,
     Portion,
-    ShareFetcher,
+    planned_by,
     planned_shares,
     planner_of,
     with_portion,
 )
 
 Row = Callable[[Prompt, Any], PolicyRow]
-
-
 """A prompt and the actions of an ending -> what a model reads of them, and where."""
-
-
-class Outlined(Protocol):
-    """Interface of an example that `ExampleOutline` summarises."""
-
-    @property
-    def sequence(self) -> PolicyRow: ...
-
-    @property
-    def group(self) -> int | None:
-        """A key of the prompt; None for images."""
-        ...
-
-    @property
-    def num_trained(self) -> int:
-        """Trained tokens."""
-        ...
-
-    @property
-    def labels(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -76,8 +51,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Example:
     """One row of an offline job or of the warm start, all of whose candidates are in one micro-batch: the highest label
-    first.
-    """
+    first."""
 
     candidates: tuple[Candidate, ...]
     num_prompt_tokens: int  # with which all candidates begin; 0 for images
@@ -86,8 +60,7 @@ class Example:
     @classmethod
     def of_answer(cls, prompt: Prompt, actions: TokenActions, mask: np.ndarray) -> Example:
         """A prompt and its correct answer with EOS, or a whole episode; `mask`, bool [A], is True where a token is
-        trained. Prompt and vision tokens are never trained on.
-        """
+        trained. Prompt and vision tokens are never trained on."""
         row = TokenSequence.of_actions(prompt, replace(actions, kept=None))  # answers are no samples
         return cls((Candidate(row, mask, 0.0, None),), prompt.num_tokens)
 
@@ -135,7 +108,6 @@ class Example:
         )
 
     def untrained(self) -> Example:
-        """Returns the example without trained tokens."""
         masked = tuple(replace(candidate, mask=np.zeros_like(candidate.mask)) for candidate in self.candidates)
         return replace(self, candidates=masked, is_trained=False)
 
@@ -151,25 +123,20 @@ class ExampleOutline:
     group: int | None = None
 
     @classmethod
-    def of(cls, example: Outlined, index: int) -> ExampleOutline:
+    def of(cls, example: SharedExample, index: int) -> ExampleOutline:
         return cls(index, RowOutline.of(example.sequence), example.num_trained, example.labels, example.group)
 
     def untrained(self) -> ExampleOutline:
         return self
 
 
-SharedExample = Example | ExampleOutline
-
-
-"""An example as a rank has it: whole if it takes it through the model."""
+SharedExample = Example | ExampleOutline  # an example as a rank has it: whole if it takes it through the model
 
 
 @dataclass(frozen=True)
-class ExampleTotals:
-    """Counts of a whole step, or of all that is assessed."""
+class ExampleTotals(Totals):
+    """Counts of a whole step, or of all that is assessed: the assistant's tokens in all candidates, and examples."""
 
-    num_examples: int
-    num_tokens: int  # of the assistant, in all candidates
     mean_label: float
 
 
@@ -226,8 +193,8 @@ def totals_of(examples: Sequence[SharedExample]) -> ExampleTotals:
     """The denominators of a step."""
     labels = [label for example in examples for label in example.labels]
     return ExampleTotals(
-        num_examples=len(examples),
         num_tokens=sum(example.num_trained for example in examples),
+        num_sequences=len(examples),
         mean_label=sum(labels) / len(labels),
     )
 
@@ -246,30 +213,24 @@ def collate_examples(examples: Sequence[SharedExample], reader: MediaReader, dev
     references = [c.reference_logprobs for c in candidates if c.reference_logprobs is not None]
     return ExampleBatch(
         tokens=collate_rows([candidate.sequence for candidate in candidates], reader, device),
-        mask=_column([candidate.mask for candidate in candidates], np.bool_, device),
+        mask=column([candidate.mask for candidate in candidates], np.bool_, device),
         labels=torch.tensor([candidate.label for candidate in candidates], dtype=torch.float32, device=device),
         is_trained=torch.tensor([example.is_trained for example in whole], device=device),
-        reference_logprobs=_column(references, np.float32, device) if len(references) == len(candidates) else None,
+        reference_logprobs=column(references, np.float32, device) if len(references) == len(candidates) else None,
     )
 
 
-def _column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Tensor:
-    return on_device(pad_rows(rows, 0, dtype), device)
-
-
-UNKNOWN = ""  # for fields that summaries lack
 Parts = Sequence[Sequence[ScoredGroup]]
 T = TypeVar("T")
-X = TypeVar("X", bound=Outlined)
 
 
-class _Examples(Generic[X]):
+class _Examples:
     """Implements `Entries` for examples. `sizes` are the sizes of the parts: each part is one pass and is assigned to
     ranks separately. `portion` has the references of this rank, if the examples have none."""
 
     kind = GROUPS
 
-    def __init__(self, sizes: Sequence[int], config: LearnerConfig, portion: Portion | None = None) -> None:
+    def __init__(self, sizes: Sequence[int], config: RunConfig, portion: Portion | None) -> None:
         self._sizes = sizes
         self._config = config
         self.is_planned = portion is not None and not portion.is_final
@@ -278,54 +239,46 @@ class _Examples(Generic[X]):
         return sum(self._sizes)
 
     def in_parts(self, examples: Sequence[T]) -> list[list[T]]:
-        """Splits the examples into parts."""
         remaining = iter(examples)
         return [[next(remaining) for _ in range(size)] for size in self._sizes]
 
-    def wanted(self, entries: Sequence[X | ExampleOutline], num_ranks: int) -> list[set[int]]:
+    def wanted(self, entries: Sequence[SharedExample], num_ranks: int) -> list[set[int]]:
         """For each rank, the indices of its examples, including padding rows."""
         wanted: list[set[int]] = [set() for _ in range(num_ranks)]
         for part in filter(None, self.in_parts([ExampleOutline.of(entry, n) for n, entry in enumerate(entries)])):
-            for own, shares in zip(wanted, shares_of_ranks(part, self._config, num_ranks), strict=True):
+            for own, shares in zip(wanted, shares_of_ranks(part, self._config.learner, num_ranks), strict=True):
                 own.update(outline.index for share in shares for outline in share)
         return wanted
 
-    def outline(self, entry: X | ExampleOutline, index: int) -> ExampleOutline:
+    def outline(self, entry: SharedExample, index: int) -> ExampleOutline:
         return ExampleOutline.of(entry, index)
 
-    def restored(self, outline: ExampleOutline) -> X | ExampleOutline:
+    def restored(self, outline: ExampleOutline) -> SharedExample:
         return outline
 
 
-class DataRows(_Examples[Example]):
+class DataRows(_Examples):
     """Implements `mobula.learner.shares.Entries` for dataset rows.
 
     Example:
-        rows = DataRows([first, second], config.learner, answer_row, timeout_s=60)
+        rows = DataRows([first, second], config, answer_row)
         first, second = rows.in_parts(shares.fetch(rows))
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        config: LearnerConfig,
-        row: Row,
-        timeout_s: float,
-        portion: Portion | None = None,
-        kind: str = GROUPS,
+        self, parts: Parts, config: RunConfig, row: Row, portion: Portion | None = None, kind: str = GROUPS
     ) -> None:
         super().__init__([len(part) for part in parts], config, portion)
         self.kind = kind
         self._rows = with_portion([row for part in parts for row in part], portion)
         self._row = row
-        self._timeout_s = timeout_s
 
-    def expected(self) -> list[Example | ExampleOutline]:
+    def expected(self) -> list[SharedExample]:
         return [_expected(row, index, self._row) for index, row in enumerate(self._rows)]
 
-    def fetch(self, indices: Sequence[int]) -> list[Example | ExampleOutline]:
+    def fetch(self, indices: Sequence[int]) -> list[SharedExample]:
         assert all(self._rows[n].group is not ELSEWHERE for n in indices), "rows without references on this rank"
-        return [*fetch_examples([self._rows[n] for n in indices], self._row, self._timeout_s)]
+        return [*fetch_examples([self._rows[n] for n in indices], self._row, self._config.timeouts.object_s)]
 
 
 @dataclass(frozen=True)
@@ -336,31 +289,28 @@ class StoredExample:
     content: Any  # the example, or a reference to it
 
 
-def stored_examples(examples: Sequence[Outlined], put: Callable[[Any], Any]) -> list[StoredExample]:
+def stored_examples(examples: Sequence[SharedExample], put: Callable[[Any], Any]) -> list[StoredExample]:
     """Stores the examples of one pass; `put` returns a reference that `cluster.runtime.object_store.fetch` resolves."""
     return [StoredExample(ExampleOutline.of(example, n), put(example)) for n, example in enumerate(examples)]
 
 
-class TaughtExamples(_Examples[Any]):
+class TaughtExamples(_Examples):
     """Implements `learner.shares.share_fetcher.Entries` for warm-start examples, which have exact sizes."""
 
-    def __init__(
-        self, stored: Sequence[StoredExample], config: LearnerConfig, timeout_s: float, portion: Portion | None = None
-    ) -> None:
+    def __init__(self, stored: Sequence[StoredExample], config: RunConfig, portion: Portion | None = None) -> None:
         super().__init__([len(stored)], config, portion)
         references = {} if portion is None else portion.references
         self._stored = [
             replace(one, content=references[n][0]) if n in references else one for n, one in enumerate(stored)
         ]
-        self._timeout_s = timeout_s
 
-    def expected(self) -> list[Any]:
+    def expected(self) -> list[SharedExample]:
         return [example.outline for example in self._stored]
 
-    def fetch(self, indices: Sequence[int]) -> list[Any]:
+    def fetch(self, indices: Sequence[int]) -> list[SharedExample]:
         contents = [self._stored[n].content for n in indices]
         assert all(content is not ELSEWHERE for content in contents), "examples without references on this rank"
-        return fetch_or_miss(contents, timeout_s=self._timeout_s, what="examples of the warm start")
+        return fetch_or_miss(contents, timeout_s=self._config.timeouts.object_s, what="examples of the warm start")
 
 
 def rows_planner(config: RunConfig, row: Row, part_size: int | None = None) -> Planner:
@@ -369,26 +319,19 @@ def rows_planner(config: RunConfig, row: Row, part_size: int | None = None) -> P
     Args:
         part_size: rows of each pass; None: all rows are one pass.
     """
-
-    def planned(groups: Sequence[ScoredGroup], version: int, num_ranks: int) -> list[set[int]]:
-        entries = DataRows(parts_of(groups, part_size or len(groups)), config.learner, row, config.timeouts.object_s)
-        held, _ = planned_shares(entries, entries.expected(), num_ranks)
-        return held
-
-    return planned
+    return planned_by(lambda rows, _: DataRows(parts_of(rows, part_size or len(rows)), config, row))
 
 
 def parts_of(rows: Sequence[ScoredGroup], size: int) -> list[Sequence[ScoredGroup]]:
-    """Cuts rows into parts of `size`."""
     return [rows[n : n + size] for n in range(0, len(rows), size)]
 
 
 def portions_of_examples(
-    stored: Sequence[StoredExample], num_ranks: int, *, config: LearnerConfig
+    stored: Sequence[StoredExample], num_ranks: int, *, config: RunConfig
 ) -> tuple[list[StoredExample], list[Portion]]:
     """Returns the examples without references, and the references of each rank, which follow from exact sizes."""
-    entries = TaughtExamples(stored, config, timeout_s=0.0)
-    held, _ = planned_shares(entries, entries.expected(), num_ranks)
+    entries = TaughtExamples(stored, config)
+    held, _ = planned_shares(entries, num_ranks)
     portions = [Portion({n: (stored[n].content, None) for n in sorted(own)}, is_final=True) for own in held]
     return [replace(one, content=ELSEWHERE) for one in stored], portions
 
@@ -398,15 +341,12 @@ def _expected(row: ScoredGroup, index: int, row_of: Row) -> ExampleOutline:
     prompt and for images."""
     summary = row.summary
     num_targets = max(summary.num_steps)
-    media = tuple(MediaHandle(key, UNKNOWN, 0, None) for key in summary.media_keys)
-    sequence = RowOutline(num_targets, summary.num_prompt_tokens, summary.num_steps, summary.num_media_tokens, media)
+    sequence = RowOutline.of_summary(summary, num_targets, summary.num_steps)
     sequence = sequence.with_end() if row_of is end_row else sequence
     return ExampleOutline(index, sequence, num_targets, ())
 
 
 ExamplesPlanner = Callable[[Sequence[StoredExample], int], tuple[Sequence[StoredExample], Sequence[Portion]]]
-
-
 """(examples, ranks) -> examples without references, and the portion of each rank."""
 
 
@@ -423,57 +363,10 @@ NO_PLANNERS = Planners()
 
 
 def planners_of(config: RunConfig) -> Planners:
-    """Returns the planners of a run."""
     if config.offline.is_on:
         return Planners(rows_planner(config, end_row if config.offline.job == "reward_model" else answer_row))
     return Planners(
         planner_of(config),
         rows_planner(config, answer_row, config.algorithm.supervised.batch_size),
-        partial(portions_of_examples, config=config.learner),
+        partial(portions_of_examples, config=config),
     )
-
-
-class SupervisedTerm:
-    """loss of an optimizer step = RL loss + coef * mean over trained tokens of the step's rows of -log p.
-
-    Each minibatch of each epoch has `algorithm.supervised.batch_size` rows of its own. p is the policy at temperature 1
-    and without bans, as in `offline.job=sft`.
-
-    Source: Training language models to follow instructions with human feedback, arXiv:2203.02155, equation 2.
-    """
-
-    def __init__(self, config: RunConfig, shares: ShareFetcher, reader: MediaReader) -> None:
-        self._config = config
-        self._settings = config.algorithm.supervised
-        self._device = torch.device(config.resources.device)
-        self._shares = shares
-        self._reader = reader
-
-    def fetch(self, rows: Sequence[ScoredGroup], portion: Portion | None = None) -> list[list[SharedExample]]:
-        """The examples of each optimizer step of an update. Collective.
-
-        Args:
-            rows: with all references, or outlines of rows to which `portion` adds the references of this rank.
-        """
-        if not rows:
-            return []
-        parts, timeout_s = parts_of(rows, self._settings.batch_size), self._config.timeouts.object_s
-        entries = DataRows(parts, self._config.learner, answer_row, timeout_s, portion, ROWS)
-        return entries.in_parts(self._shares.fetch(entries))
-
-    def terms(
-        self, policy: nn.Module, examples: Sequence[Sequence[SharedExample]], step: int, meter: Meter
-    ) -> list[Term[SharedExample]]:
-        """Terms that are added to the loss of optimizer step `step` of the update; none without rows."""
-        if not examples:
-            return []
-        totals = totals_of(examples[step])
-        counts = Totals(totals.num_tokens, totals.num_examples)
-        return [Term(examples[step], partial(self._loss, policy, counts, meter))]
-
-    def _loss(self, policy: nn.Module, counts: Totals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
-        batch = collate_examples(rows, self._reader, self._device)
-        part = token_mean(-policy(batch.tokens, PLAIN).logprobs, batch.mask, counts)
-        loss = self._settings.coef * part
-        meter.add(loss=loss, supervised_loss=part)
-        return loss

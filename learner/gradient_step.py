@@ -15,8 +15,6 @@ from mobula.learner.policies.packing import split_microbatches
 
 
 class TrainableRow(Protocol):
-    """Interface of a trainable row."""
-
     @property
     def sequence(self) -> PolicyRow: ...
 

@@ -18,7 +18,7 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends.sharded import ShardedWriter
 from mobula.learner.credit import Credit
-from mobula.learner.critic import build_critic
+from mobula.learner.critic import Critic, NullCritic
 from mobula.learner.examples import StoredExample
 from mobula.learner.offline import OfflineSteps, StepParts, WarmStart
 from mobula.learner.optim import NullAverage, NullSlow, SlowWeights, WeightAverage
@@ -47,7 +47,6 @@ class Learner(StatefulRank):
         banned_ids: tuple[int, ...],
         template_ids: tuple[int, ...] = (),
     ) -> None:
-        """`template_ids`: tokens such as the end of text, whose log-prob gap in responses is measured separately."""
         super().__init__(config, rank, world_size)
         self._template_ids = template_ids
         self._scoring = scoring_of(config, banned_ids)
@@ -63,7 +62,11 @@ class Learner(StatefulRank):
         self._shard_policy(weights)
         self._optimizer = self._backend.optimizer()
         self._step, teaching = (self._gradient_step(o) for o in (self._optimizer, self._backend.optimizer()))
-        self._critic = build_critic(config, self._rank, self._world_size, self._reader, self._device)
+        self._critic: Critic | NullCritic = (
+            Critic(config, self._rank, self._world_size, self._reader, self._device)
+            if config.algorithm.critic.place == "learner_ranks"
+            else NullCritic()
+        )
         self._critic.connect()
         trained, decay, slow = self._backend.trained, config.learner.ema_decay, config.algorithm.slow_copy
         self._average: WeightAverage | NullAverage = (
@@ -112,24 +115,20 @@ class Learner(StatefulRank):
             return report
 
     def assess(self, groups: Sequence[ScoredGroup], portion: Portion | None = None) -> Mapping[str, float]:
-        """Returns the metrics of an offline job on these rows without training."""
         assert isinstance(self.steps, OfflineSteps), "RL assesses responses, not rows"
         return self.steps.assess(groups, portion)
 
     def supervised_step(self, examples: Sequence[StoredExample], portion: Portion | None = None) -> dict[str, float]:
         """Runs one step of the warm start. A rank fetches the examples of its share; `portion` has its references, if
-        `examples` has none.
-        """
+        `examples` has none."""
         return self._warm_start.step(examples, portion)
 
     def answer_accuracy(self, examples: Sequence[StoredExample], portion: Portion | None = None) -> float:
-        """Returns the accuracy of the warm start on the examples."""
         return self._warm_start.accuracy(examples, portion)
 
     def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
         """Returns float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans,
-        computed in a batch of `num_copies`. For a flow model: of arbitrary denoising steps after the prompt, [T].
-        """
+        computed in a batch of `num_copies`. For a flow model: of arbitrary denoising steps after the prompt, [T]."""
         with self._offloader.policy_on_device(), self._slow.in_place(), self._backend.inference():
             rows = [self._scoring.canary_row(prompt)] * num_copies
             batch = collate_rows(rows, self._reader, self._device)
@@ -139,11 +138,9 @@ class Learner(StatefulRank):
         return self.weights.manifest
 
     def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        """Opens the rendezvous of a transfer group. Called on rank 0."""
         return self.weights.open_transfer(epoch, num_receivers)
 
     def join_transfer(self, rendezvous: Rendezvous) -> None:
-        """Joins a transfer group; does nothing on ranks that do not send."""
         self.weights.join_transfer(rendezvous)
 
     def leave_transfer(self, epoch: int) -> None:

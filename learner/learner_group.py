@@ -32,7 +32,7 @@ from mobula.cluster.weight_sync.tolerance import FreshSamples
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import TimeoutsConfig
 from mobula.learner.backends.sharded import is_peer_lost
-from mobula.learner.examples import NO_PLANNERS, Outlined, Planners, stored_examples
+from mobula.learner.examples import NO_PLANNERS, Planners, SharedExample, stored_examples
 from mobula.learner.shares import GROUPS, ROWS, Planner, Portion, as_argument, in_portions
 
 T = TypeVar("T")
@@ -43,8 +43,7 @@ CAUSE_S = 2.0  # timeout for the error of a lost rank, after its peers have repo
 
 class ModelRanks:
     """Calls all ranks of a process group at once. The first failure ends the call, and `losses` decides what follows
-    the loss of a rank.
-    """
+    the loss of a rank."""
 
     def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, role: str) -> None:
         """
@@ -55,7 +54,7 @@ class ModelRanks:
         """
         self.role = role
         self._spawn = spawn
-        self._workers: Sequence[Any] = spawn()
+        self.workers: Sequence[Any] = spawn()
         self._timeouts = timeouts
         self.losses = RaisedLoss()
         self.is_started = False
@@ -63,22 +62,16 @@ class ModelRanks:
         self.num_restarts = 0
         self.vitals: dict[int, Vitals] = {}  # rank -> newest heartbeat
 
-    @property
-    def workers(self) -> Sequence[Any]:
-        return self._workers
-
     async def start(self) -> None:
-        """Loads the model on every rank and connects the ranks."""
         address = await self._first(lambda w: w.rendezvous_address.remote(), "to name its address")
-        await self._answers([w.connect.remote(address) for w in self._workers], self._timeouts.start_s, "to connect")
+        await self._answers([w.connect.remote(address) for w in self.workers], self._timeouts.start_s, "to connect")
         self.is_started = True
 
     async def respawn(self) -> None:
-        """Kills every rank and starts all of them again."""
         self.num_restarts += 1
         self.is_started = False
         self.vitals.clear()
-        self._workers = await self.replaced(self._workers)
+        self.workers = await self.replaced(self.workers)
         await self.start()
 
     async def replaced(self, workers: Sequence[Any]) -> Sequence[Any]:
@@ -93,13 +86,13 @@ class ModelRanks:
     async def close(self) -> None:
         """Stops every rank; kills ranks that take longer than `timeouts.stop_s`."""
         await asyncio.gather(
-            *(stop(w, timeout_s=self._timeouts.stop_s, what=f"{self.role}/{n}") for n, w in enumerate(self._workers))
+            *(stop(w, timeout_s=self._timeouts.stop_s, what=f"{self.role}/{n}") for n, w in enumerate(self.workers))
         )
 
     async def _each(self, call: RankCall, timeout_s: float, what: str, harmless: Errors = ()) -> list[Any]:
         """Calls all ranks and returns their results. `harmless` is as in `RaisedLoss.call`."""
         return await self.losses.call(
-            lambda: self._answers([call(worker) for worker in self._workers], timeout_s, what), harmless
+            lambda: self._answers([call(worker) for worker in self.workers], timeout_s, what), harmless
         )
 
     async def _all(self, call: RankCall, timeout_s: float, what: str) -> Any:
@@ -107,11 +100,9 @@ class ModelRanks:
         return next(iter(await self._each(call, timeout_s, what)), None)
 
     async def _first(self, call: RankCall, what: str) -> Any:
-        """Calls rank 0 alone."""
-        return await answer(call(self._workers[0]), timeout_s=self._timeouts.start_s, what=f"{self.role}/0 {what}")
+        return await answer(call(self.workers[0]), timeout_s=self._timeouts.start_s, what=f"{self.role}/0 {what}")
 
     async def _answers(self, calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-        """Waits for calls to all ranks and returns their results."""
         # Counted for `mobula status`: a rank is busy while a call is in progress.
         self.num_calls += 1
         try:
@@ -171,7 +162,6 @@ class RankGroup(ModelRanks):
         return self.num_restarts == saved_by
 
     async def load(self, folder: Path) -> int:
-        """Restores a saved state and returns its version."""
         found = await self._of_groups(lambda w: w.load.remote(folder), self._timeouts.checkpoint_s, f"to load {folder}")
         self.version = found[0]
         if any(version != self.version for version in found):
@@ -236,7 +226,6 @@ class LearnerGroup(RankGroup):
         await super().respawn()
 
     async def begin_rl(self) -> None:
-        """Starts RL from the current weights."""
         await self._all(lambda w: w.begin_rl.remote(), self._timeouts.start_s, "to begin RL")
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
@@ -261,7 +250,7 @@ class LearnerGroup(RankGroup):
         async def call(rows: Sequence[Arguments], shared: Any, portions: Sequence[Portion | None]) -> UpdateReport:
             calls = [
                 w.update.remote(shared, version, **more, **own_rows, **as_argument(portion))
-                for w, own_rows, portion in zip(self._workers, rows, portions, strict=True)
+                for w, own_rows, portion in zip(self.workers, rows, portions, strict=True)
             ]
             try:
                 reports = await self._answers(calls, self._timeouts.update_s, f"to make version {version}")
@@ -277,7 +266,7 @@ class LearnerGroup(RankGroup):
         if rows:
             report = await self._in_portions(with_rows, rows, version, self._planners.supervised, ROWS)
         else:
-            no_rows: list[Arguments] = [{}] * len(self._workers)
+            no_rows: list[Arguments] = [{}] * len(self.workers)
             report = await self._in_portions(partial(call, no_rows), groups, version, self._planners.groups)
         self.version = report.version
         return report
@@ -292,14 +281,13 @@ class LearnerGroup(RankGroup):
 
         return await self._in_portions(call, groups, self.version, self._planners.groups)
 
-    async def supervised_step(self, examples: Sequence[Outlined]) -> Mapping[str, float]:
-        """Runs one step of the warm start."""
+    async def supervised_step(self, examples: Sequence[SharedExample]) -> Mapping[str, float]:
         shared, portions = self._stored(examples)
         return await self._with_own(
             lambda w, own: w.supervised_step.remote(shared, **own), portions, "to take a supervised step"
         )
 
-    async def answer_accuracy(self, examples: Sequence[Outlined]) -> float:
+    async def answer_accuracy(self, examples: Sequence[SharedExample]) -> float:
         shared, portions = self._stored(examples)
         return await self._with_own(
             lambda w, own: w.answer_accuracy.remote(shared, **own), portions, "to check answers"
@@ -332,7 +320,7 @@ class LearnerGroup(RankGroup):
             # Inside the repeated call: after a restart the group is gone, and a new one needs a new epoch.
             if epoch not in self._opened:
                 raise WeightSyncError(f"transfer epoch {epoch} was lost with the learner ranks that had opened it")
-            calls = [w.join_transfer.remote(rendezvous) for w in self._workers]
+            calls = [w.join_transfer.remote(rendezvous) for w in self.workers]
             await self._answers(calls, rendezvous.timeout_s, f"to join transfer epoch {epoch}")
 
         try:
@@ -362,7 +350,7 @@ class LearnerGroup(RankGroup):
         num_buckets = sum(1 for _ in (await self.manifest()).buckets(bucket_bytes))
 
         async def export() -> tuple[int, Sequence[Any]]:
-            calls = [w.export_buckets.options(num_returns=1 + num_buckets).remote(bucket_bytes) for w in self._workers]
+            calls = [w.export_buckets.options(num_returns=1 + num_buckets).remote(bucket_bytes) for w in self.workers]
             versions = [version for version, *_ in calls]
             version, *_ = await self._answers(versions, self._timeouts.update_s, "to gather its weights")
             return version, [calls[n % len(calls)][1 + n] for n in range(num_buckets)]
@@ -380,8 +368,7 @@ class LearnerGroup(RankGroup):
         planned: Planner | None,
         kind: str = GROUPS,
     ) -> T:
-        """Calls all ranks, each with the references of its share."""
-        num_ranks = len(self._workers)
+        num_ranks = len(self.workers)
         return await in_portions(call, groups, version, num_ranks=num_ranks, planned=planned, put=self._put, kind=kind)
 
     async def _with_own(
@@ -390,14 +377,14 @@ class LearnerGroup(RankGroup):
         """Calls each rank with the argument of its portion; returns the result of rank 0."""
 
         async def calls() -> Any:
-            own = zip(self._workers, map(as_argument, portions), strict=True)
+            own = zip(self.workers, map(as_argument, portions), strict=True)
             return (await self._answers([call(w, argument) for w, argument in own], self._timeouts.update_s, what))[0]
 
         return await self.losses.call(calls)
 
-    def _stored(self, examples: Sequence[Outlined]) -> tuple[Any, Sequence[Portion | None]]:
+    def _stored(self, examples: Sequence[SharedExample]) -> tuple[Any, Sequence[Portion | None]]:
         """Stores examples of the warm start; returns a reference to their outlines, and the portion of each rank."""
-        stored, num_ranks = stored_examples(examples, self._put), len(self._workers)
+        stored, num_ranks = stored_examples(examples, self._put), len(self.workers)
         if self._planners.examples is None or num_ranks == 1:
             return self._put(stored), [None] * num_ranks
         outlines, portions = self._planners.examples(stored, num_ranks)

@@ -21,7 +21,7 @@ from mobula.learner.algorithms.policy_losses import (
     Totals,
     token_mean,
 )
-from mobula.learner.batch import LearnerBatch, TokensByAge
+from mobula.learner.batch import LearnerBatch
 from mobula.learner.credit import missing_reference
 from mobula.learner.meter import Meter
 from mobula.learner.policies.base import PolicyOutput
@@ -39,23 +39,13 @@ class PolicyObjective:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
-        aggregation = chosen(
-            AGGREGATIONS,
-            config.loss_aggregation,
-            "algorithm.loss_aggregation",
-            ("values", "mask", "totals", "norm"),
-            config.loss_aggregation_options,
-        )
+        given, own = ("values", "mask", "totals", "norm"), config.loss_aggregation_options
+        aggregation = chosen(AGGREGATIONS, config.loss_aggregation, "algorithm.loss_aggregation", given, own)
         self._aggregate = partial(aggregation, norm=config.loss_norm)
         self._policy_loss = _policy_loss(config)
         self._old = OLD_LOGPROBS[config.old_logprobs]
-        correction = chosen(
-            CORRECTIONS,
-            config.correction,
-            "algorithm.correction",
-            ("proximal_logprobs", "behavior_logprobs", "mask"),
-            config.correction_options,
-        )
+        given = ("proximal_logprobs", "behavior_logprobs", "mask")
+        correction = chosen(CORRECTIONS, config.correction, "algorithm.correction", given, config.correction_options)
         self._correction = partial(correction, **config.correction_parameters)
         self._kl = kl_estimator(config.kl)
 
@@ -68,14 +58,16 @@ class PolicyObjective:
         policy = self._policy_loss(output, old, batch)
         weights = self._correction(old, batch.behavior_logprobs, mask)
         # Correction before aggregation: the denominator counts all trained tokens, also those of weight 0.
-        by_token = self._by_age(policy.loss * weights, output, batch)
+        config, cap = self._config, self._config.over_age.weight_cap
+        over_age = truncated_importance(output.logprobs, batch.behavior_logprobs, batch.advantages, weight_cap=cap)
+        limits = {"max_staleness": config.max_staleness, "max_age": config.max_trained_age}
+        by_token = by_age(policy.loss * weights, over_age, batch.ages, **limits)
         policy_loss = self._aggregate(torch.where(batch.policy_mask, by_token, 0.0), mask, totals)
         entropy = torch.where(batch.kept_mask, output.entropy, 0.0)
-        bonus = self._config.entropy.bonus
         loss = policy_loss + self._kl_term(output, batch, totals, meter, kl_coef)
         loss = loss + self._distillation_term(output, batch, totals)
-        if bonus > 0:
-            loss = loss - bonus * self._aggregate(entropy, mask, totals)
+        if config.entropy.bonus > 0:
+            loss = loss - config.entropy.bonus * self._aggregate(entropy, mask, totals)
         meter.add(
             loss=loss,
             policy_loss=policy_loss,
@@ -88,13 +80,6 @@ class PolicyObjective:
         )
         meter.keep_max(ratio_max=torch.where(mask, policy.ratio, 0.0).max())
         return loss
-
-    def _by_age(self, loss: Tensor, output: PolicyOutput, batch: LearnerBatch) -> Tensor:
-        config = self._config
-        cap = config.over_age.weight_cap
-        over_age = truncated_importance(output.logprobs, batch.behavior_logprobs, batch.advantages, weight_cap=cap)
-        ages, limits = batch.ages, {"max_staleness": config.max_staleness, "max_age": config.max_trained_age}
-        return by_age(loss, over_age, ages, **limits)
 
     def _kl_term(
         self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter, coef: float
@@ -134,7 +119,6 @@ Loss = Callable[[PolicyOutput, Tensor, LearnerBatch], PolicyLoss]
 
 
 def _policy_loss(config: AlgorithmConfig) -> Loss:
-    """Returns `algorithm.loss` as a function of a policy's output."""
     flow_loss = FLOW_LOSSES.get(config.loss)
     if flow_loss is not None:
         return partial(READERS[flow_loss.reads], flow_loss.given(config.loss_parameters))
@@ -168,27 +152,28 @@ READERS: dict[Reads, Callable[..., PolicyLoss]] = {"moves": _of_moves, "velociti
 def measure_gap(
     output: PolicyOutput,
     batch: LearnerBatch,
-    tokens: TokensByAge,
+    tokens: tuple[int, int],
     meter: Meter,
     classes: Mapping[str, Tensor] = NO_CLASSES,
 ) -> None:
-    """|learner - behaviour| of the sampled tokens' log-probs, before any step; `tokens` are those of the minibatch.
+    """|learner - behaviour| of the sampled tokens' log-probs, before any step; `tokens` as `tokens_by_age`.
 
     For tokens of the weights that are trained from, this is the gap between two implementations of one policy
     (`logprob_gap_*`; `movement.ratios` divides the sums of first and last tokens, and of `classes`: name -> bool
     [B, T]). For older ones it is how far the policy has moved since (`logprob_drift_mean`).
     """
     gap = (output.logprobs - batch.behavior_logprobs).abs()
-    if tokens.num_current > 0:
+    num_current, num_older = tokens
+    if num_current > 0:
         is_current = batch.loss_mask & (batch.ages == 0)
         current = torch.where(is_current, gap, 0.0)
-        meter.add(logprob_gap_mean=current.sum() / tokens.num_current)
+        meter.add(logprob_gap_mean=current.sum() / num_current)
         meter.keep_max(logprob_gap_max=current.max())
         count = batch.loss_mask.cumsum(dim=1)
         last = count.max(dim=1, keepdim=True).values
         for name, is_member in {"first": count == 1, "last": count == last, **classes}.items():
             is_chosen = is_current & is_member
             meter.add(**{f"gap_{name}": torch.where(is_chosen, gap, 0.0).sum(), f"num_{name}": is_chosen.sum().float()})
-    if tokens.num_older > 0:
+    if num_older > 0:
         older = torch.where(batch.loss_mask & (batch.ages > 0), gap, 0.0)
-        meter.add(logprob_drift_mean=older.sum() / tokens.num_older)
+        meter.add(logprob_drift_mean=older.sum() / num_older)

@@ -1,4 +1,4 @@
-"""Steps on examples: the warm start, and the objectives of offline jobs."""
+"""Steps on examples: the warm start, the supervised term of RL, and the objectives of offline jobs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.configs.schema import OfflineConfig, RunConfig
+from mobula.configs.schema import RunConfig
 from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
-from mobula.learner.algorithms.policy_losses import Totals, token_mean
+from mobula.learner.algorithms.policy_losses import token_mean
 from mobula.learner.backends.base import Backend
 from mobula.learner.backends.sharded import ShardedWriter
 from mobula.learner.examples import (
@@ -34,6 +34,7 @@ from mobula.learner.examples import (
     collate_examples,
     end_row,
     image_row,
+    parts_of,
     totals_of,
 )
 from mobula.learner.gradient_step import GradientStep, Term
@@ -41,10 +42,10 @@ from mobula.learner.meter import Meter
 from mobula.learner.optim import NullAverage, NullSlow, SlowWeights, WeightAverage, learning_rate, taught_rate
 from mobula.learner.policies.adapters import without_adapters
 from mobula.learner.policies.base import Velocities
-from mobula.learner.policies.flow.policy import Noising, StepRescoring
+from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.trained import Scoring, teaching_noising
-from mobula.learner.shares import Portion, ShareFetcher
+from mobula.learner.shares import ROWS, Portion, ShareFetcher
 
 PAIR_LEVELS = 1  # noise levels of a pair in one step
 Model = Callable[..., Any]
@@ -81,6 +82,9 @@ class StepParts:
     def device(self) -> torch.device:
         return torch.device(self.config.resources.device)
 
+    def collated(self, rows: Sequence[SharedExample]) -> ExampleBatch:
+        return collate_examples(rows, self.reader, self.device)
+
     def meter(self) -> Meter:
         return Meter(self.config.learner.sequence_parallel)
 
@@ -94,6 +98,45 @@ class StepParts:
         return grad_norm
 
 
+class SupervisedTerm:
+    """loss of an optimizer step = RL loss + coef * mean over trained tokens of the step's rows of -log p.
+
+    Each minibatch of each epoch has `algorithm.supervised.batch_size` rows of its own. p is the policy at temperature 1
+    and without bans, as in `offline.job=sft`.
+
+    Source: Training language models to follow instructions with human feedback, arXiv:2203.02155, equation 2.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._settings = parts.config.algorithm.supervised
+
+    def fetch(self, rows: Sequence[ScoredGroup], portion: Portion | None = None) -> list[list[SharedExample]]:
+        """The examples of each optimizer step of an update. Collective.
+
+        Args:
+            rows: with all references, or outlines of rows to which `portion` adds the references of this rank.
+        """
+        if not rows:
+            return []
+        batches = parts_of(rows, self._settings.batch_size)
+        entries = DataRows(batches, self._parts.config, answer_row, portion, ROWS)
+        return entries.in_parts(self._parts.shares.fetch(entries))
+
+    def terms(self, examples: Sequence[Sequence[SharedExample]], step: int, meter: Meter) -> list[Term[SharedExample]]:
+        """Terms that are added to the loss of optimizer step `step` of the update; none without rows."""
+        if not examples:
+            return []
+        return [Term(examples[step], partial(self._loss, totals_of(examples[step]), meter))]
+
+    def _loss(self, totals: ExampleTotals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
+        batch = self._parts.collated(rows)
+        part = token_mean(-self._parts.policy(batch.tokens, PLAIN).logprobs, batch.mask, totals)
+        loss = self._settings.coef * part
+        meter.add(loss=loss, supervised_loss=part)
+        return loss
+
+
 class SupervisedObjective:
     """Mean cross-entropy of the assistant's tokens, with equal weight for each token of all rows.
 
@@ -103,94 +146,72 @@ class SupervisedObjective:
 
     row = staticmethod(answer_row)
 
-    def __init__(self, config: OfflineConfig) -> None:
-        """This job has no options."""
-
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
-        output, counts = model(batch.tokens, PLAIN), Totals(totals.num_tokens, totals.num_examples)
-        loss = token_mean(-output.logprobs, batch.mask, counts)
+        output = model(batch.tokens, PLAIN)
+        loss = token_mean(-output.logprobs, batch.mask, totals)
         is_right = (output.is_argmax | ~batch.mask).all(dim=1) & batch.is_trained
         meter.add(
             loss=loss,
-            entropy=token_mean(output.entropy, batch.mask, counts),
-            token_accuracy=token_mean(output.is_argmax.float(), batch.mask, counts),
-            accuracy=is_right.sum() / totals.num_examples,
+            entropy=token_mean(output.entropy, batch.mask, totals),
+            token_accuracy=token_mean(output.is_argmax.float(), batch.mask, totals),
+            accuracy=is_right.sum() / totals.num_sequences,
         )
         return loss
 
 
-class PreferenceObjective:
-    """Direct preference optimisation: `offline.dpo.loss` of the log-ratios of each pair to the initial policy.
+@dataclass(frozen=True)
+class PairObjective:
+    """The loss of pairs, whose chosen answer has the implicit reward `scale` times its number.
 
-    The log-ratio of an answer is the sum over its tokens. The implicit reward of an answer is beta times its log-ratio.
     `accuracy` is the share of pairs in which the chosen answer has the higher implicit reward.
     """
 
-    row = staticmethod(answer_row)
-
-    def __init__(self, config: OfflineConfig) -> None:
-        parameters = config.dpo
-        self._beta = parameters.beta
-        self._loss = partial(
-            PREFERENCE_LOSSES[parameters.loss], beta=parameters.beta, label_smoothing=parameters.label_smoothing
-        )
+    row: Row
+    numbers: Callable[[Model, ExampleBatch], Tensor]  # -> [2 E]: of the chosen and the rejected answer of each pair
+    loss: Callable[[Tensor, Tensor], Tensor]  # numbers of chosen and rejected answers, [E] each -> [E]
+    scale: float = 1.0
 
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
-        if batch.reference_logprobs is None:
-            raise ValueError(
-                "offline.job=dpo but these pairs carry no log-probs of the initial policy: set "
-                "resources.reference.num_workers=1"
-            )
-        by_token = model(batch.tokens, PLAIN).logprobs - batch.reference_logprobs
-        chosen, rejected = torch.where(batch.mask, by_token, 0.0).sum(dim=1).view(-1, 2).unbind(dim=1)  # [E] each
-        loss = _mean(self._loss(chosen, rejected), batch, totals)
-        _measure_pairs(self._beta * chosen, self._beta * rejected, batch, totals, meter, loss)
+        chosen, rejected = self.numbers(model, batch).view(-1, 2).unbind(dim=1)  # [E] each
+        loss = _mean(self.loss(chosen, rejected), batch, totals)
+        chosen, rejected = self.scale * chosen, self.scale * rejected
+        meter.add(
+            loss=loss,
+            chosen_reward=_mean(chosen, batch, totals),
+            rejected_reward=_mean(rejected, batch, totals),
+            margin=_mean(chosen - rejected, batch, totals),
+            accuracy=_mean((chosen > rejected).float(), batch, totals),
+        )
         return loss
 
 
-class ImagePreferenceObjective:
-    """Diffusion-DPO: `offline.dpo.loss` on images. Both images of a pair have the same noise levels and noise. The
-    log-ratio of an image to the initial policy is
+def log_ratios(model: Model, batch: ExampleBatch) -> Tensor:
+    """Direct preference optimisation: the log-ratio of an answer to the initial policy, summed over its tokens."""
+    if batch.reference_logprobs is None:
+        raise ValueError(
+            "offline.job=dpo but these pairs carry no log-probs of the initial policy: set "
+            "resources.reference.num_workers=1"
+        )
+    by_token = model(batch.tokens, PLAIN).logprobs - batch.reference_logprobs
+    return torch.where(batch.mask, by_token, 0.0).sum(dim=1)
+
+
+def image_log_ratios(replay: StepRescoring, model: Model, batch: ExampleBatch) -> Tensor:
+    """Diffusion-DPO: the log-ratio of an image to the initial policy is
 
         -1/2 mean over levels of (|v - (noise - image)|^2 - |v_initial - (noise - image)|^2),
 
-    with |.|^2 as a mean over the elements of the latents. Source: arXiv:2311.12908, equation 14.
+    with |.|^2 as a mean over the elements of the latents. Both images of a pair have the same noise levels and noise.
+    Source: arXiv:2311.12908, equation 14.
     """
-
-    def __init__(self, config: OfflineConfig, noising: Noising, replay: StepRescoring) -> None:
-        parameters = config.dpo
-        self.row = partial(image_row, noising)
-        self._replay = replay
-        self._beta = parameters.beta
-        self._loss = partial(
-            PREFERENCE_LOSSES[parameters.loss], beta=parameters.beta, label_smoothing=parameters.label_smoothing
-        )
-
-    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
-        velocities = model(batch.tokens, self._replay).velocities
-        initial = (
-            velocities.predicted.detach() if velocities.old is None else velocities.old
-        )  # untrained rows have no old velocities
-        ratio = -0.5 * (errors(velocities) - errors(velocities._replace(predicted=initial))).mean(dim=1)  # [B]
-        chosen, rejected = ratio.view(-1, 2).unbind(dim=1)  # [E] each
-        loss = _mean(self._loss(chosen, rejected), batch, totals)
-        _measure_pairs(self._beta * chosen, self._beta * rejected, batch, totals, meter, loss)
-        return loss
+    velocities = model(batch.tokens, replay).velocities
+    # Untrained rows have no old velocities.
+    initial = velocities.predicted.detach() if velocities.old is None else velocities.old
+    return -0.5 * (errors(velocities) - errors(velocities._replace(predicted=initial))).mean(dim=1)
 
 
-class PairwiseScoreObjective:
-    """Reward model from pairs: the Bradley-Terry loss of their scores with margin `offline.reward_model.margin`."""
-
-    row = staticmethod(end_row)
-
-    def __init__(self, config: OfflineConfig) -> None:
-        self._loss = partial(SCORE_LOSSES["bradley_terry"], margin=config.reward_model.margin)
-
-    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
-        chosen, rejected = model(batch.tokens)[:, 0].view(-1, 2).unbind(dim=1)  # [E] each
-        loss = _mean(self._loss(chosen, rejected), batch, totals)
-        _measure_pairs(chosen, rejected, batch, totals, meter, loss)
-        return loss
+def scores(model: Model, batch: ExampleBatch) -> Tensor:
+    return model(batch.tokens)[:, 0]
 
 
 class RegressionScoreObjective:
@@ -201,53 +222,37 @@ class RegressionScoreObjective:
 
     row = staticmethod(end_row)
 
-    def __init__(self, config: OfflineConfig) -> None:
-        self._loss = SCORE_LOSSES["regression"]
-
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
-        scores = model(batch.tokens)[:, 0]  # [E]
-        loss = _mean(self._loss(scores, batch.labels), batch, totals)
-        is_right = (scores > totals.mean_label) == (batch.labels > totals.mean_label)
+        predicted = scores(model, batch)  # [E]
+        loss = _mean(SCORE_LOSSES["regression"](predicted, batch.labels), batch, totals)
+        is_right = (predicted > totals.mean_label) == (batch.labels > totals.mean_label)
         meter.add(
             loss=loss,
             accuracy=_mean(is_right.float(), batch, totals),
-            absolute_error=_mean((scores - batch.labels).abs(), batch, totals),
+            absolute_error=_mean((predicted - batch.labels).abs(), batch, totals),
         )
         return loss
 
 
 def build_objective(run: RunConfig, replay: object) -> Objective:
     """Builds the objective of `offline.job`; `replay` is the policy's scoring of rows without a divergence."""
-    config = run.offline
+    config, dpo = run.offline, run.offline.dpo
+    preference = partial(PREFERENCE_LOSSES[dpo.loss], beta=dpo.beta, label_smoothing=dpo.label_smoothing)
     if isinstance(replay, StepRescoring):
-        return ImagePreferenceObjective(config, teaching_noising(run, PAIR_LEVELS), replay)
-    name = f"{config.job}.{config.reward_model.loss}" if config.job == "reward_model" else config.job
-    return OBJECTIVES[name](config)
-
-
-OBJECTIVES: dict[str, Callable[[OfflineConfig], Objective]] = {
-    "sft": SupervisedObjective,
-    "dpo": PreferenceObjective,
-    "reward_model.bradley_terry": PairwiseScoreObjective,
-    "reward_model.regression": RegressionScoreObjective,
-}
+        row = partial(image_row, teaching_noising(run, PAIR_LEVELS))
+        return PairObjective(row, partial(image_log_ratios, replay), preference, dpo.beta)
+    if config.job == "dpo":
+        return PairObjective(answer_row, log_ratios, preference, dpo.beta)
+    if config.job != "reward_model":
+        return SupervisedObjective()
+    if config.reward_model.loss == "regression":
+        return RegressionScoreObjective()
+    return PairObjective(end_row, scores, partial(SCORE_LOSSES["bradley_terry"], margin=config.reward_model.margin))
 
 
 def _mean(values: Tensor, batch: ExampleBatch, totals: ExampleTotals) -> Tensor:
-    """sum_e values / num_examples over trained examples; [E] -> []."""
-    return torch.where(batch.is_trained, values, 0.0).sum() / totals.num_examples
-
-
-def _measure_pairs(
-    chosen: Tensor, rejected: Tensor, batch: ExampleBatch, totals: ExampleTotals, meter: Meter, loss: Tensor
-) -> None:
-    meter.add(
-        loss=loss,
-        chosen_reward=_mean(chosen, batch, totals),
-        rejected_reward=_mean(rejected, batch, totals),
-        margin=_mean(chosen - rejected, batch, totals),
-        accuracy=_mean((chosen > rejected).float(), batch, totals),
-    )
+    """sum_e values / num_sequences over trained examples; [E] -> []."""
+    return torch.where(batch.is_trained, values, 0.0).sum() / totals.num_sequences
 
 
 class ImageObjective:
@@ -283,7 +288,7 @@ class WarmStart:
         self._parts = replace(parts, step=step, average=NullAverage())
         scoring = parts.scoring.training
         self._objective: ImageObjective | SupervisedObjective = (
-            ImageObjective(scoring) if isinstance(scoring, StepRescoring) else SupervisedObjective(parts.config.offline)
+            ImageObjective(scoring) if isinstance(scoring, StepRescoring) else SupervisedObjective()
         )
         self._num_steps = 0
 
@@ -298,7 +303,7 @@ class WarmStart:
             return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0, **counts}
 
         def loss(rows: Sequence[SharedExample]) -> Tensor:
-            return self._objective(self._parts.policy, self._collated(rows), totals, meter)
+            return self._objective(self._parts.policy, self._parts.collated(rows), totals, meter)
 
         grad_norm = self._parts.optimized([Term(fetched, loss)], rate)
         return {**meter.reduce(), "grad_norm": grad_norm, "skipped": float(not math.isfinite(grad_norm)), **counts}
@@ -314,7 +319,7 @@ class WarmStart:
         fetched, meter = self._fetched(examples, portion), self._parts.meter()
         with self._parts.backend.inference():
             for rows in self._parts.step.shares(fetched):
-                batch = self._collated(rows)
+                batch = self._parts.collated(rows)
                 if isinstance(self._objective, ImageObjective):
                     velocities = self._objective.velocities(self._parts.policy, batch)
                     squares = (velocities.noise - velocities.clean).square().flatten(2).mean(2)
@@ -328,11 +333,7 @@ class WarmStart:
         return found["right"] / len(fetched) if "right" in found else max(0.0, 1 - found["missed"] / found["asked"])
 
     def _fetched(self, examples: Sequence[StoredExample], portion: Portion | None) -> list[SharedExample]:
-        config = self._parts.config
-        return self._parts.shares.fetch(TaughtExamples(examples, config.learner, config.timeouts.object_s, portion))
-
-    def _collated(self, rows: Sequence[SharedExample]) -> ExampleBatch:
-        return collate_examples(rows, self._parts.reader, self._parts.device)
+        return self._parts.shares.fetch(TaughtExamples(examples, self._parts.config, portion))
 
 
 class OfflineSteps:
@@ -375,8 +376,7 @@ class OfflineSteps:
 
     def examples(self, groups: Sequence[ScoredGroup], portion: Portion | None = None) -> list[SharedExample]:
         """Returns the examples of all ranks, those of this rank's share whole."""
-        row, timeout_s = self._objective.row, self._config.timeouts.object_s
-        return self._parts.shares.fetch(DataRows([groups], self._config.learner, row, timeout_s, portion))
+        return self._parts.shares.fetch(DataRows([groups], self._config, self._objective.row, portion))
 
     def _compared(self, examples: list[SharedExample]) -> list[SharedExample]:
         """Adds outputs of the initial weights to this rank's examples: predicted velocities for a flow model, log-probs
@@ -395,7 +395,7 @@ class OfflineSteps:
     ) -> list[SharedExample]:
         measured: dict[int, SharedExample] = {}
         for rows in self._parts.step.shares(examples):
-            batch = collate_examples(rows, self._parts.reader, self._parts.device)
+            batch = self._parts.collated(rows)
             whole = all_whole(rows, Example)
             measured |= {id(row): new for row, new in zip(whole, measure(batch, whole), strict=True)}
         return [measured.get(id(example), example) for example in examples]
@@ -409,5 +409,5 @@ class OfflineSteps:
         return [row.referred([next(logprobs) for _ in row.candidates]) for row in rows]
 
     def _part(self, totals: ExampleTotals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
-        batch = collate_examples(rows, self._parts.reader, self._parts.device)
+        batch = self._parts.collated(rows)
         return self._objective(self._parts.policy, batch, totals, meter)

@@ -12,7 +12,7 @@ from mobula.cluster.weight_sync.changes import digest, weights_checksum, words_o
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends import saved_weights
-from mobula.learner.backends.base import Backend
+from mobula.learner.backends.base import Backend, Wanted, everything
 from mobula.learner.backends.sharded import saved_tensors
 from mobula.learner.optim import AVERAGE_FOLDER as AVERAGE
 from mobula.learner.optim import refuse_without_average
@@ -72,7 +72,7 @@ class PolicyWeights:
         """Yields (checkpoint name, whole tensor) of every weight, adapters merged; tied weights once."""
         yield from self.named(self.plain_state(backend))
 
-    def named(self, state: Named) -> Named:
+    def named(self, state: Iterable[tuple[str, Tensor]]) -> Named:
         """Yields (checkpoint name, tensor as stored) of the weights of a state dict without adapters."""
         for name, tensor in state:
             if name in self._names:
@@ -85,8 +85,7 @@ class PolicyWeights:
         def is_pushed(name: str) -> bool:
             return is_factor(name) or self._names.get(plain_name(name)) in names
 
-        for name, tensor in as_merged(backend.full_state(is_pushed), self._scale):
-            yield self._names[name], as_stored(self._model, self._names[name], tensor.detach())
+        yield from self.named(self.plain_state(backend, is_pushed))
 
     def adapters(self, backend: Backend) -> Named:
         """Yields (checkpoint name, whole tensor) of every adapter factor."""
@@ -99,15 +98,13 @@ class PolicyWeights:
                 module, factor = split_factor(name)
                 yield f"{_module(self._names[f'{module}.{WEIGHT}'])}.{factor}", tensor.detach()
 
-    def plain_state(self, backend: Backend) -> Named:
+    def plain_state(self, backend: Backend, wanted: Wanted = everything) -> Named:
         """Yields (state-dict name, whole tensor) of the model with adapters merged and removed."""
-        for name, tensor in as_merged(backend.full_state(), self._scale):
+        for name, tensor in as_merged(backend.full_state(wanted), self._scale):
             yield name, tensor.detach()
 
     def _described(self, state: Iterable[tuple[str, Tensor]], dtype: str) -> Manifest:
-        named = ((self._names[n], tensor) for n, tensor in state if n in self._names)
-        stored = ((name, as_stored(self._model, name, tensor)) for name, tensor in named)
-        return Manifest(tuple(TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in stored))
+        return Manifest(tuple(TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.named(state)))
 
 
 def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, average: bool, dtype: str = "") -> None:

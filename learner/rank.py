@@ -23,6 +23,7 @@ from mobula.learner.backends.base import Backend, Optimizer
 from mobula.learner.backends.sharded import RankRendezvous
 from mobula.learner.credit import Credit
 from mobula.learner.gradient_step import GradientStep
+from mobula.learner.optim import NullAverage, WeightAverage
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.checkpoint.reading import StoredWeights
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
@@ -80,32 +81,6 @@ class AlgorithmState:
         self._credit.load(load_algorithm(folder))
 
 
-class StateWriter:
-    """Writes a copy of one rank's part of the learner's state on a separate thread."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-
-    def begin(self, writes: Sequence[Callable[[], None]], folder: Path) -> None:
-        """Starts to write copies, and this rank's random state, to `folder`. The previous write must be complete."""
-        random_state = torch.get_rng_state()
-
-        def write_all() -> None:
-            for write in writes:
-                write()
-            torch.save(random_state, _rng_file(folder, self._rank))
-
-        self._writing = self._thread.submit(write_all)
-
-    def finish(self) -> None:
-        """Waits until the last copy is on disk."""
-        if self._writing is not None:
-            self._writing.result()
-            return_free_memory()  # of the copy
-
-
 def load_random_state(folder: Path, rank: int) -> None:
     """Restores the random state of this rank; a rank without a saved state keeps the current state."""
     if _rng_file(folder, rank).is_file():
@@ -113,7 +88,6 @@ def load_random_state(folder: Path, rank: int) -> None:
 
 
 def load_algorithm(folder: Path) -> dict[str, Any]:
-    """Reads the algorithm's state from a learner's state."""
     if not (folder / ALGORITHM_FILE).is_file():
         raise CheckpointError(
             f"{folder / ALGORITHM_FILE} is missing (KL coefficient, reward moments): an older version of the program "
@@ -127,12 +101,6 @@ def _rng_file(folder: Path, rank: int) -> Path:
 
 
 HOST = torch.device("cpu")
-
-
-class Movable(Protocol):
-    """A copy of the weights."""
-
-    def to(self, device: torch.device) -> None: ...
 
 
 class Offloader:
@@ -149,8 +117,8 @@ class Offloader:
         optimizer: Optimizer,
         device: torch.device,
         *,
-        with_policy: Sequence[Movable] = (),
-        with_optimizer: Sequence[Movable] = (),
+        with_policy: Sequence[WeightAverage | NullAverage] = (),
+        with_optimizer: Sequence[WeightAverage | NullAverage] = (),
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
@@ -170,7 +138,6 @@ class Offloader:
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Moves policy and optimizer to the device."""
         self._move_policy(self._device)
         self._move_optimizer(self._device)
 
@@ -232,16 +199,13 @@ class Rank:
         self._build(partial(self._rendezvous.join_as_configured, init_method, self._config, **ranks))
 
     def close(self) -> None:
-        """Leaves the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _build(self, join: Callable[[], None]) -> None:
-        """Loads the model, calls `join`, and shards the model."""
         raise NotImplementedError
 
     def _read_policy(self) -> tuple[nn.Module, StoredWeights]:
-        """Returns the model of `policy.model`, which has no values yet, and its weights."""
         self._model, weights = unread_trained_model(self._config)
         self._model.train()  # activation checkpointing is for training mode
         recompute_blocks(self._model, self._config.learner.activation_checkpointing)
@@ -285,7 +249,8 @@ class StatefulRank(Rank):
 
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
         super().__init__(config, rank, world_size)
-        self._states = StateWriter(rank)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
         self.version = 0
 
     def offload(self, part: str) -> None:
@@ -294,24 +259,32 @@ class StatefulRank(Rank):
             movable.offload(part)
 
     def onload(self) -> None:
-        """Moves weights and optimizer to the device."""
         for movable in self._movable():
             movable.onload()
 
     def save(self, folder: Path) -> None:
         """Copies the state for an exact resume, and writes the copy in the background."""
-        self._states.finish()
+        self.finish_save()
         folder.mkdir(parents=True, exist_ok=True)
         writes = [part.save(folder, self.version) for part in self._parts()]
-        self._states.begin(writes, folder / self._own_folder)
+        random_state = torch.get_rng_state()
+
+        def write_all() -> None:
+            for write in writes:
+                write()
+            torch.save(random_state, _rng_file(folder / self._own_folder, self._rank))
+
+        self._writing = self._writer.submit(write_all)
 
     def finish_save(self) -> None:
         """Waits until the copy is on disk. May run concurrently with any other method."""
-        self._states.finish()
+        if self._writing is not None:
+            self._writing.result()
+            return_free_memory()  # of the copy
 
     def load(self, folder: Path) -> int:
         """Restores a saved state and returns its version."""
-        self._states.finish()
+        self.finish_save()
         version, *_ = [part.load(folder) for part in self._parts()]
         assert version is not None, "the first part of a state has the version"
         self.version = version

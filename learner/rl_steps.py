@@ -23,16 +23,15 @@ from mobula.learner.batch import (
     without_overlong,
 )
 from mobula.learner.credit import Credit
-from mobula.learner.critic.critic import Critic, NullCritic, Values, with_values
-from mobula.learner.examples import SupervisedTerm
+from mobula.learner.critic import Critic, NullCritic, Values, with_values
 from mobula.learner.gradient_step import Term
-from mobula.learner.measures import FreshGap, Movement, ratios
+from mobula.learner.measures import Movement, measure_fresh_gap, ratios
 from mobula.learner.meter import Meter
 from mobula.learner.objective import PolicyObjective, measure_gap
-from mobula.learner.offline import StepParts
+from mobula.learner.offline import StepParts, SupervisedTerm
 from mobula.learner.optim import NullSlow, SlowWeights, learning_rate
 from mobula.learner.policies.base import PolicyOutput, on_device
-from mobula.learner.policies.batch import TokenBatch, pad_rows
+from mobula.learner.policies.batch import TokenBatch, column
 from mobula.learner.policies.trained import collate_rows
 from mobula.learner.scoring_pass import Groups, referred, scored, unscored
 from mobula.learner.shares import Portion, StepGroups
@@ -57,8 +56,7 @@ class RLSteps:
         self._slow = slow
         self._template_ids = template_ids
         self._objective = PolicyObjective(parts.config.algorithm)
-        self.fresh_gap = FreshGap(self._fresh_logprobs, parts.config.timeouts.object_s)
-        self._supervised_term = SupervisedTerm(parts.config, parts.shares, parts.reader)
+        self._supervised_term = SupervisedTerm(parts)
         algorithm = parts.config.algorithm
         scoring = partial(
             scored,
@@ -122,8 +120,9 @@ class RLSteps:
         losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
         grad_norms = []
         for n, loss in enumerate(losses):
-            measures = [partial(self.fresh_gap.measure, group, version - 1, meter) for group in fresh if n == 0]
-            terms: list[Term[Any]] = [loss, *self._supervised_term.terms(self._parts.policy, examples, n, meter)]
+            scoring = (self._fresh_logprobs, self._config.timeouts.object_s)
+            measures = [partial(measure_fresh_gap, g, version - 1, meter, *scoring) for g in fresh if n == 0]
+            terms: list[Term[Any]] = [loss, *self._supervised_term.terms(examples, n, meter)]
             grad_norms.append(self._parts.optimized(terms, rate, *measures))
         self._movement.end(meter)
         self._slow.follow(version)
@@ -141,7 +140,6 @@ class RLSteps:
     def _loss(
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool
     ) -> Callable[[Sequence[LearnerItem]], Tensor]:
-        """Returns the loss of a micro-batch of `part`."""
         part_totals, ages, kl_coef = totals(part), tokens_by_age(part), self.credit.kl_coef
 
         def loss(rows: Sequence[LearnerItem]) -> Tensor:
@@ -161,7 +159,7 @@ class RLSteps:
         if not self._template_ids:
             return {}
         masks = [np.isin(row.response_ids, self._template_ids) for row in rows]
-        return {"template": on_device(pad_rows(masks, 0, np.bool_), self._parts.device)}
+        return {"template": column(masks, np.bool_, self._parts.device)}
 
     def _fresh_logprobs(self, group: TrajectoryGroup) -> Tensor:
         """Returns float32 [B, T]: log-probs of the sampled actions under the sampling distribution."""

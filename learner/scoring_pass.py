@@ -69,8 +69,7 @@ def scored(
 
 def referred(groups: Groups, backend: Backend, step: GradientStep, forward: Forward, model: nn.Module) -> Groups:
     """Returns the items with `reference_logprobs`: those of the policy without adapters, the reference of a run that
-    starts from the checkpoint. Collective.
-    """
+    starts from the checkpoint. Collective."""
 
     def score(rows: Sequence[LearnerItem]) -> Iterable[np.ndarray]:
         logprobs = forward(rows).logprobs.cpu().numpy()
@@ -88,7 +87,6 @@ def unscored(groups: Groups) -> Groups:
 
 
 def _predicted(rows: Sequence[LearnerItem], output: PolicyOutput) -> Sequence[np.ndarray]:
-    """Returns the predictions of each row."""
     assert isinstance(output.predicted, Tensor), "only flow models predict what such losses compare with"
     flow = [row.sequence for row in rows if isinstance(row.sequence, FlowRow)]
     parts = output.predicted.float().cpu().split([row.num_predictions for row in flow])

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from mobula.cluster.errors import LostObjectError, WrongGroupError
-from mobula.cluster.records.media import MediaHandle
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.schema import RunConfig
 from mobula.learner.batch import LearnerItem, RowOf, fetch_items, minibatches_of, without_overlong
-from mobula.learner.critic.critic import ValueRow
+from mobula.learner.critic import ValueRow
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.policies.base import NO_TOKENS, RowOutline
 from mobula.learner.policies.trained import row_of
@@ -57,10 +56,8 @@ class UnplannedShareError(Exception):
         self.missing = missing
 
 
-class Planner(Protocol):
-    """Plans which groups each rank fetches first."""
-
-    def __call__(self, groups: Sequence[ScoredGroup], version: int, num_ranks: int) -> list[set[int]]: ...
+Planner = Callable[[Sequence[ScoredGroup], int, int], list[set[int]]]
+"""(groups, version, ranks) -> the groups that each rank fetches first."""
 
 
 async def in_portions(
@@ -94,13 +91,15 @@ async def in_portions(
 
 
 def as_argument(portion: Portion | None, name: str = "portion") -> dict[str, Portion]:
-    """Returns the keyword argument of a rank's call."""
     return {} if portion is None else {name: portion}
 
 
 def outlines_of(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Returns the groups without references: the same value for every rank."""
-    return [replace(g, group=ELSEWHERE, reference_logprobs=_without(g.reference_logprobs)) for g in groups]
+    return [
+        replace(g, group=ELSEWHERE, reference_logprobs=None if g.reference_logprobs is None else ELSEWHERE)
+        for g in groups
+    ]
 
 
 def portions_of(groups: Sequence[ScoredGroup], held: Sequence[set[int]], *, is_final: bool) -> list[Portion]:
@@ -119,16 +118,8 @@ def with_portion(outlines: Sequence[ScoredGroup], portion: Portion | None) -> li
     return groups
 
 
-def _without(reference: Any) -> Any:
-    return None if reference is None else ELSEWHERE
-
-
 Exchange = Callable[[Any], Sequence[Any]]
-
-
 """Sends a value to every rank and returns the values of all ranks. Collective."""
-
-
 E = TypeVar("E")
 FetchError = LostObjectError | WrongGroupError
 
@@ -212,7 +203,7 @@ class ShareFetcher:
         """Returns all entries in order: whole entries of this rank's share, outlines of the others. Collective."""
         if self._world_size == 1:
             return entries.fetch(range(len(entries)))
-        held, owned = planned_shares(entries, entries.expected(), self._world_size)
+        held, owned = planned_shares(entries, self._world_size)
         whole, error = _fetched(entries, held[self._rank])
         completed = self._completed(entries, whole, error, owned[self._rank])
         # Rows with media of later turns are larger than summaries predict: compute the shares again from exact sizes.
@@ -254,14 +245,19 @@ def _fetched(entries: Entries[E], indices: set[int]) -> tuple[dict[int, E], Fetc
         return {}, error
 
 
-def planned_shares(entries: Entries[E], known: Sequence[E], num_ranks: int) -> tuple[list[set[int]], list[set[int]]]:
+def planned_shares(entries: Entries[E], num_ranks: int) -> tuple[list[set[int]], list[set[int]]]:
     """For each rank, the entries that it fetches first, and those of them whose outlines it sends.
 
     The time grows with the entries and ranks, not with their product.
     """
-    wanted = entries.wanted(known, num_ranks)
+    wanted = entries.wanted(entries.expected(), num_ranks)
     owned = _owned(wanted, len(entries))
     return [needed | own for needed, own in zip(wanted, owned, strict=True)], owned
+
+
+def planned_by(entries_of: Callable[[Sequence[ScoredGroup], int], Entries[Any]]) -> Planner:
+    """Returns a planner: each rank fetches first what the summaries assign to it."""
+    return lambda groups, version, num_ranks: planned_shares(entries_of(groups, version), num_ranks)[0]
 
 
 def _owned(held: Sequence[set[int]], num: int) -> list[set[int]]:
@@ -278,7 +274,6 @@ def _owned(held: Sequence[set[int]], num: int) -> list[set[int]]:
 
 NOTHING = np.empty(0, dtype=np.float32)
 NO_MASK = np.empty(0, dtype=np.bool_)
-UNKNOWN = ""  # for fields that summaries lack
 
 
 @dataclass(frozen=True)
@@ -321,27 +316,23 @@ class ItemOutline:
 def planned_items(groups: Sequence[ScoredGroup]) -> list[list[LearnerItem]]:
     """Predicts items from summaries, to assign them to ranks: all steps sampled, none too long, without media of later
     turns."""
-    planned: list[list[LearnerItem]] = []
-    index = 0
-    for group, scored in enumerate(groups):
-        row = [
-            _planned(scored, index + n, group, num_steps, is_scored=reward is not None)
-            for n, (num_steps, reward) in enumerate(zip(scored.summary.num_steps, scored.rewards, strict=True))
+    numbers = count()
+    return [
+        [
+            _planned(scored, next(numbers), group, num_steps, is_scored=reward is not None)
+            for num_steps, reward in zip(scored.summary.num_steps, scored.rewards, strict=True)
         ]
-        planned.append(row)
-        index += len(row)
-    return planned
+        for group, scored in enumerate(groups)
+    ]
 
 
 def _planned(scored: ScoredGroup, index: int, group: int, num_steps: int, *, is_scored: bool) -> LearnerItem:
-    summary = scored.summary
-    media = tuple(MediaHandle(key, UNKNOWN, 0, None) for key in summary.media_keys)
     mask = np.full(num_steps, is_scored)
     return LearnerItem(
         index=index,
         group=group,
-        sample_id=UNKNOWN,
-        sequence=RowOutline(num_steps, summary.num_prompt_tokens, (num_steps,), summary.num_media_tokens, media),
+        sample_id="",
+        sequence=RowOutline.of_summary(scored.summary, num_steps, (num_steps,)),
         behavior_logprobs=NOTHING,
         loss_mask=mask,
         kept_mask=mask,
@@ -443,11 +434,4 @@ class StepGroups:
 
 
 def planner_of(config: RunConfig, role: Role = "learner") -> Planner:
-    """Returns the planner of a role: each rank fetches first what the summaries assign to it."""
-
-    def planned(groups: Sequence[ScoredGroup], version: int, num_ranks: int) -> list[set[int]]:
-        entries = StepGroups(groups, version, config, role=role)
-        held, _ = planned_shares(entries, entries.expected(), num_ranks)
-        return held
-
-    return planned
+    return planned_by(lambda groups, version: StepGroups(groups, version, config, role=role))

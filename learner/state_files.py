@@ -49,8 +49,7 @@ EARLIER_CLASSES = {
     },
     "torch.serialization": {"_get_layout"},
 }  # fmt: skip
-Chunk = tuple[list[int], list[int], Any]
-"""Offsets and sizes of a part of a tensor, and where it is stored."""
+Chunk = tuple[list[int], list[int], Any]  # offsets and sizes of a part of a tensor, and where it is stored
 
 
 def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:

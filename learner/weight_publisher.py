@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 
 import numpy as np
@@ -152,10 +153,7 @@ class WeightPublisher:
             sent.append(PushedChanges(num_bytes, num_changed, weights_checksum(digests)))
             return failure
 
-        if step.is_last:
-            with self._base.changing_to(step.version):
-                self._send_rounds(bucket_bytes, send_bucket)
-        else:
+        with self._base.changing_to(step.version) if step.is_last else nullcontext():
             self._send_rounds(bucket_bytes, send_bucket)
         return PushedChanges.total(sent)
 

@@ -306,9 +306,8 @@ def planning_seconds(stage: RehearsalStage) -> float:
     groups = [_group(stage, prompts[n % len(prompts)], n) for n in range(config.algorithm.prompts_per_step)]
     started = time.thread_time()
     entries = StepGroups(groups, 1, config)
-    expected = entries.expected()
     for _ in range(2):
-        planned_shares(entries, expected, config.resources.learner.num_workers)
+        planned_shares(entries, config.resources.learner.num_workers)
     return time.thread_time() - started
 
 

@@ -100,7 +100,6 @@ class TrainedAdapter:
         return torch.cat([gradient.flatten() for gradient in gradients])
 
     def set_gradient(self, flat: Tensor) -> None:
-        """Replaces the accumulated gradient."""
         parts = flat.to(self._device).split([parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)

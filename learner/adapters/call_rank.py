@@ -33,11 +33,9 @@ class CallRank(Rank, ABC):
     sharded by `learner.backend`.
     """
 
-    isolates_failures = True
-    """Whether a call that fails in a pass leaves no gradient."""
+    isolates_failures = True  # whether a call that fails in a pass leaves no gradient
 
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
-        """Raises: ValueError: the configuration asks for what a training service cannot have."""
         refuse_unsupported(config)
         super().__init__(config, rank, world_size)
 
@@ -123,7 +121,6 @@ class CallRank(Rank, ABC):
         return [sorted(share, key=lambda row: row.call) for share in shares]
 
     def _run(self, batch: CallBatch) -> None:
-        """Computes all rows of the calls that are alive, and their gradients."""
         shares = self._shares(batch.rows(has_backward=True))
         for number, share in enumerate(shares):
             tokens = self._tokens(share)
@@ -166,24 +163,25 @@ class CallRank(Rank, ABC):
 
 def refuse_unsupported(config: RunConfig) -> None:
     """Raises: ValueError: a training service has no such learner."""
-    needed = {
-        "learner.backend=deepspeed": ("set learner.backend=fsdp2 or single", config.learner.backend == "deepspeed"),
-        f"policy.lora.rank={config.policy.lora.rank}": ("set policy.lora.rank=0", config.policy.lora.is_on),
-        "policy.dropout=true": ("set policy.dropout=false", config.policy.dropout),
-        f"learner.sequence_parallel={config.learner.sequence_parallel}": (
+    learner, sampler, is_full = config.learner, config.sampler, config.training_service.weights == "full"
+    optimizers = f"{' or '.join(OPTIMIZERS)}, which take the parameters that clients send"
+    refused = (
+        (learner.backend == "deepspeed", "learner.backend=deepspeed", "set learner.backend=fsdp2 or single"),
+        (config.policy.lora.is_on, f"policy.lora.rank={config.policy.lora.rank}", "set policy.lora.rank=0"),
+        (config.policy.dropout, "policy.dropout=true", "set policy.dropout=false"),
+        (
+            learner.sequence_parallel > 1,
+            f"learner.sequence_parallel={learner.sequence_parallel}",
             "set learner.sequence_parallel=1",
-            config.learner.sequence_parallel > 1,
         ),
-        "a policy that makes images": (
-            "set policy.model to a language model",
-            config.sampler.is_flow or config.sampler.draws_tokens,
+        (sampler.is_flow or sampler.draws_tokens, "a policy that makes images", "set policy.model to a language model"),
+        (
+            is_full and learner.optimizer not in OPTIMIZERS,
+            f"learner.optimizer={learner.optimizer}",
+            f"set learner.optimizer to {optimizers}",
         ),
-        f"learner.optimizer={config.learner.optimizer}": (
-            f"set learner.optimizer to {' or '.join(OPTIMIZERS)}, which take the parameters that clients send",
-            config.training_service.weights == "full" and config.learner.optimizer not in OPTIMIZERS,
-        ),
-        f"offline.job={config.offline.job}": ("leave offline.job out", config.offline.is_on),
-    }
-    for what, (action, is_set) in needed.items():
+        (config.offline.is_on, f"offline.job={config.offline.job}", "leave offline.job out"),
+    )
+    for is_set, what, action in refused:
         if is_set:
             raise ValueError(f"{what} does not go with a training service: {action}")

@@ -32,8 +32,6 @@ class RowLimits:
 
 @dataclass(frozen=True)
 class CallRow:
-    """A row of a call."""
-
     row: LossRow
     call: int  # index of the call in its batch
     index: int  # of the row in the call
@@ -111,10 +109,7 @@ def _refuse_row(row: LossRow, what: str, loss: SummedLoss, limits: RowLimits) ->
             )
 
 
-Factors = Mapping[str, tuple[Tensor, Tensor]]
-
-
-"""Module -> A [rank, in] and B [out, rank], float32."""
+Factors = Mapping[str, tuple[Tensor, Tensor]]  # module -> A [rank, in] and B [out, rank], float32
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
-from mobula.configs.schema import RunConfig
 from mobula.learner.adapters.adapter import STATE_FILE
 from mobula.learner.adapters.call_rank import CallRank
 from mobula.learner.adapters.calls import CallBatch, CallRow, Factors
@@ -40,11 +39,7 @@ class FullWeightsRank(CallRank):
     """
 
     isolates_failures = False
-
-    def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
-        """Raises: ValueError: as `CallRank`."""
-        super().__init__(config, rank, world_size)
-        self._name: str | None = None  # of the model that is trained
+    _name: str | None = None  # of the model that is trained
 
     def _build(self, join: Callable[[], None]) -> None:
         """Also copies this rank's shard to host memory, for the next model that is created."""

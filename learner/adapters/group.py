@@ -28,7 +28,6 @@ class AdapterGroup(ModelRanks):
     """
 
     def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, put: Callable[[Any], Any]) -> None:
-        """`spawn` and `put` are as in `LearnerGroup`."""
         super().__init__(spawn, timeouts, "learner")
         self._put = put
         self.losses = RestartedRanks(self.respawn)

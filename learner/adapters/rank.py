@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
-from mobula.configs.schema import LoRAConfig, RunConfig
+from mobula.configs.schema import LoRAConfig
 from mobula.learner.adapters.adapter import TrainedAdapter, read_state, write_state
 from mobula.learner.adapters.call_rank import CallRank
 from mobula.learner.adapters.calls import AdapterSegment, CallBatch, CallRow, Factors, GroupedAdapters
@@ -35,13 +35,7 @@ class AdapterRank(CallRank):
         rank.step("a", AdamParameters(1e-4, 0.9, 0.95, 1e-8, 0.0, 1.0))
     """
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
-        """Raises: ValueError: as `CallRank`."""
-        super().__init__(config, rank, world_size)
-        self._adapters: dict[str, TrainedAdapter] = {}
-
     def create(self, adapter: str, spec: AdapterSpec) -> None:
-        """Adds an adapter."""
         if adapter in self._adapters:
             raise ValueError(f"there is an adapter {adapter!r}: drop it, or choose another name")
         self._adapters[adapter] = TrainedAdapter(spec, self._layers_of(spec), self._device)
@@ -92,6 +86,7 @@ class AdapterRank(CallRank):
 
     def _prepare(self, model: PreTrainedModel) -> None:
         """Freezes the model and lets adapters add to its linear layers."""
+        self._adapters: dict[str, TrainedAdapter] = {}
         model.requires_grad_(False)
         self._layers = _linear_layers(model)
         self._has_experts = any(_is_expert(name) for name, _ in model.get_decoder().named_parameters())
@@ -147,7 +142,6 @@ class AdapterRank(CallRank):
         return layers
 
     def _summed(self, gradient: Tensor) -> Tensor:
-        """Sums a gradient over the ranks. Collective."""
         if self._world_size > 1:
             dist.all_reduce(gradient)
         return gradient

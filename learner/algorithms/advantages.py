@@ -47,10 +47,7 @@ class AdvantageOptions:
     solved_reward: float
 
 
-AdvantageFunction = Callable[[StepRewards, AdvantageOptions], Tensor]
-
-
-"""Returns advantages [N], one number a response."""
+AdvantageFunction = Callable[[StepRewards, AdvantageOptions], Tensor]  # returns advantages [N], one number a response
 
 
 STD_FLOOR = 1e-4  # added to a standard deviation before dividing by it

@@ -14,8 +14,7 @@ CorrectionFunction = Callable[..., Tensor]
 
 """`(proximal_logprobs, behavior_logprobs, mask, **parameters)`, all [B, T], to constant weights [B, T] of the policy
 loss; the parameters are those of `algorithm.corrections.NAME`. A weight of 0 rejects a token, which still counts where
-a mean is taken: otherwise the kept tokens would grow with the share that is rejected.
-"""
+a mean is taken: otherwise the kept tokens would grow with the share that is rejected."""
 
 
 def token_ratio(proximal_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:

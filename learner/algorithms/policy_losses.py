@@ -88,8 +88,7 @@ PolicyLossFunction = Callable[..., PolicyLoss]
 
 """`(logprobs, old_logprobs, advantages, mask, **parameters)`, all [B, T]; the parameters are those of
 `algorithm.losses.NAME`. `logprobs` are of the trained policy, `old_logprobs` of the policy that the ratio is taken
-to; `mask` is True on trained tokens.
-"""
+to; `mask` is True on trained tokens."""
 
 
 def sequence_mean_of(values: Tensor, mask: Tensor) -> Tensor:

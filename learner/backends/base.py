@@ -17,12 +17,10 @@ Wanted = Callable[[str], bool]
 
 
 def everything(name: str) -> bool:
-    """Selects every tensor."""
     return True
 
 
 def trained_parameters(policy: Policy) -> dict[str, Tensor]:
-    """Parameters that are not frozen, by name."""
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 

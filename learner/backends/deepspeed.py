@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
@@ -87,10 +87,8 @@ class DeepSpeedBackend:
         self._engine.step()
         return float(self._engine.get_global_grad_norm())
 
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        with evaluating(self._policy):
-            yield
+    def inference(self) -> AbstractContextManager[None]:
+        return evaluating(self._policy)
 
     def trained(self) -> dict[str, Tensor]:
         """At stage 3 the flat shards: equally long on each rank, padded at the end of the last one."""
@@ -172,7 +170,6 @@ class DeepSpeedBackend:
         }
 
     def _offload(self) -> dict[str, Any]:
-        """DeepSpeed's configuration of state in host memory, in pinned pages."""
         host = {"device": "cpu", "pin_memory": True}
         match self._config.offload:
             case "none":

@@ -77,10 +77,7 @@ def _split(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
-COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-
-
-"""The collectives of a process group, by `resources.device`."""
+COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # the collectives of a process group, by `resources.device`
 
 
 PREFIX = "learner"
@@ -137,7 +134,6 @@ class ShardedWriter:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def save(self, folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, version: int) -> Callable[[], None]:
-        """Copies the state; the returned function writes it."""
         return self.copied({**_trained_state(policy, optimizer), "version": version}, folder)
 
     def copied(self, state: dict[str, Any], folder: Path) -> Callable[[], None]:

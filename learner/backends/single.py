@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -51,10 +51,8 @@ class SingleBackend:
         optimizer.zero_grad()
         return grad_norm
 
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        with evaluating(self._policy):
-            yield
+    def inference(self) -> AbstractContextManager[None]:
+        return evaluating(self._policy)
 
     def trained(self) -> dict[str, Tensor]:
         return self._trained

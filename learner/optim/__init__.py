@@ -30,16 +30,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Source: Muon is Scalable for LLM Training, arXiv:2502.16982, section 2.2.
     """
 
-    def __init__(
-        self,
-        named: Iterable[tuple[str, nn.Parameter]],
-        *,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig) -> None:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in named:
@@ -48,13 +39,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
             (matrices if is_hidden else others).append(parameter)
         self._inner: list[torch.optim.Optimizer] = []
         if matrices:
-            self._inner.append(
-                torch.optim.Muon(
-                    matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-                )
-            )
+            own = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "momentum": config.muon_momentum}
+            self._inner.append(torch.optim.Muon(matrices, **own, adjust_lr_fn="match_rms_adamw"))
         if others:
-            self._inner.append(torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=betas, eps=eps))
+            self._inner.append(torch.optim.AdamW(others, weight_decay=0.0, **_adam_settings(config)))
         super().__init__([group for inner in self._inner for group in inner.param_groups], {})
 
     @torch.no_grad()
@@ -228,8 +216,7 @@ def _update(
 
 def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
     """Rounds float32 values stochastically to bfloat16: up with probability (value - lower) / (upper - lower), where
-    lower and upper are the neighbours in bfloat16. The mean of the result is the value.
-    """
+    lower and upper are the neighbours in bfloat16. The mean of the result is the value."""
     noise = torch.randint(1 << LOW_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     bits = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << LOW_BITS)
     return bits.view(torch.float32).to(torch.bfloat16)
@@ -256,7 +243,6 @@ class SlowWeights(WeightAverage):
     def __init__(
         self, trained: Callable[[], dict[str, Tensor]], decay_rate: float, max_decay: float, copy: Copy
     ) -> None:
-        """`trained` and `copy` as in `WeightAverage`."""
         super().__init__(trained, max_decay, copy)
         self._decay_rate, self._max_decay = decay_rate, max_decay
 
@@ -301,7 +287,6 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: LearnerCo
 
 
 def optimizer_maker(config: LearnerConfig) -> Callable[[Named, LearnerConfig], torch.optim.Optimizer]:
-    """Returns the function that builds the optimizer of `learner.optimizer`."""
     given = ("named_parameters", "config")
     return chosen(OPTIMIZERS, config.optimizer, "learner.optimizer", given, config.optimizer_options)
 
@@ -325,15 +310,10 @@ def _adamw_8bit(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
     return AdamWOfBytes(_decay_groups(trained, config), **_adam_settings(config))
 
 
-def _muon(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
-    decay = config.weight_decay
-    return MuonWithAdamW(trained, weight_decay=decay, momentum=config.muon_momentum, **_adam_settings(config))
-
-
 OPTIMIZERS: dict[str, Callable[[Named, LearnerConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
-    "muon": _muon,
+    "muon": MuonWithAdamW,
 }
 
 

@@ -12,6 +12,8 @@ from torchao.optim import AdamW8bit
 from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from mobula.learner.optim import local
+
 TINY = 1e-12  # what torchao makes of the scale of a block of zeros
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sign
 
@@ -45,13 +47,12 @@ class AdamWOfBytes(AdamW8bit):  # type: ignore[misc]  # torchao has no types
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
         super().load_state_dict(state_dict)
         for parameter, own in self.state.items():
             for name, has_sign in MOMENTS.items():
                 if name in own:
                     buffer = self._new_buffer(parameter, has_sign)
-                    _fill(_local(buffer), _local(own[name]))
+                    _fill(*local((buffer, own[name])))
                     own[name] = buffer
 
 
@@ -76,10 +77,6 @@ def _fill(buffer: Tensor, values: Tensor) -> None:
             buffer.scale.copy_(torch.where(is_better, scale, buffer.scale))
             kept = buffer.codes.view(codes.shape)
             kept.copy_(torch.where(is_better[:, None], codes, kept))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _plain(value: Any) -> Any:

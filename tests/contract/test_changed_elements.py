@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from engines import Engine, LocalSender, Model, copied, new_learner, open_model, probe_gap, start_actor, weight_sync
+from engines import Engine, LocalSender, Model, new_learner, open_model, probe_gap, start_actor, weight_sync
+from one_learner import copied
 
 from mobula.cluster.errors import ManifestError
 from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engines import TEMPERATURE, Engine, copied, gaps, restore, score
+from engines import TEMPERATURE, Engine, gaps, restore, score
+from one_learner import copied
 
 from mobula.cluster.records.trajectory import FinishReason, Prompt, Trajectory, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings

@@ -16,7 +16,6 @@ from engines import (
     AlteredManifest,
     Engine,
     LocalSender,
-    copied,
     dropped,
     gaps,
     learner_logprobs,
@@ -29,6 +28,7 @@ from engines import (
     weight_sync,
 )
 from fakes import FixedMembers
+from one_learner import copied
 
 from mobula.cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDiedError
 from mobula.cluster.records.trajectory import TrajectoryGroup

@@ -10,7 +10,7 @@ from struck_roles import saboteur
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.learner.critic.critic import Values
+from mobula.learner.critic import Values
 from mobula.learner.critic_ranks import CriticRank
 from mobula.learner.learner import Learner
 from mobula.learner.shares import Portion

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from learner_data import group, image, prompt, random_groups, tiny_config
+from one_learner import copied
 from taught import at_hand
 from transformers import AutoTokenizer
 
@@ -96,7 +97,7 @@ def of_version(sampled: TrajectoryGroup, version: int) -> TrajectoryGroup:
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in learner._outgoing.merged(learner._backend)}
+    return {name: tensor.cpu() for name, tensor in copied(learner).items()}
 
 
 def factors(learner: Learner) -> dict[str, torch.Tensor]:

@@ -238,11 +238,6 @@ def perturb_adapters(learner: Learner, seed: int, scale: float = 0.1) -> None:
         factor.copy_(torch.randn(factor.shape, generator=generator) * scale)
 
 
-def copied(learner: Learner) -> dict[str, torch.Tensor]:
-    """The learner's weights of now, by checkpoint name."""
-    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
-
-
 def restore(learner: Learner, weights: dict[str, torch.Tensor]) -> None:
     for name, tensor in learner._outgoing.merged(learner._backend):
         tensor.copy_(weights[name])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from one_learner import copied
 
 from mobula.cluster.errors import MediaError
 from mobula.cluster.records.media import MediaHandle
@@ -79,7 +80,7 @@ class OneRank:
         return self.rank.update(groups, self.rank.version + 1)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.rank._outgoing.merged(self.rank._backend)}
+        return copied(self.rank)
 
 
 def numbered(groups: Sequence[ScoredGroup], first: int) -> list[ScoredGroup]:

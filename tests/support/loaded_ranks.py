@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends import build_backend, fsdp2
-from mobula.learner.critic.critic import ValueModel
+from mobula.learner.critic import ValueModel
 from mobula.learner.policies.adapters import as_merged
 from mobula.learner.policies.checkpoint.reading import unread_policy_model
 from mobula.learner.policies.loading import load_model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mobula.learner.examples import Outlined, StoredExample, stored_examples
+from mobula.learner.examples import SharedExample, StoredExample, stored_examples
 
 
-def at_hand(examples: Sequence[Outlined]) -> list[StoredExample]:
+def at_hand(examples: Sequence[SharedExample]) -> list[StoredExample]:
     """The examples by value."""
     return stored_examples(examples, lambda example: example)

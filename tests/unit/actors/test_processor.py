@@ -23,7 +23,8 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.load import load_config
 from mobula.configs.schema.data import DataConfig
 from mobula.configs.schema.rollout import SamplerKind
-from mobula.learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny.writing import SPECIAL_TOKENS
 
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 24 * 28 * 28
 Images = Callable[..., tuple[Path, ...]]

@@ -17,6 +17,7 @@ from diffusers import DiffusionPipeline
 from flow_run import FlowRun, flow_config, janus_config, made_loud, redness
 from offline_rows import conversation, form_pair, offline_config, pair, scored, write_rows
 from offline_run import OfflineRun
+from one_learner import copied
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from transformers import JanusForConditionalGeneration
@@ -286,7 +287,7 @@ async def test_an_exported_policy_is_a_pipeline_with_the_trained_weights(tmp_pat
     base, trained = load_file(tmp_path / "model" / file), load_file(tmp_path / "policy" / file)
     assert base.keys() == trained.keys()
     assert {name for name in base if not np.array_equal(base[name], trained[name])}
-    expected = dict(run.learner._outgoing.merged(run.learner._backend))
+    expected = copied(run.learner)
     assert all(np.array_equal(expected[name].numpy(), tensor) for name, tensor in trained.items())
     DiffusionPipeline.from_pretrained(tmp_path / "policy")
     again = await FlowRun(flow_config(tmp_path, f"policy.model={tmp_path / 'policy'}")).start()

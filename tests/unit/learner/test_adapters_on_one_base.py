@@ -24,6 +24,7 @@ from adapter_rows import (
 )
 from fakes import LocalHandle
 from learner_data import image, prompt, tiny_config
+from one_learner import connected_learner
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_checkpoints import write_text_policy
 from torch import Tensor
@@ -33,7 +34,6 @@ from mobula.cluster.errors import CheckpointError, WorkerDiedError
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
 from mobula.learner.adapters.group import AdapterGroup
 from mobula.learner.adapters.rank import AdapterRank
-from mobula.learner.learner import Learner
 
 IDS = np.array([5, 9, 11, 7, 30, 2])
 
@@ -182,8 +182,7 @@ def test_rows_with_images(folder: Path, tokenizer: PreTrainedTokenizerBase) -> N
     rank.create("a", SPEC)
     rank.create("b", OTHER)
     both = rank.compute([LossCall("a", rows, "cross_entropy"), LossCall("b", rows[1:], "cross_entropy")])
-    learner = Learner(tiny_config(folder), 0, 1, ())
-    learner.connect("")
+    learner = connected_learner(tiny_config(folder))
     for one, output in zip(asked, whole(both[0]).outputs, strict=True):
         np.testing.assert_allclose(output["logprobs"][:-1], learner.sequence_logprobs(one), atol=1e-5, rtol=0)
     alone = connected(folder)

@@ -12,7 +12,7 @@ import pytest
 from learner_data import group, prompt, random_groups, tiny_config
 
 from mobula.cluster.records.trajectory import EpisodeTurn, FinishReason, Reward, ScoredGroup
-from mobula.learner.batch import LearnerItem, epochs, fetch_items, minibatches, select_by_entropy, totals
+from mobula.learner.batch import LearnerItem, fetch_items, minibatches_of, select_by_entropy, totals
 from mobula.learner.credit import Credit
 
 
@@ -207,22 +207,25 @@ def test_a_response_without_loss_counts_where_a_mean_is_taken(tokenizer) -> None
     assert totals([item.untrained(), other]).num_tokens == 1
 
 
-def test_minibatches_without_any_loss_are_left_out(tokenizer) -> None:
+def test_minibatches_without_any_loss_are_left_out(folder, tokenizer) -> None:
     """LightRFT defect B3: a batch in which every token was masked was trained on a NaN."""
     groups = fetch_items(random_groups(tokenizer, 2, 2), 0, 1.0)
     silent = [[item.without_loss() for item in groups[0]], groups[1]]
-    assert minibatches(silent, 2) == [groups[1]]
+    assert minibatches_of(silent, tiny_config(folder, "algorithm.num_minibatches=2").algorithm, (5, 1)) == [groups[1]]
 
 
-def test_later_epochs_hold_the_same_groups_in_an_order_of_the_seed(tokenizer) -> None:
+def test_later_epochs_hold_the_same_groups_in_an_order_of_the_seed(folder, tokenizer) -> None:
     groups = fetch_items(random_groups(tokenizer, 12, 1), 0, 1.0)
-    first, second, third = epochs(groups, 3, (5, 1))
-    places = [[row[0].group for row in epoch] for epoch in (first, second, third)]
-    assert places[0] == list(range(12)) and sorted(places[1]) == sorted(places[2]) == places[0]
-    assert places[1] != places[0] and places[2] != places[1]
-    again = [[row[0].group for row in epoch] for epoch in epochs(groups, 3, (5, 1))]
-    assert again == places
-    assert [row[0].group for row in epochs(groups, 2, (5, 2))[1]] != places[1]
+    algorithm = tiny_config(folder, "algorithm.num_epochs=3", "algorithm.num_minibatches=1").algorithm
+
+    def places_of(seed: tuple[int, int]) -> list[list[int]]:
+        return [[row.group for row in epoch] for epoch in minibatches_of(groups, algorithm, seed)]
+
+    first, second, third = places_of((5, 1))
+    assert first == list(range(12)) and sorted(second) == sorted(third) == first
+    assert second != first and third != second
+    assert places_of((5, 1)) == [first, second, third]
+    assert places_of((5, 2))[1] != second
 
 
 def with_entropies(items: list[LearnerItem], values: list[list[float]]) -> list[LearnerItem]:

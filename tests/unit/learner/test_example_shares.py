@@ -61,7 +61,7 @@ def fetched(
     ranks = RanksInThreads(num_ranks, store)
 
     def fetch(rank: int, exchange: Exchange) -> Parts:
-        entries = DataRows(parts, config.learner, row, 1.0)
+        entries = DataRows(parts, config, row)
         return entries.in_parts(ShareFetcher(rank, num_ranks, exchange).fetch(entries))
 
     return ranks.each(fetch, unlucky)
@@ -115,7 +115,7 @@ def fetched_in_portions(
         calls.append(portions)
 
         def fetch(rank: int, exchange: Exchange) -> Parts:
-            entries = DataRows([outlines], config.learner, row, 1.0, portions[rank])
+            entries = DataRows([outlines], config, row, portions[rank])
             return entries.in_parts(ShareFetcher(rank, num_ranks, exchange).fetch(entries))
 
         found = RanksInThreads(num_ranks, store).each(fetch)
@@ -227,7 +227,7 @@ def fetched_of_taught_shares(
     """What each rank gets."""
 
     def fetch(rank: int, exchange: Exchange) -> list[SharedExample]:
-        entries = TaughtExamples(stored, config.learner, 1.0)
+        entries = TaughtExamples(stored, config)
         return ShareFetcher(rank, NUM_RANKS, exchange).fetch(entries)
 
     return RanksInThreads(NUM_RANKS, store_of_taught_shares).each(fetch, unlucky)
@@ -276,12 +276,12 @@ def test_a_rank_receives_the_references_of_its_examples_alone(
     config: RunConfig, examples_of_taught_shares: list[Example], store_of_taught_shares: Store
 ) -> None:
     stored = stored_examples(examples_of_taught_shares, put)
-    outlines, portions = portions_of_examples(stored, NUM_RANKS, config=config.learner)
+    outlines, portions = portions_of_examples(stored, NUM_RANKS, config=config)
     assert all(outline.content is ELSEWHERE for outline in outlines)
     assert sum(len(portion.references) for portion in portions) <= len(examples_of_taught_shares) + NUM_RANKS
 
     def fetch(rank: int, exchange: Exchange) -> list[SharedExample]:
-        entries = TaughtExamples(outlines, config.learner, 1.0, portions[rank])
+        entries = TaughtExamples(outlines, config, portions[rank])
         return ShareFetcher(rank, NUM_RANKS, exchange).fetch(entries)
 
     found, expected = (

@@ -34,8 +34,8 @@ from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.families import TextFamily, max_positions, takes_images
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import disable_dropout, load_model, recompute_blocks
-from mobula.learner.policies.tiny import MAX_POSITIONS, TINY, write_tiny, write_tiny_qwen2_5_vl
-from mobula.learner.policies.tiny.models import QWEN3_VL_MOE
+from mobula.learner.policies.tiny import QWEN3_VL_MOE, TINY, write_tiny, write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny.writing import MAX_POSITIONS
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policy_weights import PolicyWeights
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learner_data import group, image, prompt, random_groups, tiny_config, with_logprobs
+from one_learner import connected_learner
 
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import CheckpointError
@@ -44,9 +45,7 @@ def scores(folder, tokenizer) -> list[ScoredGroup]:
 
 
 def connected(folder: Path, *overrides: str) -> Learner:
-    learner = Learner(tiny_config(folder, *overrides), 0, 1, BANNED)
-    learner.connect("")
-    return learner
+    return connected_learner(tiny_config(folder, *overrides), BANNED)
 
 
 def update(folder: Path, groups: list[ScoredGroup], *overrides: str, version: int = 1) -> tuple[Gradient, dict]:
@@ -373,8 +372,7 @@ def test_as_a_loss_the_teacher_leaves_advantages_to_the_rewards(folder, teacher,
 
 @pytest.mark.parametrize("place", ["advantage", "loss"])
 def test_groups_that_no_teacher_has_scored_are_refused(folder, teacher, tokenizer, place: str) -> None:
-    learner = Learner(config(folder, teacher, f"algorithm.distillation.place={place}"), 0, 1, ())
-    learner.connect("")
+    learner = connected_learner(config(folder, teacher, f"algorithm.distillation.place={place}"))
     with pytest.raises(
         ValueError, match=r"algorithm\.distillation\.teacher=.* set resources\.reference\.num_workers=1"
     ):
@@ -427,8 +425,7 @@ def test_the_policy_approaches_the_distribution_of_its_teacher(folder, teacher, 
     run = config(folder, teacher, *words, "learner.learning_rate=0.003")
     scorer = ReferenceScorer(run, ())
     scorer.load(teacher)
-    learner = Learner(run, 0, 1, ())
-    learner.connect("")
+    learner = connected_learner(run)
     asked, num_tokens, rng = prompt(tokenizer, "a", [image(1)]), len(tokenizer), np.random.default_rng(0)
     [whole] = scorer.score([every_token(asked, num_tokens)])
     goal = np.concatenate(whole).astype(np.float64)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from learner_data import prompt, random_groups, tiny_config
+from one_learner import connected_learner, copied
 from safetensors.torch import load_file
 from taught import at_hand
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,8 +39,7 @@ PARTS = {
 def step(folder: Path, kind: str, *overrides: str) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Gradients of one update, and the blocks that were computed on the way, in order."""
     words = (f"learner.activation_checkpointing={kind}", "learner.max_grad_norm=1000000", *overrides)
-    learner = Learner(tiny_config(folder, *words), 0, 1, ())
-    learner.connect("")
+    learner = connected_learner(tiny_config(folder, *words))
     learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
     computed: list[str] = []
     for name, module in learner._policy.named_modules():
@@ -188,10 +188,6 @@ def connected(model_of_bfloat16_weights: Path, backend: str, *overrides: str) ->
     return learner
 
 
-def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
-
-
 def test_rounding_keeps_values_of_bfloat16_and_the_mean_of_all_others() -> None:
     generator = torch.Generator().manual_seed(0)
     exact = torch.tensor([0.0, 1.0, -3.5, 2.0**-130, float("inf"), -float("inf")])
@@ -268,20 +264,20 @@ def test_it_resumes_bit_for_bit_and_exports_what_it_pushes(
     tokenizer = AutoTokenizer.from_pretrained(model_of_bfloat16_weights)
     steps = [random_groups(tokenizer, 3, 4, seed) for seed in range(3)]
     first = connected(model_of_bfloat16_weights, backend, *BFLOAT16, *adapters)
-    before = weights(first)
+    before = copied(first)
     first.update(steps[0], 1)
     first.save(tmp_path / "state")
     first.update(steps[1], 2)
     first.finish_save()
     first.export(tmp_path / "export")
-    after = weights(first)
+    after = copied(first)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor.to(exported[name].dtype)) for name, tensor in after.items())
     second = connected(model_of_bfloat16_weights, backend, *BFLOAT16, *adapters)
     assert second.load(tmp_path / "state") == 1
     second.update(steps[1], 2)
-    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(second).items())
+    assert all(torch.equal(tensor, after[name]) for name, tensor in copied(second).items())
 
 
 def test_adapters_are_trained_in_float32(model_of_bfloat16_weights: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 import torch
 from fakes import LocalHandle
 from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
+from one_learner import connected_learner, copied, largest_difference
 from taught import at_hand
 
 from mobula.actors.reference.scorer import ReferenceScorer
-from mobula.cluster.errors import CheckpointError, WrongGroupError
+from mobula.cluster.errors import CheckpointError, LostObjectError, WrongGroupError
 from mobula.cluster.guard.guard import KLScale
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.trajectory import FinishReason, Prompt, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
@@ -23,27 +25,12 @@ from mobula.learner.backends import sharded
 from mobula.learner.batch import fetch_items
 from mobula.learner.credit import Credit
 from mobula.learner.examples import Example
-from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.optim import learning_rate
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 BANNED = (250, 251)
-
-
-def connected(config: RunConfig, template_ids: tuple[int, ...] = ()) -> Learner:
-    learner = Learner(config, 0, 1, BANNED, template_ids)
-    learner.connect("")
-    return learner
-
-
-def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+connected = partial(connected_learner, banned_ids=BANNED)
 
 
 def scored_by(config: RunConfig, folder: Path, groups: list[ScoredGroup]) -> list[list[np.ndarray]]:
@@ -167,9 +154,9 @@ def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokeni
 def test_no_learning_rate_leaves_every_weight_as_it_was(folder, tokenizer) -> None:
     config = tiny_config(folder)
     learner = connected(config.model_copy(update={"learner": config.learner.model_copy(update={"learning_rate": 0.0})}))
-    before = weights(learner)
+    before = copied(learner)
     learner.update(random_groups(tokenizer, 3, 4), 1)
-    assert largest_difference(before, weights(learner)) == 0
+    assert largest_difference(before, copied(learner)) == 0
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum_token_norm", "constant"])
@@ -307,18 +294,18 @@ def test_a_response_without_a_reward_is_not_trained_and_not_compared(folder, tok
 
 def test_a_step_with_nothing_to_train_is_counted_and_moves_nothing(folder, tokenizer) -> None:
     learner = connected(tiny_config(folder))
-    before = weights(learner)
+    before = copied(learner)
     report = learner.update([group(prompt(tokenizer, "a"), [[1], [2]], [None, None])], 1)
     assert report.metrics["skipped"] == 1 and report.metrics["loss"] == 0 and report.version == 1
-    assert largest_difference(before, weights(learner)) == 0
+    assert largest_difference(before, copied(learner)) == 0
 
 
 def test_a_gradient_that_is_not_finite_is_counted_and_moves_nothing(folder, tokenizer) -> None:
     learner = connected(tiny_config(folder))
-    before = weights(learner)
+    before = copied(learner)
     report = learner.update([group(prompt(tokenizer, "a"), [[1], [2]], [math.inf, 0.0])], 1)
     assert report.metrics["skipped"] == 1
-    assert largest_difference(before, weights(learner)) == 0
+    assert largest_difference(before, copied(learner)) == 0
 
 
 def test_kl_without_reference_log_probs_names_the_key(folder, tokenizer) -> None:
@@ -342,7 +329,7 @@ def test_a_resumed_learner_goes_on_bit_for_bit(folder, tokenizer, tmp_path, monk
     second = connected(tiny_config(folder))
     assert second.load(tmp_path / "state") == 2
     second.update(steps[2], 3)
-    assert largest_difference(weights(first), weights(second)) == 0
+    assert largest_difference(copied(first), copied(second)) == 0
 
 
 def test_an_incomplete_checkpoint_is_refused(folder, tmp_path) -> None:
@@ -361,10 +348,10 @@ def test_supervised_steps_teach_the_answers(folder, tokenizer) -> None:
 
 def test_a_supervised_batch_with_nothing_to_train_has_loss_zero(folder, tokenizer) -> None:
     learner = connected(tiny_config(folder))
-    before = weights(learner)
+    before = copied(learner)
     metrics = learner.supervised_step(at_hand([row.untrained() for row in examples(tokenizer, 2)]))
     assert metrics["loss"] == 0 and metrics["skipped"] == 1
-    assert largest_difference(before, weights(learner)) == 0
+    assert largest_difference(before, copied(learner)) == 0
 
 
 def test_supervised_loss_is_the_mean_cross_entropy_of_answers_alone(folder, tokenizer) -> None:
@@ -425,16 +412,17 @@ def test_fresh_tokens_of_other_weights_are_found(folder, tokenizer) -> None:
     assert metrics["logprob_gap_mean"] == pytest.approx(0.25, abs=1e-5)
 
 
-def test_fresh_samples_that_are_lost_leave_a_step_without_a_gap(folder, tokenizer) -> None:
+def test_fresh_samples_that_are_lost_leave_a_step_without_a_gap(
+    folder, tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config(folder)
     current = sampled(config, folder, random_groups(tokenizer, 6, 4))
     learner = connected(config)
 
-    def fail(group: TrajectoryGroup) -> None:
-        raise AssertionError("nothing to score")
+    def lost(references: list[str], **options: object) -> None:
+        raise LostObjectError(references[0])
 
-    learner.steps.fresh_gap._score = fail
-    learner.steps.fresh_gap._fetched = lambda reference: None
+    monkeypatch.setattr("mobula.learner.measures.fetch_or_miss", lost)
     report = learner.update([older(group) for group in current], 1, fresh=["lost"])
     assert report.version == 1 and "logprob_gap_mean" not in report.metrics
 
@@ -456,7 +444,7 @@ async def test_a_raised_kl_factor_trains_as_the_higher_coefficient_from_its_vers
     report = await ranks.update(groups)
     expected = higher.update(groups, 1)
     assert report.metrics["kl_coef"] == expected.metrics["kl_coef"] == pytest.approx(0.4)
-    assert largest_difference(weights(raised), weights(higher)) == 0
+    assert largest_difference(copied(raised), copied(higher)) == 0
     factor.set_from(2, 1.0)
     assert (await ranks.update(groups)).metrics["kl_coef"] == pytest.approx(0.1)
 
@@ -467,13 +455,13 @@ async def test_a_rollback_is_the_saved_learner_under_the_number_of_its_step(fold
     await ranks.update(groups)
     await ranks.save(tmp_path)
     assert await ranks.finish_save()
-    saved = weights(learner)
+    saved = copied(learner)
     await ranks.update(groups)
     await ranks.update(groups)
-    assert largest_difference(weights(learner), saved) > 0
+    assert largest_difference(copied(learner), saved) > 0
     await ranks.restore(tmp_path, 3)
     assert (ranks.version, learner.version, learner.export_weights(1 << 20)[0]) == (3, 3, 3)
-    assert largest_difference(weights(learner), saved) == 0
+    assert largest_difference(copied(learner), saved) == 0
     assert (await ranks.update(groups)).version == 4
 
 

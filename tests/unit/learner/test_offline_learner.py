@@ -11,6 +11,7 @@ import pytest
 import torch
 from learner_data import add_dropout, image, prompt, random_groups, tiny_config
 from offline_rows import JOBS, config_of, rows
+from one_learner import connected_learner, copied, largest_difference
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from mobula.actors.reference.scorer import ReferenceScorer
@@ -20,7 +21,6 @@ from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.runtime.placement import needed_roles
 from mobula.configs.errors import ConfigError
 from mobula.configs.overrides import overridden
-from mobula.configs.schema import RunConfig
 from mobula.learner.examples import Example, all_whole, collate_examples, end_row
 from mobula.learner.learner import Learner
 from mobula.learner.policies.batch import collate
@@ -30,21 +30,6 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 # rounding (1e-8, other digits on another CPU) moves its weight by a large part of the learning rate. With this one, a
 # step is in proportion to small gradients, so that weights differ as gradients do.
 LARGE_EPS = "learner.adam_eps=0.001"
-
-
-def connected(config: RunConfig) -> Learner:
-    learner = Learner(config, 0, 1, ())
-    learner.connect("")
-    return learner
-
-
-def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def plain_logprobs(model, scored: ScoredGroup) -> list[torch.Tensor]:
@@ -67,7 +52,7 @@ def test_sft_is_the_mean_cross_entropy_of_masked_tokens_by_plain_transformers(fo
     logprobs = [plain_logprobs(model, scored)[0] for scored in groups]
     masks = [torch.from_numpy(scored.group.trajectories[0].action_mask) for scored in groups]
     expected = -sum(lp[mask].sum() for lp, mask in zip(logprobs, masks, strict=True)) / sum(m.sum() for m in masks)
-    learner = connected(config_of(folder, "sft"))
+    learner = connected_learner(config_of(folder, "sft"))
     assert learner.assess(groups)["loss"] == pytest.approx(expected.item(), abs=1e-5)
     expected.backward()
     norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None))
@@ -94,7 +79,7 @@ def test_dpo_is_the_papers_loss_over_plain_transformers(folder: Path, tokenizer,
     expected = torch.stack(losses).mean()
     words = (f"offline.dpo.loss={loss}", f"offline.dpo.beta={beta}")
     words += (f"offline.dpo.label_smoothing={smoothing}",) if loss == "sigmoid" else ()
-    learner = connected(config_of(folder, "dpo", *words))
+    learner = connected_learner(config_of(folder, "dpo", *words))
     found = learner.assess(groups)
     assert found["loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert found["margin"] == pytest.approx(torch.stack(margins).mean().item(), abs=1e-4)
@@ -109,27 +94,27 @@ def test_dpo_is_the_papers_loss_over_plain_transformers(folder: Path, tokenizer,
 def test_the_gradient_does_not_depend_on_the_split_and_a_resume_is_exact(folder, tokenizer, job: str, tmp_path) -> None:
     groups = [rows(tokenizer, job, seed=seed) for seed in range(3)]
     budgets = (f"learner.tokens_per_microbatch={n}" for n in (100_000, 60))
-    whole, split = (connected(config_of(folder, job, LARGE_EPS, budget)) for budget in budgets)
-    start = weights(whole)
+    whole, split = (connected_learner(config_of(folder, job, LARGE_EPS, budget)) for budget in budgets)
+    start = copied(whole)
     for version in (1, 2):
         metrics = [learner.update(groups[version], version).metrics for learner in (whole, split)]
         assert metrics[0] == pytest.approx(metrics[1], rel=2e-4, abs=1e-5)
         assert metrics[0]["optimizer_steps"] == 1
-    assert largest_difference(weights(whole), weights(split)) < 1e-6
-    assert largest_difference(weights(whole), start) > 1e-4
+    assert largest_difference(copied(whole), copied(split)) < 1e-6
+    assert largest_difference(copied(whole), start) > 1e-4
     whole.save(tmp_path)
     whole.finish_save()
     whole.update(groups[0], 3)
-    resumed = connected(config_of(folder, job, LARGE_EPS))
+    resumed = connected_learner(config_of(folder, job, LARGE_EPS))
     assert resumed.load(tmp_path) == 2
     resumed.update(groups[0], 3)
-    assert largest_difference(weights(resumed), weights(whole)) == 0
+    assert largest_difference(copied(resumed), copied(whole)) == 0
 
 
 @pytest.mark.parametrize("job", ["sft", "dpo", "reward_model"])
 def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(folder: Path, tokenizer, job: str) -> None:
     sides = (("learner.packing=false",), ("learner.packing=true", "learner.tokens_per_microbatch=90"))
-    padded, packed = (connected(config_of(folder, job, *own)).update(rows(tokenizer, job), 1) for own in sides)
+    padded, packed = (connected_learner(config_of(folder, job, *own)).update(rows(tokenizer, job), 1) for own in sides)
     assert packed.metrics == pytest.approx(padded.metrics, rel=1e-3, abs=1e-4)
 
 
@@ -138,7 +123,8 @@ def test_scores_of_rows_that_share_prefixes_are_those_of_single_rows(folder: Pat
     asked = [prompt(tokenizer, "a", [image(1), image(2, 6, 4)]), prompt(tokenizer, "b", text="Which number? " * 9)]
     ends = [end_row(one, TokenActions(np.array(ids))) for one in asked for ids in ([1, 2, 3], [1, 2, 4], [5])]
     shared, padded = (
-        connected(config_of(folder, "reward_model", f"learner.packing={packing}"))._policy for packing in (True, False)
+        connected_learner(config_of(folder, "reward_model", f"learner.packing={packing}"))._policy
+        for packing in (True, False)
     )
     reader = MediaReader(timeout_s=1, max_items=4)
     batch, *single = (collate(some, reader, torch.device("cpu")) for some in (ends, *([end] for end in ends)))
@@ -158,7 +144,7 @@ def test_scores_of_a_padded_batch_are_those_of_single_rows_and_have_no_dropout(t
     """LightRFT defect B21: its reward model pooled the padding, and scored in training mode."""
     folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
     padded = ("policy.attention=eager", "learner.packing=false")
-    learner = connected(config_of(folder, "reward_model", *padded, "policy.dropout=true"))
+    learner = connected_learner(config_of(folder, "reward_model", *padded, "policy.dropout=true"))
     groups = rows(tokenizer, "reward_model")
     assert learner.assess(groups) == learner.assess(groups)
     examples = all_whole(learner.steps.examples(groups), Example)
@@ -180,13 +166,13 @@ def test_labels_order_a_pair_and_not_places(folder: Path, tokenizer) -> None:
     for scored in groups:
         turned = replace(scored.group, trajectories=scored.group.trajectories[::-1])
         swapped.append(replace(scored, group=turned, rewards=(Reward(0.0), Reward(1.0))))
-    learner = connected(config_of(folder, "reward_model"))
+    learner = connected_learner(config_of(folder, "reward_model"))
     assert learner.assess(groups) == pytest.approx(learner.assess(swapped), abs=1e-6)
 
 
 def test_a_step_without_a_trained_token_is_skipped_and_counted(folder: Path, tokenizer) -> None:
-    learner = connected(config_of(folder, "sft"))
-    before = weights(learner)
+    learner = connected_learner(config_of(folder, "sft"))
+    before = copied(learner)
     groups = []
     for scored in rows(tokenizer, "sft", 2):
         [t] = scored.group.trajectories
@@ -194,13 +180,13 @@ def test_a_step_without_a_trained_token_is_skipped_and_counted(folder: Path, tok
         groups.append(replace(scored, group=masked))
     metrics = learner.update(groups, 1).metrics
     assert (metrics["skipped"], metrics["optimizer_steps"], learner.version) == (1, 0, 1)
-    assert largest_difference(weights(learner), before) == 0
+    assert largest_difference(copied(learner), before) == 0
 
 
 def test_dpo_needs_the_log_probs_of_the_reference(folder: Path, tokenizer) -> None:
     groups = [replace(scored, reference_logprobs=None) for scored in rows(tokenizer, "dpo")]
     with pytest.raises(ValueError, match="set resources.reference.num_workers=1"):
-        connected(config_of(folder, "dpo")).update(groups, 1)
+        connected_learner(config_of(folder, "dpo")).update(groups, 1)
 
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=16.0", "algorithm.max_staleness=4", "warm_start=none")
@@ -213,21 +199,15 @@ PLACES = {
 }
 
 
-def connected_of_adapters_off(config: RunConfig) -> Learner:
-    learner = Learner(config, 0, 1, (250,))
-    learner.connect("")
-    return learner
-
-
 @pytest.mark.parametrize("words", PLACES.values(), ids=PLACES)
 def test_updates_are_those_of_a_scorer_of_the_initial_policy(folder: Path, words: tuple[str, ...]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     scorer = ReferenceScorer(tiny_config(folder, *LORA, *words), (250,))
     scorer.load(folder)
     apart = "learner.share_prompts=false"  # micro-batches of another size share another part of the prompts
-    asking = connected_of_adapters_off(tiny_config(folder, *LORA, *words, apart, "resources.reference.num_workers=1"))
-    alone = connected_of_adapters_off(
-        tiny_config(folder, *LORA, *words, apart, OFF, "learner.tokens_per_microbatch=100")
+    asking = connected_learner(tiny_config(folder, *LORA, *words, apart, "resources.reference.num_workers=1"), (250,))
+    alone = connected_learner(
+        tiny_config(folder, *LORA, *words, apart, OFF, "learner.tokens_per_microbatch=100"), (250,)
     )
     for version in (1, 2, 3):
         groups = random_groups(tokenizer, 4, 3, seed=version)
@@ -262,9 +242,7 @@ PAIRED = ("policy.lora.rank=4", "policy.lora.alpha=16.0")
 
 
 def dpo_learner(folder: Path, *words: str) -> Learner:
-    learner = Learner(config_of(folder, "dpo", *PAIRED, *words), 0, 1, ())
-    learner.connect("")
-    return learner
+    return connected_learner(config_of(folder, "dpo", *PAIRED, *words))
 
 
 @pytest.mark.parametrize("packing", [False, True])

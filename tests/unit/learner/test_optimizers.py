@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from learner_data import group, image, prompt, random_groups, tiny_config
+from one_learner import connected_learner
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
@@ -15,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
-from mobula.configs.schema import RunConfig
+from mobula.configs.schema import LearnerConfig, RunConfig
 from mobula.learner.backends.sharded import ShardedWriter, load_sharded
 from mobula.learner.backends.single import SingleBackend
 from mobula.learner.learner import Learner
@@ -28,9 +29,7 @@ from mobula.learner.state_files import write_state
 
 
 def connected(folder: Path, *overrides: str) -> Learner:
-    learner = Learner(tiny_config(folder, "algorithm.max_staleness=9", *overrides), 0, 1, ())
-    learner.connect("")
-    return learner
+    return connected_learner(tiny_config(folder, "algorithm.max_staleness=9", *overrides))
 
 
 def largest_difference(a: Learner, b: Learner) -> float:
@@ -60,7 +59,8 @@ def named() -> list[tuple[str, nn.Parameter]]:
 
 
 def build(parameters: list[tuple[str, nn.Parameter]]) -> MuonWithAdamW:
-    return MuonWithAdamW(parameters, lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0.9, 0.99), eps=1e-8)
+    settings = {"learning_rate": 0.1, "weight_decay": 0.0, "muon_momentum": 0.0}
+    return MuonWithAdamW(parameters, LearnerConfig(backend="single", **settings, beta1=0.9, beta2=0.99, adam_eps=1e-8))
 
 
 def test_moments_in_8_bits_take_a_quarter_of_the_memory_and_follow_adamw_over_20_steps() -> None:
@@ -164,12 +164,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0, tie_word_embeddings=request.param)
 
 
-def connected_of_weight_average(config: RunConfig) -> Learner:
-    learner = Learner(config, 0, 1, ())
-    learner.connect("")
-    return learner
-
-
 def config_of(folder: Path, *overrides: str) -> RunConfig:
     return tiny_config(folder, "algorithm.max_staleness=4", AVERAGE, *overrides)
 
@@ -189,7 +183,7 @@ def averaged(learner: Learner) -> dict[str, torch.Tensor]:
 
 def test_it_is_the_weighted_sum_of_the_weights_after_each_optimizer_step(folder: Path) -> None:
     """In float64 from the definition: a_k = d^k w_0 + (1 - d) sum_i d^(k - i) w_i, over the k steps of RL."""
-    learner = connected_of_weight_average(config_of(folder, "algorithm.num_minibatches=2", "policy.freeze=[visual.]"))
+    learner = connected_learner(config_of(folder, "algorithm.num_minibatches=2", "policy.freeze=[visual.]"))
     seen = [trained_of_weight_average(learner)]
     step = learner._backend.step
     learner._backend.step = lambda *args, **words: (
@@ -211,7 +205,7 @@ def test_it_is_the_weighted_sum_of_the_weights_after_each_optimizer_step(folder:
 
 def test_it_sleeps_with_the_optimizer_and_a_slow_copy_with_the_policy(folder: Path) -> None:
     """Of a colocated learner: between two steps nothing of it is on the device. `meta` takes the device's place."""
-    learner, device = connected_of_weight_average(config_of(folder)), torch.device("meta")
+    learner, device = connected_learner(config_of(folder)), torch.device("meta")
     slow = WeightAverage(learner._backend.trained, DECAY, lambda *_: lambda: None)
     parts = (learner._policy, learner._optimizer, device)
     offloader = Offloader(*parts, with_policy=(slow,), with_optimizer=(learner._average,))
@@ -236,7 +230,7 @@ def test_one_gpu_in_turns_keeps_an_average() -> None:
 
 
 def test_it_shares_no_memory_with_the_weights(folder: Path) -> None:
-    learner = connected_of_weight_average(config_of(folder))
+    learner = connected_learner(config_of(folder))
     before = averaged(learner)
     with torch.no_grad():
         for p in learner._policy.parameters():
@@ -247,7 +241,7 @@ def test_it_shares_no_memory_with_the_weights(folder: Path) -> None:
 
 
 def test_a_step_that_is_not_finite_leaves_it_alone(folder: Path) -> None:
-    learner = connected_of_weight_average(config_of(folder))
+    learner = connected_learner(config_of(folder))
     update(learner, 1)
     before = averaged(learner)
     asked = prompt(AutoTokenizer.from_pretrained(folder), "a")
@@ -256,12 +250,12 @@ def test_a_step_that_is_not_finite_leaves_it_alone(folder: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_with_it_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    first = connected_of_weight_average(config_of(folder))
+    first = connected_learner(config_of(folder))
     update(first, 1)
     first.save(tmp_path / "state")
     first.finish_save()
     update(first, 2)
-    second = connected_of_weight_average(config_of(folder))
+    second = connected_learner(config_of(folder))
     assert second.load(tmp_path / "state") == 1
     update(second, 2)
     found = averaged(second)
@@ -270,7 +264,7 @@ def test_a_resumed_run_goes_on_with_it_bit_for_bit(folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("lora", [(), ("policy.lora.rank=4",)], ids=["full", "adapters"])
 def test_it_is_exported_in_the_place_of_the_weights(folder: Path, tmp_path: Path, lora: tuple[str, ...]) -> None:
-    learner = connected_of_weight_average(config_of(folder, *lora))
+    learner = connected_learner(config_of(folder, *lora))
     update(learner, 1)
     learner.save(tmp_path / "state")
     learner.finish_save()
@@ -291,12 +285,12 @@ def test_it_is_exported_in_the_place_of_the_weights(folder: Path, tmp_path: Path
 
 
 def test_a_state_without_it_is_refused(folder: Path, tmp_path: Path) -> None:
-    without = connected_of_weight_average(tiny_config(folder))
+    without = connected_learner(tiny_config(folder))
     assert isinstance(without._average, NullAverage)
     without.save(tmp_path / "state")
     without.finish_save()
     with pytest.raises(CheckpointError, match=r"holds no average of the weights: .*learner\.ema_decay=0"):
-        connected_of_weight_average(config_of(folder)).load(tmp_path / "state")
+        connected_learner(config_of(folder)).load(tmp_path / "state")
     with pytest.raises(CheckpointError, match="holds no average"):
         export_state(tiny_config(folder), tmp_path / "state", tmp_path / "out", merge=False, average=True)
 
@@ -313,8 +307,7 @@ LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
 
 
 def after_updates(config: RunConfig) -> Learner:
-    learner = Learner(config, 0, 1, ())
-    learner.connect("")
+    learner = connected_learner(config)
     tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
     for version in (1, 2):
         learner.update(random_groups(tokenizer, 6, 4, seed=version), version)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import varlen_reference
 from learner_data import image, prompt, random_groups, tiny_config, with_logprobs
+from one_learner import connected_learner
 from scored_rows import HOT, assert_equal, family_prompts, learner_config, scores_of
 from tiny_checkpoints import write_text_policy
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from mobula.cluster.records.trajectory import MediaSpan, ScoredGroup
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.deploy.preflight.checks import check_attention
-from mobula.learner.learner import Learner
 from mobula.learner.policies.attention import packed as attention
 from mobula.learner.policies.attention.packed import RowBounds, RowKeys, RowPacking, packed_attention
 from mobula.learner.policies.batch import TokenSequence, collate
@@ -371,8 +371,7 @@ def test_eager_attention_is_refused(tmp_path: Path) -> None:
 def gradients(folder: Path, *overrides: str, of: list[ScoredGroup] | None = None) -> dict[str, torch.Tensor]:
     """Of an update on the groups `of`, on random ones by default."""
     words = ("learner.max_grad_norm=1000000", *overrides)
-    learner = Learner(tiny_config(folder, *words), 0, 1, (250,))
-    learner.connect("")
+    learner = connected_learner(tiny_config(folder, *words), (250,))
     learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
     learner.update(of or random_groups(AutoTokenizer.from_pretrained(folder), 6, 4, longest=30), 1)
     learner.export(folder / "out")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from learner_data import group, image, prompt, tiny_config, with_logprobs
+from one_learner import connected_learner, copied
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig, PolicyConfig
-from mobula.learner.learner import Learner
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
@@ -283,11 +283,10 @@ def episodes(folder: Path, garbage: float) -> ScoredGroup:
 
 
 def updated(folder: Path, garbage: float, *words: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    learner = Learner(tiny_config(folder, *words), 0, 1, ())
-    learner.connect("")
+    learner = connected_learner(tiny_config(folder, *words))
     learner.begin_rl()
     metrics = learner.update([episodes(folder, garbage)], 1).metrics
-    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}, dict(metrics)
+    return copied(learner), dict(metrics)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from learner_data import random_groups, tiny_config
+from one_learner import connected_learner
 from transformers import AutoTokenizer
 
 from mobula.cluster.weight_sync.changes import VersionStep
-from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import saved_checksum
 
@@ -43,8 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", PUSHES)
 def test_a_checkpoint_has_the_checksum_of_its_push_alone(model: Path, tmp_path: Path, name: str) -> None:
     config = tiny_config(model, *PUSHES[name])
-    learner = Learner(config, 0, 1, ())
-    learner.connect("")
+    learner = connected_learner(config)
     learner.begin_rl()
     learner.weights._groups[EPOCH] = Nowhere()  # type: ignore[assignment]
     groups = random_groups(AutoTokenizer.from_pretrained(model), 3, 4)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from learner_data import random_groups, tiny_config
+from one_learner import connected_learner, copied
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 
-from mobula.learner.learner import Learner
 from mobula.learner.policies.head import PLAIN, Distribution, ScoringHead, Steps
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -170,11 +170,10 @@ def test_no_update_makes_a_matrix_of_all_tokens_by_the_vocabulary(tmp_path: Path
     found = {}
     for chunk_tokens in (3, 100_000):
         words = (f"learner.logprob_chunk_tokens={chunk_tokens}", "learner.tokens_per_microbatch=100000", ADAM)
-        learner = Learner(tiny_config(folder, *words, *overrides), 0, 1, (250,))
-        learner.connect("")
+        learner = connected_learner(tiny_config(folder, *words, *overrides), (250,))
         with MostRows(len(tokenizer)) as seen:
             learner.update(groups, 1)
-        found[chunk_tokens] = (seen.num_rows, dict(learner._outgoing.merged(learner._backend)))
+        found[chunk_tokens] = (seen.num_rows, copied(learner))
     num_tokens = sum(group.summary.num_tokens for group in groups)
     width = 128  # of the hidden states: the transposed weight of the layer is [128, V]
     assert found[100_000][0] >= num_tokens > width

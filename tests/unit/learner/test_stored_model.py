@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from learner_data import random_groups, tiny_config
 from loaded_ranks import LORA, load_all
+from one_learner import connected_learner
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import write_text_policy
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.load import load_config
 from mobula.deploy.wiring.preparation import prepare
 from mobula.learner.backends.single import SingleBackend
-from mobula.learner.learner import Learner
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy, write_weights
@@ -272,11 +272,10 @@ def test_a_tensor_that_never_came_is_named(tmp_path: Path) -> None:
 def test_an_export_that_fails_gathers_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for this one in every gather."""
     folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0, tie_word_embeddings=False)
-    learner = Learner(tiny_config(folder), 0, 1, ())
-    learner.connect("")
+    learner = connected_learner(tiny_config(folder))
     gathered = []
     whole = learner._backend.full_state
-    monkeypatch.setattr(learner._backend, "full_state", lambda: (gathered.append(n) or (n, t) for n, t in whole()))
+    monkeypatch.setattr(learner._backend, "full_state", lambda _: (gathered.append(n) or (n, t) for n, t in whole()))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         learner.export(tmp_path / "file")

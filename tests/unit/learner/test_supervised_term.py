@@ -11,6 +11,7 @@ import torch
 from fakes import LocalHandle
 from learner_data import random_groups, tiny_config
 from offline_rows import rows
+from one_learner import connected_learner, copied
 from test_offline_learner import plain_logprobs
 from transformers import AutoModelForImageTextToText
 
@@ -29,17 +30,11 @@ def config_of(folder: Path, *words: str, batch_size: int = 6) -> RunConfig:
     return tiny_config(folder, *(f"algorithm.supervised.{word}" for word in mixed), "num_steps=5", *words)
 
 
-def connected(config: RunConfig) -> Learner:
-    learner = Learner(config, 0, 1, (250,))
-    learner.connect("")
-    return learner
-
-
 def update(
     config: RunConfig, groups: Sequence[ScoredGroup], beside: Sequence[ScoredGroup] = ()
 ) -> tuple[Gradient, dict[str, float]]:
     """The gradient that one update saw, and its metrics."""
-    learner = connected(config)
+    learner = connected_learner(config, (250,))
     learner._optimizer.zero_grad = lambda: None
     metrics = learner.update(groups, 1, supervised=beside).metrics
     return {name: p.grad for name, p in learner._policy.model.named_parameters()}, dict(metrics)
@@ -82,7 +77,7 @@ def test_each_optimizer_step_has_rows_of_its_own_in_their_order(folder, tokenize
     words = ("algorithm.num_minibatches=2", "algorithm.num_epochs=2", "learner.learning_rate=1.0e-12")
     config = config_of(folder, *words, batch_size=2)
     assert config.algorithm.supervised_rows_per_step == 8
-    metrics = connected(config).update(groups, 1, supervised=beside).metrics
+    metrics = connected_learner(config, (250,)).update(groups, 1, supervised=beside).metrics
     assert metrics["supervised_loss"] == pytest.approx(expected, abs=1e-4)
     assert metrics["optimizer_steps"] == 4
 
@@ -111,7 +106,7 @@ class Run:
         self.group = LearnerGroup(lambda: [LocalHandle(self.learner)], config.timeouts, by_value, self.rows)
 
     def weights(self) -> Gradient:
-        return {name: tensor.clone() for name, tensor in self.learner._outgoing.merged(self.learner._backend)}
+        return copied(self.learner)
 
 
 def by_value(value: object) -> object:

@@ -26,7 +26,8 @@ from transformers import (
 from mobula.cluster.errors import PreflightError
 from mobula.learner.policies.pretrained import PRETRAINED, install_checkpoint
 from mobula.learner.policies.shapes import tiny_shape
-from mobula.learner.policies.tiny import SPECIAL_TOKENS, WORDS, write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny.writing import SPECIAL_TOKENS, WORDS
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
+from one_learner import connected_learner
 from taught import at_hand
 
 from mobula.cluster.errors import CheckpointError
@@ -18,7 +19,7 @@ from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
 from mobula.configs.overrides import overridden
 from mobula.learner.batch import LearnerItem, fetch_items
 from mobula.learner.credit import Credit
-from mobula.learner.critic.critic import Critic, ValueRow, collate_rows
+from mobula.learner.critic import Critic, ValueRow, collate_rows
 from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
 from mobula.learner.optim import MuonWithAdamW
@@ -35,9 +36,7 @@ def groups(tokenizer) -> list[ScoredGroup]:
 
 
 def connected(folder: Path, *overrides: str) -> Learner:
-    learner = Learner(tiny_config(folder, *overridden(PPO, overrides)), 0, 1, (250, 251))
-    learner.connect("")
-    return learner
+    return connected_learner(tiny_config(folder, *overridden(PPO, overrides)), (250, 251))
 
 
 def critic_of(learner: Learner) -> Critic:
@@ -345,8 +344,7 @@ def test_a_critic_goes_on_from_a_checkpoint_bit_for_bit(folder, groups, tmp_path
 
 
 def test_a_checkpoint_without_a_critic_is_refused(folder, groups, tmp_path) -> None:
-    plain = Learner(tiny_config(folder), 0, 1, ())
-    plain.connect("")
+    plain = connected_learner(tiny_config(folder))
     plain.save(tmp_path / "state")
     plain.finish_save()
     with pytest.raises(CheckpointError, match="holds no critic: a run without one wrote it"):

@@ -15,6 +15,7 @@ import torch
 from fakes import LocalHandle
 from killed_learner import NUM_STEPS, follow
 from learner_data import random_groups, tiny_config
+from one_learner import copied
 from transformers import AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
@@ -71,8 +72,7 @@ def apart(folder: Path, export: Path) -> LearnerWithCritic:
 
 
 def weights(group: LearnerGroup) -> dict[str, torch.Tensor]:
-    policy = group.workers[0]._role
-    return {name: tensor.clone() for name, tensor in policy._outgoing.merged(policy._backend)}
+    return copied(group.workers[0]._role)
 
 
 async def trained(group: LearnerGroup, updates: Sequence[list[ScoredGroup]]) -> list[dict[str, float]]:

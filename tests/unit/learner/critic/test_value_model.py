@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.schema import RunConfig
 from mobula.learner.batch import LearnerItem, fetch_items
-from mobula.learner.critic.critic import ScalarHead, ValueModel, ValueRow, collate_rows
+from mobula.learner.critic import ScalarHead, ValueModel, ValueRow, collate_rows
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl

@@ -169,7 +169,6 @@ class RankGroup(ModelRanks):
         return self.version
 
     async def restore(self, folder: Path, version: int) -> None:
-        """Loads the state in `folder`, which becomes `version`."""
         timeout_s, what = self._timeouts.checkpoint_s, f"to load {folder} as version {version}"
         await self._of_groups(lambda w: w.restore.remote(folder, version), timeout_s, what)
         self.version = version
@@ -272,8 +271,6 @@ class LearnerGroup(RankGroup):
         return report
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Returns the metrics of an offline job on `groups`."""
-
         async def call(shared: Any, portions: Sequence[Portion | None]) -> Mapping[str, float]:
             return await self._with_own(
                 lambda w, own: w.assess.remote(shared, **own), portions, "to assess held-out rows"

@@ -24,8 +24,6 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What the model can compute."""
-
     vocab: int
     max_tokens: int  # of a row
 

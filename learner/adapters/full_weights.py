@@ -100,7 +100,6 @@ class FullWeightsRank(CallRank):
             self._reset()
 
     def export(self, adapter: str, folder: Path) -> None:
-        """Writes a checkpoint in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered."""
         self._refuse_other(adapter)
         self._together(lambda: self._save_policy(folder))
 

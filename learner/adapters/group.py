@@ -48,7 +48,6 @@ class AdapterGroup(ModelRanks):
         return [_joined(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
     async def step(self, adapter: str, parameters: AdamParameters) -> Mapping[str, float]:
-        """Applies and clears the gradient; returns metrics."""
         metrics: list[Mapping[str, float]] = await self._each(
             lambda w: w.step.remote(adapter, parameters), self._timeouts.update_s, f"to step {adapter}", REFUSED
         )

@@ -144,7 +144,6 @@ class ShardedWriter:
         return partial(self.write, BlockingAsyncStager(cache_staged_state_dict=False).stage(state), folder)
 
     def write(self, state: dict[str, Any], folder: Path) -> None:
-        """Writes a state of tensors, sharded or whole."""
         write_state(state, folder, self._group)
 
 

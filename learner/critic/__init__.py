@@ -205,12 +205,10 @@ class Critic:
         }
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
-        """Copies the state; the returned function writes it to `folder` during training."""
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         return self._backend.save(folder / FOLDER, self._optimizer, version)
 
     def load(self, folder: Path) -> int:
-        """Restores the state written by `save`; returns its version."""
         if not (folder / FOLDER).is_dir():
             raise CheckpointError(
                 f"{folder} holds no critic: a run without one wrote it, so resume with algorithm.critic.place=none, or "

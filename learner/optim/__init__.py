@@ -39,8 +39,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
             (matrices if is_hidden else others).append(parameter)
         self._inner: list[torch.optim.Optimizer] = []
         if matrices:
-            own = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "momentum": config.muon_momentum}
-            self._inner.append(torch.optim.Muon(matrices, **own, adjust_lr_fn="match_rms_adamw"))
+            own: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+            own |= {"momentum": config.muon_momentum, "adjust_lr_fn": "match_rms_adamw"}
+            self._inner.append(torch.optim.Muon(matrices, **own))
         if others:
             self._inner.append(torch.optim.AdamW(others, weight_decay=0.0, **_adam_settings(config)))
         super().__init__([group for inner in self._inner for group in inner.param_groups], {})
@@ -108,11 +109,9 @@ class WeightAverage:
         self.tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors.items()}
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
-        """Copies the average; the returned function writes the copy to `folder` during training."""
         return self._copy(self.tensors, folder / self.folder)
 
     def load(self, folder: Path) -> None:
-        """Restores the average written by `save`."""
         read_average(folder, self.tensors, no_dist=not dist.is_initialized(), name=self.folder)
 
 

@@ -190,7 +190,6 @@ def checkpoint_names(model: nn.Module, state: Mapping[str, Tensor] | None = None
 
 
 def saved_names(model: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
-    """The names of a model's tensor in a checkpoint."""
     return list(revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")}))
 
 

@@ -61,7 +61,6 @@ class LatentSequence(_FlowRow):
 
     @classmethod
     def of_response(cls, prompt: Prompt, actions: LatentActions) -> LatentSequence:
-        """A prompt and how one image of it was denoised."""
         return cls(actions, condition_of(prompt))
 
     @property

@@ -226,7 +226,6 @@ class TinyModel:
         return processor
 
     def new_config(self, tokenizer: Qwen2Tokenizer, *, tie_word_embeddings: bool = False) -> Any:
-        """Returns the configuration, for the vocabulary of `tokenizer`."""
         assert self.model.config_class, "every released architecture has a configuration"
         shared = {"tie_word_embeddings": tie_word_embeddings}
         own = deepcopy({**self.text})  # configurations keep and change the dictionaries that they are given

@@ -59,8 +59,7 @@ def named() -> list[tuple[str, nn.Parameter]]:
 
 
 def build(parameters: list[tuple[str, nn.Parameter]]) -> MuonWithAdamW:
-    settings = {"learning_rate": 0.1, "weight_decay": 0.0, "muon_momentum": 0.0}
-    return MuonWithAdamW(parameters, LearnerConfig(backend="single", **settings, beta1=0.9, beta2=0.99, adam_eps=1e-8))
+    return MuonWithAdamW(parameters, LearnerConfig(backend="single", learning_rate=0.1, muon_momentum=0.0, beta2=0.99))
 
 
 def test_moments_in_8_bits_take_a_quarter_of_the_memory_and_follow_adamw_over_20_steps() -> None:

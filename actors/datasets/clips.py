@@ -234,6 +234,11 @@ class MediaDownloads:
                 raise _failed(url, f"{type(error).__name__}: {error}") from error
         return path
 
+    def later(self, url: str) -> WebFile:
+        """Checks the host at once, and leaves the download to the process that reads the file."""
+        self.check(url)
+        return WebFile(url, self.fetch)
+
     def check(self, url: str) -> None:
         """Raises: ImageError: the host of the URL is not allowed. Opens no connection."""
         try:
@@ -273,18 +278,6 @@ class MediaDownloads:
                 f"{asked[:NUM_SHOWN_OF_URL]} is on {host or 'no host'}, which data.allowed_hosts does not have: "
                 "add the host, or store the file in the data folder",
             )
-
-
-class LateDownloads:
-    """Implements `Downloads`: checks hosts at once, and leaves the download to the process that reads the file."""
-
-    def __init__(self, downloads: MediaDownloads) -> None:
-        self._downloads = downloads
-
-    def fetch(self, url: str) -> WebFile:
-        """Returns the file of a URL, not downloaded yet."""
-        self._downloads.check(url)
-        return WebFile(url, self._downloads.fetch)
 
 
 def web_files(media: Iterable[Video]) -> list[WebFile]:

@@ -74,16 +74,9 @@ class Conversation:
     unread: tuple[str, ...] = ()
 
 
-class NoDownloads:
-    """Implements `mobula.actors.datasets.images.Downloads`: offline jobs refuse web URLs."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-
-    def fetch(self, url: str) -> Path:
-        raise ImageError(
-            f"remote_{self._kind}", f"{url[:80]!r} is no path: save the {self._kind} below the data folder and name it"
-        )
+def _refuse_url(kind: str, url: str) -> Path:
+    """Raises: ImageError: offline jobs download nothing."""
+    raise ImageError(f"remote_{kind}", f"{url[:80]!r} is no path: save the {kind} below the data folder and name it")
 
 
 def read_conversations(
@@ -133,7 +126,7 @@ def _read_row(
                 raise RowError(
                     "image_in_answer", "an assistant's message holds an image, a video or a sound: write texts alone"
                 )
-    inputs = {kind: make(folder, NoDownloads(kind), takes_absolute=False) for kind, make in MEDIA.items()}
+    inputs = {kind: make(folder, partial(_refuse_url, kind), takes_absolute=False) for kind, make in MEDIA.items()}
     listed = {kind: inputs[kind].each(first_of(fields, f"{kind}s", kind)) for kind in MEDIA}
     num_media = {kind: len(named[kind]) + len(listed[kind]) for kind in MEDIA}
     written = _with_placeholders((*context, *(t for ending in endings for t in ending.turns)), placeholders, num_media)
@@ -149,7 +142,8 @@ def _read_row(
     for kind in MEDIA:
         media.append(inputs[kind].resolve(named[kind] or listed[kind], name))
         _refuse_mismatch(shown, kind, len(named[kind]), len(listed[kind]))
-    return Conversation(name, context, endings, *media, template_of(fields), unread)
+    images, videos, audios = media
+    return Conversation(name, context, endings, images, videos, audios, template_of(fields), unread)
 
 
 def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media: Mapping[str, int]) -> list[Turn]:

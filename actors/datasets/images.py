@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
@@ -72,12 +72,8 @@ class ImageError(SkippedSample):
         self.detail = detail
 
 
-class Downloads(Protocol):
-    """Resolves web URLs: `MediaDownloads` or `LateDownloads` of `mobula.actors.datasets.clips`."""
-
-    def fetch(self, url: str) -> Path | WebFile:
-        """Raises: ImageError: the host is not allowed, or the download failed."""
-        ...
+Fetch = Callable[[str], Path | WebFile]
+"""Resolves a web URL. Raises: ImageError: the host is not allowed, or the download failed."""
 
 
 class MediaInputs:
@@ -85,10 +81,10 @@ class MediaInputs:
 
     noun: ClassVar[str]  # in names of media without a name
 
-    def __init__(self, root: Path, downloads: Downloads, *, takes_absolute: bool) -> None:
+    def __init__(self, root: Path, fetch: Fetch, *, takes_absolute: bool) -> None:
         """`takes_absolute` allows absolute paths; paths in file URLs are always absolute."""
         self._root = root.resolve()
-        self._downloads = downloads
+        self._fetch = fetch
         self._takes_absolute = takes_absolute
 
     def resolve(self, value: Any, name: str) -> tuple[Any, ...]:
@@ -145,7 +141,7 @@ class MediaInputs:
             content = _from_base64(data) if head.endswith(";base64") else unquote_to_bytes(data)
             return EncodedFile(content, name)
         if url.startswith(WEB):
-            return self._downloads.fetch(url)
+            return self._fetch(url)
         if url.startswith("file://"):
             return self._path(unquote(urlsplit(url).path))
         raise ImageError(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
-from mobula.actors.datasets.clips import AudioInputs, DownloadLimits, LateDownloads, MediaDownloads, VideoInputs
+from mobula.actors.datasets.clips import AudioInputs, DownloadLimits, MediaDownloads, VideoInputs
 from mobula.actors.datasets.formats.base import Draft, RowFormat, finish, first_of, named, present
 from mobula.actors.datasets.formats.records import format_of
 from mobula.actors.datasets.formats.turns import SHARED_COLUMNS, system_turn, template_of, unread_fields, without
-from mobula.actors.datasets.images import Downloads, ImageInputs, MediaInputs
+from mobula.actors.datasets.images import ImageInputs, MediaInputs
 from mobula.actors.datasets.mixture import CURRICULA, Curriculum, LazyRows, MixedRows, Shuffled, windowed_order
 from mobula.actors.datasets.readers import reader_of
 from mobula.actors.datasets.readers.base import Opened, Record, Table, refuse_unread, without_nulls
@@ -57,66 +57,58 @@ def read_split(
 NUM_CACHED = 8  # rows; each is read twice in a row, for the id and for the prompt
 
 
+@dataclass(eq=False)
 class RowReader:
     """Reads the rows of a table on demand."""
 
-    def __init__(
-        self,
-        table: Table,
-        row_format: RowFormat,
-        media: Mapping[str, MediaInputs],
-        data: DataConfig,
-        source: SourceConfig,
-        label_key: str,
-    ) -> None:
-        """`media`: kind of medium -> how it is resolved; `label_key`: metadata key of a row's label."""
-        self._table = table
-        self._format = row_format
-        self._media = media
-        self._data = data
-        self._source = source
-        self._placeholders = data.placeholders.model_dump()
-        self._label_key = label_key
-        self.name = table.name
+    table: Table
+    format: RowFormat
+    media: Mapping[str, MediaInputs]  # kind of medium -> how it is resolved
+    data: DataConfig
+    source: SourceConfig
+    label_key: str  # metadata key of a row's label
+
+    def __post_init__(self) -> None:
+        self.placeholders = self.data.placeholders.model_dump()
         self.row = lru_cache(maxsize=NUM_CACHED)(self._read_row)
 
     def order_of(self, indices: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """Returns int64 [N]: an order of the rows at sorted `indices` [N], as positions in `indices`."""
-        blocks = self._table.blocks
+        blocks = self.table.blocks
         bounds = np.searchsorted(indices, np.concatenate([[0], np.cumsum(blocks[:, 0])]))
         chosen_blocks = np.stack([np.diff(bounds), blocks[:, 1]], axis=1)
-        return windowed_order(chosen_blocks[chosen_blocks[:, 0] > 0], self._data.shuffle_bytes, seed, epoch)
+        return windowed_order(chosen_blocks[chosen_blocks[:, 0] > 0], self.data.shuffle_bytes, seed, epoch)
 
     def _read_row(self, index: int) -> Row:
-        name = self._table.name(index)
+        name = self.table.name(index)
         record: Record = {}
         try:
-            record = without(self._mapped(without_nulls(self._table.record(index))), self._data.ignored_fields)
-            draft = self._format.read(record) if self._format.is_own else self._draft(record)
-            if self._source.label:
-                draft.label = self._source.label
+            record = without(self._mapped(without_nulls(self.table.record(index))), self.data.ignored_fields)
+            draft = self.format.read(record) if self.format.is_own else self._draft(record)
+            if self.source.label:
+                draft.label = self.source.label
             file, _, number = name.rpartition(":")
             default_id = f"{PurePath(file).stem}-{number}"
             row = finish(
                 draft,
-                self._media,
-                placeholders=self._placeholders,
+                self.media,
+                placeholders=self.placeholders,
                 default_id=default_id,
                 name=name,
-                label_key=self._label_key,
+                label_key=self.label_key,
             )
-            if self._data.repeated_ids == "number" and row.sample_id != default_id:
+            if self.data.repeated_ids == "number" and row.sample_id != default_id:
                 return replace(row, sample_id=f"{row.sample_id}-{index + 1}")
             return row
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name
-            raise named(error, sample, self._source.columns) from error
+            raise named(error, sample, self.source.columns) from error
 
     def _draft(self, record: Record) -> Draft:
         """Reads a record in a format of this package, with the columns that all of them share."""
-        known = (*self._format.columns, *self._source.columns, self._label_key)
-        unread = unread_fields(record, known, has_answers=self._format.has_answers)
-        draft = self._format.read(record)
+        known = (*self.format.columns, *self.source.columns, self.label_key)
+        unread = unread_fields(record, known, has_answers=self.format.has_answers)
+        draft = self.format.read(record)
         draft.metadata = {key: value for key, value in draft.metadata.items() if key not in SHARED_COLUMNS}
         draft.template, draft.unread = template_of(record), unread
         draft.turns = [*system_turn(record, draft.turns), *draft.turns]
@@ -124,49 +116,42 @@ class RowReader:
 
     def _mapped(self, record: Record) -> Record:
         """Renames the columns of a record to the names of the row format."""
-        renamed: dict[str, Any] = {column: first_of(record, source) for column, source in self._source.columns.items()}
-        others = {column: value for column, value in record.items() if column not in self._source.columns.values()}
+        renamed: dict[str, Any] = {column: first_of(record, source) for column, source in self.source.columns.items()}
+        others = {column: value for column, value in record.items() if column not in self.source.columns.values()}
         return {**others, **{column: value for column, value in renamed.items() if value is not None}}
 
 
+@dataclass(eq=False)
 class TableRows(LazyRows[Row]):
     """Rows of a table, in the order of the table."""
 
-    def __init__(
-        self,
-        reader: RowReader,
-        indices: np.ndarray,
-        curriculum: Curriculum | None,
-        difficulty: np.ndarray | None = None,
-    ) -> None:
-        """`difficulty`, float64 [N], is the difficulty of each row at `indices`, int64 [N], for a curriculum."""
-        self._reader = reader
-        self._indices = indices
-        self._curriculum = curriculum
-        self._difficulty = difficulty
+    reader: RowReader
+    indices: np.ndarray  # int64 [N]
+    curriculum: Curriculum | None
+    difficulty: np.ndarray | None = None  # float64 [N], of each row, for a curriculum
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def row_at(self, index: int) -> Row:
-        return self._reader.row(int(self._indices[index]))
+        return self.reader.row(int(self.indices[index]))
 
     def name(self, index: int) -> str:
-        return self._reader.name(int(self._indices[index]))
+        return self.reader.table.name(int(self.indices[index]))
 
     def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> TableRows:
-        return TableRows(self._reader, self._indices[indices], self._curriculum, difficulty)
+        return TableRows(self.reader, self.indices[indices], self.curriculum, difficulty)
 
     def endless(self, seed: int) -> Shuffled[Row]:
         return Shuffled(self, self.order, seed)
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Returns int64 [N]: the order of one epoch, stage by stage."""
-        curriculum = self._curriculum
-        if curriculum is None or self._difficulty is None or epoch >= curriculum.num_epochs:
-            return self._reader.order_of(self._indices, seed, epoch)
-        stages = curriculum.stages(self._difficulty, curriculum.num_stages)
-        return np.concatenate([stage[self._reader.order_of(self._indices[stage], seed, epoch)] for stage in stages])
+        curriculum = self.curriculum
+        if curriculum is None or self.difficulty is None or epoch >= curriculum.num_epochs:
+            return self.reader.order_of(self.indices, seed, epoch)
+        stages = curriculum.stages(self.difficulty, curriculum.num_stages)
+        return np.concatenate([stage[self.reader.order_of(self.indices[stage], seed, epoch)] for stage in stages])
 
 
 def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split[Row]:
@@ -224,20 +209,16 @@ def _open_source(
     # `datasets` returns absolute paths for files in a folder; they are confined to the folder like all others.
     takes_absolute = source.media_path != "" or source.kind is DataKind.HUGGINGFACE
 
-    def downloads(max_bytes: int, key: str) -> Downloads:
-        limits = DownloadLimits(max_bytes, key, data.max_redirects, data.download_timeout_s)
-        # Absolute, because processes on other nodes have other working directories.
-        direct = MediaDownloads((data.cache_path / "downloads").absolute(), data.allowed_hosts, limits)
-        return LateDownloads(direct) if fetches_late else direct
-
-    limits: dict[str, tuple[type[MediaInputs], int, str]] = {
+    folder = (data.cache_path / "downloads").absolute()  # processes on other nodes have other working directories
+    kinds: dict[str, tuple[type[MediaInputs], int, str]] = {
         "image": (ImageInputs, data.max_image_bytes, "data.max_image_bytes"),
         "video": (VideoInputs, data.video.max_file_bytes, "data.video.max_file_bytes"),
         "audio": (AudioInputs, data.audio.max_file_bytes, "data.audio.max_file_bytes"),
     }
-    media = {
-        kind: make(root, downloads(max_bytes, key), takes_absolute=takes_absolute)
-        for kind, (make, max_bytes, key) in limits.items()
-    }
+    media = {}
+    for kind, (make, max_bytes, key) in kinds.items():
+        limits = DownloadLimits(max_bytes, key, data.max_redirects, data.download_timeout_s)
+        downloads = MediaDownloads(folder, data.allowed_hosts, limits)
+        media[kind] = make(root, downloads.later if fetches_late else downloads.fetch, takes_absolute=takes_absolute)
     reader = RowReader(table, row_format, media, data, source, label_key)
     return TableRows(reader, np.arange(len(table)), curriculum_of(data))

@@ -21,16 +21,17 @@ from data_rows import LABEL_KEY, data_config, read_split
 from http_servers import PROXIES, media_server
 from PIL import Image
 
-from mobula.actors.datasets.clips import DownloadLimits, LateDownloads, MediaDownloads, fetch_together
+from mobula.actors.datasets.clips import DownloadLimits, MediaDownloads, fetch_together
 from mobula.actors.datasets.images import EncodedFile, ImageError, ImageInputs, WebFile
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import RowError, count_by_reason
-from mobula.actors.processors.image import ImageLimits, check_image, decode_image, read_image
+from mobula.actors.processors.image import check_image, decode_image, read_image
 from mobula.cluster.errors import MediaError
+from mobula.configs.load import load_config
 
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
-LIMITS = ImageLimits(max_image_bytes=100_000, max_decoded_pixels=10_000)
+LIMITS = load_config(["experiment=digits", "data.max_image_bytes=100000", "data.max_decoded_pixels=10000"]).data
 DOWNLOADS = DownloadLimits(max_bytes=10_000, max_bytes_key="data.max_image_bytes", max_redirects=1, timeout_s=10)
 
 
@@ -52,7 +53,7 @@ def root(tmp_path: Path) -> Path:
 
 def inputs(root: Path, *hosts: str, takes_absolute: bool = False) -> ImageInputs:
     downloads = MediaDownloads(root.parent / "cache", hosts, DOWNLOADS)
-    return ImageInputs(root, downloads, takes_absolute=takes_absolute)
+    return ImageInputs(root, downloads.fetch, takes_absolute=takes_absolute)
 
 
 class Tensor:
@@ -219,8 +220,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def late_inputs(root: Path, *hosts: str) -> ImageInputs:
-    downloads = LateDownloads(MediaDownloads(root.parent / "cache", hosts, DOWNLOADS))
-    return ImageInputs(root, downloads, takes_absolute=False)
+    downloads = MediaDownloads(root.parent / "cache", hosts, DOWNLOADS)
+    return ImageInputs(root, downloads.later, takes_absolute=False)
 
 
 @pytest.fixture

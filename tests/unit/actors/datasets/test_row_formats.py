@@ -269,7 +269,7 @@ def test_frames_in_lists_folders_and_arrays_are_one_video(tmp_path: Path) -> Non
     (tmp_path / "clip").mkdir()
     for name in ("b.png", "a.png", "notes.txt"):
         (tmp_path / "clip" / name).write_bytes((tmp_path / "a.png").read_bytes())
-    inputs = VideoInputs(tmp_path, NO_DOWNLOADS, takes_absolute=False)
+    inputs = VideoInputs(tmp_path, NO_DOWNLOADS.fetch, takes_absolute=False)
     frames = ["clip/a.png", "clip/b.png"]
     expected = (tmp_path / "clip" / "a.png", tmp_path / "clip" / "b.png")
     for value in ("clip", frames, {"video": frames}, [frames], [{"frames": frames, "fps": 8}]):
@@ -289,7 +289,7 @@ def test_frames_in_lists_folders_and_arrays_are_one_video(tmp_path: Path) -> Non
 
 def test_lists_of_encoded_images_are_one_video_and_lists_of_files_several(tmp_path: Path) -> None:
     folder_of(tmp_path)
-    inputs = VideoInputs(tmp_path, NO_DOWNLOADS, takes_absolute=False)
+    inputs = VideoInputs(tmp_path, NO_DOWNLOADS.fetch, takes_absolute=False)
     png, gif = (tmp_path / "a.png").read_bytes(), (tmp_path / "a.gif").read_bytes()
     url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     for frames in ([png, bytearray(png)], [url, url], [{"bytes": png, "path": None}] * 2, [{"path": "a.png"}, "a.png"]):
@@ -302,7 +302,7 @@ def test_lists_of_encoded_images_are_one_video_and_lists_of_files_several(tmp_pa
 
 
 def test_tensors_of_frames_may_be_floats_and_need_gradients(tmp_path: Path) -> None:
-    inputs = VideoInputs(tmp_path, NO_DOWNLOADS, takes_absolute=False)
+    inputs = VideoInputs(tmp_path, NO_DOWNLOADS.fetch, takes_absolute=False)
     frames = torch.rand(3, 3, 4, 6)  # [T, C, H, W]
     for value in (frames, frames.bfloat16(), frames.clone().requires_grad_(), [frame.numpy() for frame in frames]):
         [video] = inputs.resolve(value, "row")

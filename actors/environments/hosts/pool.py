@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -215,42 +216,39 @@ def _headers(token_env: str) -> dict[str, str]:
 GRACE_S = 1.0  # the host kills a process at the timeout and reports it within this time
 
 
+@dataclass(eq=False)
 class EnvironmentSession:
     """One environment for one episode. Checks all results."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        run: Callable[..., Awaitable[Any]],
-        config: EnvironmentConfig,
-        *,
-        takes_images: bool,
-    ) -> None:
-        self._environment = environment
-        self._run = run
-        self._config = config
-        self._checked = partial(checked_observation, max_bytes=config.max_observation_bytes, takes_images=takes_images)
+    environment: Environment
+    run: Callable[..., Awaitable[Any]]
+    config: EnvironmentConfig
+    takes_images: bool
+
+    def __post_init__(self) -> None:
+        most = self.config.max_observation_bytes
+        self._checked = partial(checked_observation, max_bytes=most, takes_images=self.takes_images)
 
     @property
     def spec(self) -> EnvironmentSpec:
-        return self._environment.spec
+        return self.environment.spec
 
     async def reset(self, seed: int, options: Mapping[str, Any] = MappingProxyType({})) -> Reset:
         """Raises: EpisodeError: the environment raised, timed out, or returned an invalid result."""
-        call = partial(self._environment.reset, seed=seed, options=dict(options))
-        start = Reset(*await self._run(call, self._config.reset_timeout_s, "reset"))
+        call = partial(self.environment.reset, seed=seed, options=dict(options))
+        start = Reset(*await self.run(call, self.config.reset_timeout_s, "reset"))
         return start._replace(observation=self._checked(start.observation, ROLES_OF_RESET))
 
     async def step(self, action: Action) -> Step:
         """Raises: EpisodeError: as `reset`."""
-        call = partial(self._environment.step, action)
-        result = Step(*await self._run(call, self._config.step_timeout_s, "step"))
+        call = partial(self.environment.step, action)
+        result = Step(*await self.run(call, self.config.step_timeout_s, "step"))
         return result._replace(observation=self._checked(result.observation, ROLES_OF_STEP))
 
     async def demonstrate(self) -> str:
         """The text of a good next turn; requires `spec.demonstrates`."""
-        demonstrator = cast("Demonstrator", self._environment)
-        text = await self._run(demonstrator.demonstrate, self._config.step_timeout_s, "demonstrate")
+        demonstrator = cast("Demonstrator", self.environment)
+        text = await self.run(demonstrator.demonstrate, self.config.step_timeout_s, "demonstrate")
         if not isinstance(text, str) or not text:
             raise EpisodeError("bad_demonstration", f"demonstrate() gave {text!r:.40}: return the text of a turn")
         return text
@@ -280,7 +278,7 @@ class EnvironmentPool:
             else:
                 environment = await self._run(partial(_made, self._config), self._config.start_timeout_s, "start")
             try:
-                yield EnvironmentSession(environment, self._run, self._config, takes_images=self._takes_images)
+                yield EnvironmentSession(environment, self._run, self._config, self._takes_images)
             except BaseException:
                 self._threads.submit(environment.close)
                 raise

@@ -95,7 +95,7 @@ async def test_a_process_that_hangs_is_killed_at_its_deadline() -> None:
     with pytest.raises(EpisodeError) as caught:
         async with pool.session() as session:
             await session.reset(1)
-            process, asked = session._environment._child._process, time.monotonic()
+            process, asked = session.environment._child._process, time.monotonic()
             await session.step(Action("go"))
     assert caught.value.kind == "timed_out"
     assert time.monotonic() - asked < HANG_S, "the step has not waited until the environment answered"

@@ -160,11 +160,14 @@ AnyBody = Annotated[
 Queries = Annotated[QueryForm, Query(description="Whether LightRFT's queries begin with their prompts.")]
 
 
-class ServerMetrics:
-    """Prometheus metrics in a separate registry, so that one process can run several servers."""
+class RewardServer:
+    """Scores requests in the thread pool and counts them. `timeout_s` bounds the reading and the scoring of each."""
 
-    def __init__(self, threads: ScorerThreads) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, threads: ScorerThreads, timeout_s: float, max_request_bytes: int) -> None:
+        self.threads = threads
+        self.timeout_s = timeout_s
+        self.max_request_bytes = max_request_bytes
+        self.registry = CollectorRegistry()  # a separate one: one process can run several servers
         self.samples = Counter("mobula_rewards_samples", "Samples by outcome.", ["status"], registry=self.registry)
         said = "Requests by status, refused ones too."
         self.requests = Counter("mobula_rewards_requests", said, ["status"], registry=self.registry)
@@ -173,16 +176,6 @@ class ServerMetrics:
         waiting.set_function(lambda: threads.num_waiting)
         busy = Gauge("mobula_rewards_busy", "Threads that are scoring.", registry=self.registry)
         busy.set_function(lambda: threads.num_busy)
-
-
-class RewardServer:
-    """Scores requests in the thread pool and counts them. `timeout_s` bounds the reading and the scoring of each."""
-
-    def __init__(self, threads: ScorerThreads, timeout_s: float, max_request_bytes: int) -> None:
-        self.threads = threads
-        self.timeout_s = timeout_s
-        self.max_request_bytes = max_request_bytes
-        self.metrics = ServerMetrics(threads)
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[Outcome]:
         """Returns one outcome per request by the deadline; requests without a score by then time out."""
@@ -194,7 +187,7 @@ class RewardServer:
             failure = ScoringFailure(FailureKind.TIMED_OUT, f"waited {seconds:g} s for the reward functions")
             outcomes = (failure,) * len(requests)
         for outcome in outcomes:
-            self.metrics.samples.labels(OutcomeMessage.of(outcome).status).inc()
+            self.samples.labels(OutcomeMessage.of(outcome).status).inc()
         return outcomes
 
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -223,7 +216,7 @@ def make_app(service: RewardServer, address: Address) -> RequestGate:
         max_request_bytes=service.max_request_bytes,
         read_s=service.timeout_s,
         is_full=service.threads.is_full,
-        on_status=lambda status: service.metrics.requests.labels(str(status)).inc(),
+        on_status=lambda status: service.requests.labels(str(status)).inc(),
     )
 
 
@@ -254,11 +247,11 @@ def _add_watching(app: FastAPI, service: RewardServer) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _answered(service: RewardServer, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
-    with service.metrics.seconds.time():
+    with service.seconds.time():
         try:
             if isinstance(body, ScoreBody):
                 outcomes = await service.score([sample.request() for sample in body.samples])

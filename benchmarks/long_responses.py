@@ -209,7 +209,7 @@ async def _push_rounds(effort: Effort, stage: Stage, inference: Inference) -> li
     [client] = inference.rollouts.receivers()
 
     async def num_computed() -> int:
-        call = client._handle.num_computed.remote()
+        call = client.handle.num_computed.remote()
         return await answer(call, timeout_s=TIMEOUT_S, what="the tokens that the engine computed")
 
     pushes, found = Pushes(stage, client), []

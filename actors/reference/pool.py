@@ -40,9 +40,8 @@ class ReferencePool:
         on_retry: Callable[[str], None] = lambda kind: None,
     ) -> None:
         """`handles` are Ray handles of `ReferenceScorer`s; `folder` holds the frozen policy once the run has begun.
-
-        `on_lost` is called with the kind of each loss of a scorer, `on_retry` with the reason why a share is repeated.
-        """
+        `on_lost` is called with the kind of each loss of a scorer, `on_retry` with the reason why a share is
+        repeated."""
         self._work = WorkQueue(
             "reference",
             handles,

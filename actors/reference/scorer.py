@@ -70,10 +70,8 @@ OTHERS = ""  # key of labels without a teacher; no label is empty
 
 
 class ReferenceScorer:
-    """Scores trajectories with a frozen checkpoint, under the sampling distribution.
-
-    Labels may have separate checkpoints (`algorithm.distillation.teachers`).
-    """
+    """Scores trajectories with a frozen checkpoint, under the sampling distribution. Labels may have separate
+    checkpoints (`algorithm.distillation.teachers`)."""
 
     def __init__(
         self, config: RunConfig, banned_ids: tuple[int, ...], teachers: Mapping[str, Path] = NO_TEACHERS

@@ -28,11 +28,9 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 
 
 class MediaBatcher:
-    """Reads media on a thread for an event loop, in batches.
-
-    The switch to a thread and the request to the object store cost more than reading the media of one prompt, so
-    prompts that arrive during a read share the next read. A prompt with media on another node waits alone.
-    """
+    """Reads media on a thread for an event loop, in batches. The switch to a thread and the request to the object store
+    cost more than reading the media of one prompt, so prompts that arrive during a read share the next read. A prompt
+    with media on another node waits alone."""
 
     def __init__(self, reader: MediaReader) -> None:
         self._reader = reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,49 +29,34 @@ Take = Callable[[TokenChunk], None]
 VALUES_A_STREAM = 4000  # Ray keeps about 100 bytes for each value of a stream until the stream ends
 
 
+@dataclass(eq=False)
 class RolloutClient:
     """Typed calls to one `RolloutActor`, each with a deadline; also a weight-sync `Receiver`."""
 
-    def __init__(
-        self,
-        handle: Any,
-        name: str,
-        *,
-        in_flight_requests: InFlightRequests,
-        start_s: float,
-        rollout_s: float,
-        sync_s: float,
-        sign_s: float,
-        probe_s: float,
-        stop_s: float,
-    ) -> None:
-        """`handle` is the Ray handle of a `RolloutActor`; streamed chunks are added to `in_flight_requests`.
+    handle: Any  # Ray handle of the actor
+    name: str
+    _: KW_ONLY
+    in_flight_requests: InFlightRequests  # streamed chunks are added to them
+    start_s: float
+    rollout_s: float  # bounds the wait for a group, or for its next chunk
+    sync_s: float
+    sign_s: float
+    probe_s: float
+    stop_s: float
 
-        `rollout_s` bounds the wait for a group, or for its next chunk.
-        """
-        self.name = name
-        self._handle = handle
-        self._in_flight_requests = in_flight_requests
-        self._prompts = PromptClient(handle, name)
+    def __post_init__(self) -> None:
+        self._prompts = PromptClient(self.handle, self.name)
         self._version = -1  # newest version that the actor is known to serve
         self._held: list[RenewableTimeout] = []  # of prompts that wait in the actor for a push
-        self._start_s = start_s
-        self._rollout_s = rollout_s
-        self._sync_s = sync_s
-        self._sign_s = sign_s
-        self._probe_s = probe_s
-        self._stop_s = stop_s
 
     async def start(self) -> None:
-        await self._answer(self._handle.start.remote(), "load its engine", self._start_s)
+        await self._answer(self.handle.start.remote(), "load its engine", self.start_s)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """Returns a reference to the group, owned by the caller so that it outlives the actor, and the report.
-
-        The actor continues from the chunks of the prompt's in-flight request, which collects the new chunks. If the
-        prompt needs the weights of a push, the timeout starts at the end of the push.
-        """
-        in_flight, timeout = self._in_flight_requests.of(prompt, settings), self._timeout(settings.min_version)
+        """Returns a reference to the group, owned by the caller so that it outlives the actor, and the report. The
+        actor continues from the chunks of the prompt's in-flight request, which collects the new chunks. If the prompt
+        needs the weights of a push, the timeout starts at the end of the push."""
+        in_flight, timeout = self.in_flight_requests.of(prompt, settings), self._timeout(settings.min_version)
 
         def take(chunk: TokenChunk) -> None:
             in_flight.add(chunk)
@@ -84,32 +69,32 @@ class RolloutClient:
 
     def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Any:
         """Samples a prompt outside the run; returns an object reference of the `TrajectoryGroup`."""
-        return self._handle.sample_apart.remote(prompt, settings)
+        return self.handle.sample_apart.remote(prompt, settings)
 
     async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores:
         """Scores a prompt with served weights. Raises: ValueError: the adapter is not served."""
-        call = self._handle.score_prompt.remote(prompt, adapter, num_top)
-        return await self._answer(call, f"score prompt {prompt.prompt_id}", self._rollout_s)
+        call = self.handle.score_prompt.remote(prompt, adapter, num_top)
+        return await self._answer(call, f"score prompt {prompt.prompt_id}", self.rollout_s)
 
     async def serve(self, adapter: str, folder: Path) -> None:
         """Loads an adapter. Raises: ValueError: the engine cannot serve it."""
-        await self._answer(self._handle.serve.remote(adapter, folder), f"load adapter {adapter}")
+        await self._answer(self.handle.serve.remote(adapter, folder), f"load adapter {adapter}")
 
     async def withdraw(self, adapter: str) -> None:
         """Unloads an adapter after its running requests. Raises: ValueError: it is not served."""
-        await self._answer(self._handle.withdraw.remote(adapter), f"withdraw adapter {adapter}", self._rollout_s)
+        await self._answer(self.handle.withdraw.remote(adapter), f"withdraw adapter {adapter}", self.rollout_s)
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
-        return await self._answer(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
+        return await self._answer(self.handle.prompt_logprobs.remote(prompt), "score the probe prompt")
 
     async def check_manifest(self, manifest: Manifest) -> None:
-        await self._answer(self._handle.check_manifest.remote(manifest), "check the manifest")
+        await self._answer(self.handle.check_manifest.remote(manifest), "check the manifest")
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        await self._answer(self._handle.join_transfer.remote(rendezvous, rank), "join the transfer group")
+        await self._answer(self.handle.join_transfer.remote(rendezvous, rank), "join the transfer group")
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
-        call = self._handle.receive_weights.remote(manifest, bucket_bytes, version)
+        call = self.handle.receive_weights.remote(manifest, bucket_bytes, version)
         try:
             self._version = await self._answer(call, f"receive version {version}")
         finally:  # after a failed push, too, prompts stop waiting for it
@@ -119,42 +104,42 @@ class RolloutClient:
         return self._version
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
-        call = self._handle.load_weights.remote(manifest, bucket_bytes, buckets, version)
+        call = self.handle.load_weights.remote(manifest, bucket_bytes, buckets, version)
         await self._answer(call, f"load version {version}")
         self._version = version
 
     async def is_alive(self) -> Vitals:
         """Returns the resource usage of the process, also while it computes."""
-        return await self._answer(self._handle.is_alive.remote(), "answer that it is alive", self._sign_s)
+        return await self._answer(self.handle.is_alive.remote(), "answer that it is alive", self.sign_s)
 
     async def probe(self) -> None:
-        await self._answer(self._handle.probe.remote(), "sample one token", self._probe_s)
+        await self._answer(self.handle.probe.remote(), "sample one token", self.probe_s)
 
     async def sleep(self) -> None:
-        await self._answer(self._handle.sleep.remote(), "go to sleep")
+        await self._answer(self.handle.sleep.remote(), "go to sleep")
 
     async def wake_up(self, tag: str) -> None:
-        await self._answer(self._handle.wake_up.remote(tag), f"wake up ({tag})")
+        await self._answer(self.handle.wake_up.remote(tag), f"wake up ({tag})")
 
     async def close(self) -> None:
         """Ends the process, in any state."""
         self._prompts.close()
-        await stop(self._handle, timeout_s=self._stop_s, what=self.name)
+        await stop(self.handle, timeout_s=self.stop_s, what=self.name)
 
     async def weight_version(self) -> int:
-        self._version = await self._answer(self._handle.ping.remote(), "name its weight version")
+        self._version = await self._answer(self.handle.ping.remote(), "name its weight version")
         return self._version
 
     def _timeout(self, min_version: int) -> RenewableTimeout:
         is_held = min_version > self._version
-        timeout = RenewableTimeout(self._rollout_s, is_held=is_held)
+        timeout = RenewableTimeout(self.rollout_s, is_held=is_held)
         if is_held:
             self._held.append(timeout)
         return timeout
 
     async def _answer(self, reference: Any, what: str, timeout_s: float | None = None) -> Any:
         """Waits for the reply to a call; without `timeout_s` as long as for a part of a weight sync."""
-        seconds = self._sync_s if timeout_s is None else timeout_s
+        seconds = self.sync_s if timeout_s is None else timeout_s
         return await answer(reference, timeout_s=seconds, what=f"{self.name} to {what}")
 
 

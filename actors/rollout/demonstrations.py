@@ -30,10 +30,8 @@ class Demonstration:
 
 
 class Demonstrations:
-    """Demonstrated episodes by seed, cached, with the tokenisation of sampled episodes.
-
-    An environment without demonstrations gives one turn: the `solution` of the reset.
-    """
+    """Demonstrated episodes by seed, cached, with the tokenisation of sampled episodes. An environment without
+    demonstrations gives one turn: the `solution` of the reset."""
 
     def __init__(self, config: EnvironmentConfig, sampler: SamplerConfig, chat: ChatProcessor, *, model: str) -> None:
         """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""

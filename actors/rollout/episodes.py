@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -46,7 +46,6 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.seeds import derived_seed
 from mobula.configs.schema.data import DataConfig, EnvironmentConfig
-from mobula.configs.schema.rollout import SamplerConfig
 
 
 @dataclass
@@ -118,10 +117,8 @@ class Episode:
 
 
 class ObservationBudget:
-    """Appends observations to episodes within `environment.max_tokens` and `sampler.max_images_per_prompt`.
-
-    An observation must leave a token for the next turn.
-    """
+    """Appends observations to episodes within `environment.max_tokens` and `sampler.max_images_per_prompt`. An
+    observation must leave a token for the next turn."""
 
     def __init__(self, config: EnvironmentConfig, chat: ChatProcessor, *, model: str, max_images: int) -> None:
         """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
@@ -217,6 +214,7 @@ class _TurnReport:
         self._is_restart = False
 
 
+@dataclass(eq=False)
 class EpisodeRunner:
     """Plays the siblings of a prompt concurrently, with a separate request for each turn.
 
@@ -230,23 +228,18 @@ class EpisodeRunner:
     deterministic, the episode restarts.
     """
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        chat: ChatProcessor,
-        sampler: Sampler,
-        media: MediaBatcher,
-        *,
-        model: str,
-        max_images: int,
-    ) -> None:
+    config: EnvironmentConfig
+    chat: ChatProcessor
+    sampler: Sampler
+    media: MediaBatcher
+    _: KW_ONLY
+    model: str
+    max_images: int
+
+    def __post_init__(self) -> None:
         """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
-        self._config = config
-        self._chat = chat
-        self._sampler = sampler
-        self._media = media
-        self._budget = ObservationBudget(config, chat, model=model, max_images=max_images)
-        self._pool = EnvironmentPool(config, takes_images=chat.takes_images)
+        self._budget = ObservationBudget(self.config, self.chat, model=self.model, max_images=self.max_images)
+        self._pool = EnvironmentPool(self.config, takes_images=self.chat.takes_images)
         self._has_failed: deque[bool] = deque(maxlen=NUM_WATCHED)
         self.failures: Counter[str] = Counter()  # by kind, including retried episodes
 
@@ -291,7 +284,7 @@ class EpisodeRunner:
             if not was_replayed or not episode.failure:  # a failed replay does not count as a try
                 self._note(episode)
                 number += 1
-            if not episode.failure or number > self._config.retries:
+            if not episode.failure or number > self.config.retries:
                 break
         if not episode.token_ids:  # failed before the first token, and a trajectory needs one
             episode.add_turn(await self._sampled(episode, request, f"{name}/0", max_tokens=1))
@@ -306,7 +299,7 @@ class EpisodeRunner:
         if observation_hash(start.observation) != task["hash"]:
             raise EpisodeError(
                 "seed_ignored",
-                f"environment {self._config.name} gave another observation for seed {task['seed']} than its prompt has",
+                f"environment {self.config.name} gave another observation for seed {task['seed']} than its prompt has",
             )
         if not session.spec.is_deterministic:
             turns.begin_again()
@@ -314,12 +307,12 @@ class EpisodeRunner:
             begin = episode.num_steps
             sampled = turns.known(number)
             if sampled is None:
-                room = min(request.settings.max_tokens, self._config.max_tokens - begin)
+                room = min(request.settings.max_tokens, self.config.max_tokens - begin)
                 sampled = await self._sampled(episode, request, f"{name}/{number}", max_tokens=room)
             episode.add_turn(sampled)
             is_cut = sampled.finish_reason is FinishReason.LENGTH
             assert isinstance(sampled.actions, TokenActions)
-            text = self._chat.decode(sampled.actions.token_ids)
+            text = self.chat.decode(sampled.actions.token_ids)
             action = Action(text, parse_tool_calls(text, session.spec.tools), is_cut)
             step = await session.step(action)
             episode.note_step(begin, action, step)
@@ -344,9 +337,9 @@ class EpisodeRunner:
         own = replace(
             settings, num_samples=1, max_tokens=max_tokens, seed=seed, priority=settings.priority - bool(turn)
         )
-        with self._sampler.coming():
-            media = await self._media.read(so_far.media)
-        [sampled] = await self._sampler.sample(so_far, media, own, Attempt(name), lambda chunks, siblings: None)
+        with self.sampler.coming():
+            media = await self.media.read(so_far.media)
+        [sampled] = await self.sampler.sample(so_far, media, own, Attempt(name), lambda chunks, siblings: None)
         if sampled.finish_reason is FinishReason.ABORT:
             raise RolloutError(f"the engine aborted a turn of {name}")
         return sampled
@@ -371,11 +364,11 @@ class EpisodeRunner:
         """Records the result. Raises `EnvironmentFailedError` if too large a share of recent episodes failed."""
         self._has_failed.append(bool(episode.failure))
         share = sum(self._has_failed) / NUM_WATCHED
-        if share > self._config.max_failed_fraction:
+        if share > self.config.max_failed_fraction:
             kinds = ", ".join(f"{kind} {number}" for kind, number in self.failures.items())
             raise EnvironmentFailedError(
-                f"{share:.0%} of the last {NUM_WATCHED} episodes of environment {self._config.name} failed ({kinds}), "
-                f"environment.max_failed_fraction is {self._config.max_failed_fraction:g}: repair the environment; the "
+                f"{share:.0%} of the last {NUM_WATCHED} episodes of environment {self.config.name} failed ({kinds}), "
+                f"environment.max_failed_fraction is {self.config.max_failed_fraction:g}: repair the environment; the "
                 f"last one: {episode.failure}"
             )
 
@@ -386,15 +379,12 @@ class EpisodeSettings:
 
     environment: EnvironmentConfig
     data: DataConfig
-    sampler: SamplerConfig
     keeps_files: bool  # of images, for reward functions
 
 
 class EpisodeActor(RolloutActor):
-    """Samples episodes.
-
-    A group contains each image of its observations once: objects of an actor in the object store are lost with it.
-    """
+    """Samples episodes. A group contains each image of its observations once: objects of an actor in the object store
+    are lost with it."""
 
     def __init__(
         self, sampler: str, settings: EngineSettings, episodes: EpisodeSettings, *, object_timeout_s: float
@@ -404,7 +394,7 @@ class EpisodeActor(RolloutActor):
         chat = ChatProcessor(
             settings.model,
             episodes.data,
-            episodes.sampler,
+            settings.sampler,
             store,
             keep_files=episodes.keeps_files,
             device=settings.device,
@@ -415,7 +405,7 @@ class EpisodeActor(RolloutActor):
             self._sampler,
             self._media,
             model=settings.model,
-            max_images=episodes.sampler.max_images_per_prompt,
+            max_images=settings.sampler.max_images_per_prompt,
         )
 
     async def generate(

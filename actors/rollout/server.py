@@ -41,11 +41,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class MessageBatch:
-    """Messages of all requests of an actor: chunks, then ended requests.
-
-    The groups follow as separate values of the stream, in the order of `ended`, so that a receiver of the messages need
-    not fetch them.
-    """
+    """Messages of all requests of an actor: chunks, then ended requests. The groups follow as separate values of the
+    stream, in the order of `ended`, so that a receiver of the messages need not fetch them."""
 
     chunks: Sequence[TokenChunk]
     ended: Sequence[Ended]
@@ -56,11 +53,9 @@ class MessageBatch:
 
 
 class PromptServer:
-    """Handles any number of concurrent requests with the subclass's `generate`, in one event loop.
-
-    Messages of all requests leave in one stream. Those that come while a batch is sent form the next batch, and are
-    kept until a listener exists.
-    """
+    """Handles any number of concurrent requests with the subclass's `generate`, in one event loop. Messages of all
+    requests leave in one stream. Those that come while a batch is sent form the next batch, and are kept until a
+    listener exists."""
 
     def __init__(self) -> None:
         self._at_work: dict[str, asyncio.Task[None]] = {}  # by request id
@@ -88,10 +83,8 @@ class PromptServer:
                 self._at_work[request_id].cancel()
 
     async def messages(self, num_values: int) -> AsyncIterator[MessageBatch | TrajectoryGroup]:
-        """Yields the messages of all requests, each batch followed by its groups.
-
-        Ends after the batch that reaches `num_values` values, or when another caller starts to listen.
-        """
+        """Yields the messages of all requests, each batch followed by its groups. Ends after the batch that reaches
+        `num_values` values, or when another caller starts to listen."""
         self._num_listeners += 1
         listener = self._num_listeners
         self._has_messages.set()  # ends the stream of the previous listener

@@ -18,7 +18,7 @@ SAMPLERS: Mapping[str, str] = {  # `sampler.kind` -> class, imported on use
 
 def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
     """Builds the sampler of `sampler.kind`; the engine is imported only if it is used."""
-    return sampler_maker(kind, settings.options)(settings)
+    return sampler_maker(kind, settings.sampler.kind_options)(settings)
 
 
 def sampler_maker(kind: str, options: Mapping[str, object]) -> Callable[[EngineSettings], Sampler]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from mobula.cluster.runtime.vitals import EngineLoad
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import RunConfig, SamplerConfig, SamplerKind
-from mobula.configs.schema.rollout import ServedAdaptersConfig
 from mobula.learner.policies.adapters import AdapterPush
 from mobula.learner.policies.checkpoint.stored import pushed_manifest
 from mobula.learner.policies.flow.denoising import Denoising
@@ -34,31 +33,20 @@ class EngineSettings:
     device: str  # cpu | cuda
     seed: int
     tensor_parallel: int  # number of GPUs per engine
-    max_model_len: int
+    sampler: SamplerConfig
     max_num_seqs: int  # 0: vLLM's default, or all siblings of a prompt
-    max_num_batched_tokens: int
-    chunk_tokens: int  # new tokens of a response per report
-    max_images_per_prompt: int
-    max_videos_per_prompt: int
-    max_audios_per_prompt: int
     kv_cache_bytes: int  # 0: vLLM measures the free part of its memory
     keeps_kv_cache: bool  # running requests keep their KV cache during a push
     sleep_level: int  # for an engine on the device of the learner; 0: never sleeps
     reports_load: bool  # reports queue, KV cache and preemptions, at a small cost per step
-    block_size: int
-    enforce_eager: bool
     banned_ids: tuple[int, ...]  # ids that are never sampled (image placeholders)
     stop_ids: tuple[int, ...]
     pad_id: int
     expected: Manifest  # tensors of a complete push of weights
     has_unpushed: bool  # the checkpoint also has frozen tensors, which are not pushed
     adapters: AdapterPush | None  # how to merge pushed adapters; None in runs without adapters
-    served: ServedAdaptersConfig = ServedAdaptersConfig()  # limits of served adapters
     memory_bytes: int = 0  # per GPU, without the context of the process; 0: the engine's default
-    memory_fraction: float = 0.0  # share of each GPU, replaces `memory_bytes`; 0: `memory_bytes`
     denoising: Denoising | None = None  # for flow models
-    image_guidance: float = 1.0  # for models that sample image tokens
-    options: Mapping[str, Any] = field(default_factory=dict)  # for a user's sampler class
 
     @property
     def hidden_ids(self) -> frozenset[int]:
@@ -66,15 +54,12 @@ class EngineSettings:
         return frozenset((*self.stop_ids, self.pad_id, *self.banned_ids))
 
     def expected_by(self, manifest: Manifest) -> Manifest:
-        """Returns the required manifest for a push of `manifest`: of weights or of adapters.
-
-        Raises:
-            ManifestError: the engine serves adapters beside a frozen base.
-        """
-        if self.served.are_on:
+        """Returns the required manifest for a push of `manifest`: of weights or of adapters. Raises: ManifestError: the
+        engine serves adapters beside a frozen base."""
+        if self.sampler.adapters.are_on:
             raise ManifestError(
-                f"sampler.adapters.max_served={self.served.max_served} freezes the base weights, and a run pushes new "
-                "ones: set it to 0"
+                f"sampler.adapters.max_served={self.sampler.adapters.max_served} freezes the base weights, and a run "
+                "pushes new ones: set it to 0"
             )
         adapters = self.adapters_of(manifest)
         return self.expected if adapters is None else adapters.manifest
@@ -123,10 +108,8 @@ class Sampler(Protocol):
         ...
 
     def load(self) -> EngineLoad:
-        """Returns the current load.
-
-        Preemptions, and requests in a core in another process, need `EngineSettings.reports_load`.
-        """
+        """Returns the current load. Preemptions, and requests in a core in another process, need
+        `EngineSettings.reports_load`."""
         ...
 
     async def check_manifest(self, manifest: Manifest) -> None:
@@ -134,28 +117,21 @@ class Sampler(Protocol):
         ...
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Joins a transfer group as receiver `rank` and leaves the previous group.
-
-        The ranks of an engine on several GPUs have consecutive group ranks, starting with `rank`.
-        """
+        """Joins a transfer group as receiver `rank` and leaves the previous group. The ranks of an engine on several
+        GPUs have consecutive group ranks, starting with `rank`."""
         ...
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         """Pauses requests, receives a push from the transfer group, sets `version` and resumes; returns the version
-        that the engine serves.
-
-        No later request uses a cache of the old weights (KV, prefix, encoder). A running request keeps its KV only with
-        `EngineSettings.keeps_kv_cache`.
-        """
+        that the engine serves. No later request uses a cache of the old weights (KV, prefix, encoder). A running
+        request keeps its KV only with `EngineSettings.keeps_kv_cache`."""
         ...
 
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
-        """Loads weights from packed buckets, for a late joiner without a transfer group.
-
-        Iterates `buckets` once on another thread, because a bucket may have to be fetched.
-        """
+        """Loads weights from packed buckets, for a late joiner without a transfer group. Iterates `buckets` once on
+        another thread, because a bucket may have to be fetched."""
         ...
 
     async def weight_version(self) -> int: ...
@@ -167,31 +143,20 @@ class AdapterSampler(Sampler, Protocol):
     """A sampler that serves adapters beside a frozen base model: `SamplingSettings.adapter` names the weights."""
 
     async def serve(self, adapter: str, folder: Path) -> None:
-        """Loads an adapter in PEFT's format. The folder must exist until the adapter is withdrawn.
-
-        A repeated call has no effect.
-
-        Raises:
-            ValueError: the name or all places (`sampler.adapters.max_served`) are taken, or the adapter does not fit.
-        """
+        """Loads an adapter in PEFT's format, once. The folder must exist until the adapter is withdrawn. Raises:
+        ValueError: the name or all places are taken, or the adapter does not fit."""
         ...
 
     async def withdraw(self, adapter: str) -> None:
-        """Refuses new requests of an adapter, waits for its running ones, and frees its memory.
-
-        Raises:
-            ValueError: the adapter is not served.
-        """
+        """Refuses new requests of an adapter, waits for its running ones, and frees its memory. Raises: ValueError: it
+        is not served."""
         ...
 
     async def score_prompt(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], *, adapter: str | None, num_top: int
     ) -> PromptScores:
-        """Computes the log-probs of a prompt, and of the `num_top` likeliest tokens at each position.
-
-        Raises:
-            ValueError: the adapter is not served.
-        """
+        """Computes the log-probs of a prompt, and of the `num_top` likeliest tokens at each position. Raises:
+        ValueError: the adapter is not served."""
         ...
 
 
@@ -223,30 +188,19 @@ def engine_settings(
         device=config.resources.device,
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
         tensor_parallel=config.resources.rollout.tensor_parallel,
-        max_model_len=sampler.max_model_len,
+        sampler=sampler,
         max_num_seqs=_at_a_time(sampler),
-        max_num_batched_tokens=sampler.vllm.max_num_batched_tokens,
-        chunk_tokens=sampler.chunk_tokens,
-        max_images_per_prompt=sampler.max_images_per_prompt,
-        max_videos_per_prompt=sampler.max_videos_per_prompt,
-        max_audios_per_prompt=sampler.max_audios_per_prompt,
         kv_cache_bytes=sampler.vllm.kv_cache_bytes,
-        memory_fraction=sampler.vllm.gpu_memory_fraction,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
         reports_load=config.metrics.ray and config.resources.device == "cuda",
         keeps_kv_cache=config.weight_sync.kv_cache == "keep",
-        block_size=sampler.vllm.block_size,
-        enforce_eager=sampler.vllm.enforce_eager,
         banned_ids=processor.media_token_ids,
         stop_ids=processor.eos_token_ids,
         pad_id=processor.pad_token_id,
         expected=pushed,
         has_unpushed=pushed.tensors != checkpoint.tensors,
         adapters=AdapterPush.of(model_folder, checkpoint, config.policy, dtype),
-        served=sampler.adapters,
         denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
-        image_guidance=sampler.image_tokens.guidance,
-        options=sampler.kind_options,
     )
 
 

@@ -26,11 +26,9 @@ ROUNDED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class FlowSampler(ImageSampler):
-    """Denoises the images of one prompt or of several as one batch.
-
-    Each image has a separate generator, so its image does not depend on the batch. At temperature 0, and with the
-    kernel ddim, all steps follow the ODE, and the steps of the window are stored with a log-prob of 0.
-    """
+    """Denoises the images of one prompt or of several as one batch. Each image has a separate generator, so its image
+    does not depend on the batch. At temperature 0, and with the kernel ddim, all steps follow the ODE, and the steps of
+    the window are stored with a log-prob of 0."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)

@@ -38,7 +38,7 @@ class HuggingFaceSampler(InProcessSampler):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self._adapters = ServedAdapters(settings.served)
+        self._adapters = ServedAdapters(settings.sampler.adapters)
 
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
@@ -139,7 +139,7 @@ class HuggingFaceSampler(InProcessSampler):
 
     def _choose(self, adapter: ServedAdapter | None) -> None:
         """Selects the weights of the next forward passes; the caller holds the engine."""
-        if self._settings.served.are_on:
+        if self._settings.sampler.adapters.are_on:
             choose_adapter(self._model, None if adapter is None else _name(adapter))
 
     def _model_inputs(
@@ -192,7 +192,7 @@ class _Reader(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         if self._progress.is_cancelled:
             return torch.ones(len(self._siblings), dtype=torch.bool, device=input_ids.device)
-        if self._sampling.stop_strings or len(scores) % self._settings.chunk_tokens == 0:
+        if self._sampling.stop_strings or len(scores) % self._settings.sampler.chunk_tokens == 0:
             self.read(input_ids, scores)
         goes_on = set(self._progress.unfinished())
         return torch.tensor([sibling not in goes_on for sibling in self._siblings], device=input_ids.device)

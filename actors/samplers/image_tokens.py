@@ -58,11 +58,9 @@ class ImageRow:
 
 
 class ImageSampler(InProcessSampler):
-    """Generates images in batches of at most `max_num_seqs`; with 0 all siblings of one prompt in one batch.
-
-    Prompts that wait for the engine share a batch, as far as it holds all their siblings and they are `kind_of` one
-    kind. An image is reported when its batch is complete; an attempt after a loss starts from the beginning.
-    """
+    """Generates images in batches of at most `max_num_seqs`; with 0 all siblings of one prompt in one batch. Prompts
+    that wait for the engine share a batch, as far as it holds all their siblings and they are `kind_of` one kind. An
+    image is reported when its batch is complete; an attempt after a loss starts from the beginning."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -134,7 +132,7 @@ class ImageTokenSampler(ImageSampler):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self._guidance = settings.image_guidance
+        self._guidance = settings.sampler.image_tokens.guidance
 
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")

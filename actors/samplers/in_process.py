@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -78,33 +78,24 @@ class GroupPart:
     name: str
 
 
+@dataclass(eq=False)
 class GroupProgress:
-    """Divides a group into requests, collects the tokens of its siblings, and reports them in chunks.
+    """Divides a group into requests, collects the tokens of its siblings, and reports them in chunks. When a sibling
+    has `chunk_tokens` unreported tokens, the chunks of all siblings are reported together: one report per chunk, and a
+    sibling loses at most `chunk_tokens - 1` tokens with its actor. The finished group is returned, not reported."""
 
-    When a sibling has `chunk_tokens` unreported tokens, the chunks of all siblings are reported together: one report
-    per chunk, and a sibling loses at most `chunk_tokens - 1` tokens with its actor. The finished group is returned, not
-    reported.
-    """
+    prompt: Prompt
+    settings: SamplingSettings
+    attempt: Attempt
+    emit: Emit
+    _: KW_ONLY
+    chunk_tokens: int
+    stop_strings: StopStrings
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        settings: SamplingSettings,
-        attempt: Attempt,
-        emit: Emit,
-        *,
-        chunk_tokens: int,
-        stop_strings: StopStrings,
-    ) -> None:
-        self.siblings: list[SampledSequence] = list(attempt.siblings) or [NOTHING] * settings.num_samples
+    def __post_init__(self) -> None:
+        self.siblings: list[SampledSequence] = list(self.attempt.siblings) or [NOTHING] * self.settings.num_samples
         self.is_cancelled = False
-        self._prompt = prompt
-        self._settings = settings
-        self._is_new = not attempt.siblings
-        self._request_id = attempt.request_id
-        self._emit = emit
-        self._chunk_tokens = chunk_tokens
-        self._stop_strings = stop_strings
+        self._request_id = self.attempt.request_id
         self._reported = list(self.siblings)
 
     @classmethod
@@ -112,21 +103,21 @@ class GroupProgress:
         cls, engine: EngineSettings, prompt: Prompt, settings: SamplingSettings, attempt: Attempt, emit: Emit
     ) -> GroupProgress:
         stop_strings = StopStrings(engine.model, settings.stop_strings, engine.hidden_ids)
-        return cls(prompt, settings, attempt, emit, chunk_tokens=engine.chunk_tokens, stop_strings=stop_strings)
+        return cls(prompt, settings, attempt, emit, chunk_tokens=engine.sampler.chunk_tokens, stop_strings=stop_strings)
 
     def opening(self) -> GroupPart | None:
         """The request for the first tokens of empty siblings, if those have a temperature of their own (FIRE)."""
         empty = self._empty()
         if not (self._has_opening and empty):
             return None
-        temperature = self._settings.first_token_temperature
-        own = replace(self._settings, num_samples=len(empty), temperature=temperature, max_tokens=1)
-        return GroupPart(self._prompt, own, empty, f"{self._request_id}#first")
+        temperature = self.settings.first_token_temperature
+        own = replace(self.settings, num_samples=len(empty), temperature=temperature, max_tokens=1)
+        return GroupPart(self.prompt, own, empty, f"{self._request_id}#first")
 
     def parts(self) -> list[GroupPart]:
         """The requests after the opening: one for a new group, else one for each unfinished sibling."""
-        if self._is_new and not self._has_opening:
-            return [GroupPart(self._prompt, self._settings, range(len(self.siblings)), self._request_id)]
+        if not self.attempt.siblings and not self._has_opening:
+            return [GroupPart(self.prompt, self.settings, range(len(self.siblings)), self._request_id)]
         if self._has_opening and (empty := self._empty()):
             raise RolloutError(f"the engine ended request {self._request_id} without a first token of siblings {empty}")
         return [self._rest(sibling) for sibling in self.unfinished()]
@@ -135,10 +126,10 @@ class GroupProgress:
         """Appends `piece` to `sibling`, without tokens after a stop string."""
         known = self.siblings[sibling]
         is_first = self._has_opening and known.num_tokens == 0
-        if is_first and piece.finish_reason is FinishReason.LENGTH and self._settings.max_tokens > 1:
+        if is_first and piece.finish_reason is FinishReason.LENGTH and self.settings.max_tokens > 1:
             piece = replace(piece, finish_reason=None)  # the limit of the opening
-        if not (known.is_finished and self._stop_strings.are_on):
-            self.siblings[sibling] = self._stop_strings.cut(known.followed_by(piece))
+        if not (known.is_finished and self.stop_strings.are_on):
+            self.siblings[sibling] = self.stop_strings.cut(known.followed_by(piece))
 
     def unfinished(self) -> list[int]:
         return [index for index, sibling in enumerate(self.siblings) if not sibling.is_finished]
@@ -147,10 +138,10 @@ class GroupProgress:
         """Emits the new chunks of all siblings if a sibling has a full chunk."""
         if not self.unfinished():
             return
-        if any(now.num_tokens - reported.num_tokens >= self._chunk_tokens for now, reported in self._pairs()):
+        if any(now.num_tokens - reported.num_tokens >= self.chunk_tokens for now, reported in self._pairs()):
             chunks = list(self._new_chunks())
             self._reported = list(self.siblings)
-            self._emit(chunks, tuple(self.siblings))
+            self.emit(chunks, tuple(self.siblings))
 
     def finished(self) -> list[SampledSequence]:
         if unfinished := self.unfinished():
@@ -159,7 +150,7 @@ class GroupProgress:
 
     @property
     def _has_opening(self) -> bool:
-        return self._settings.first_token_temperature > 0
+        return self.settings.first_token_temperature > 0
 
     def _empty(self) -> list[int]:
         return [index for index, sibling in enumerate(self.siblings) if sibling.num_tokens == 0]
@@ -169,12 +160,12 @@ class GroupProgress:
         # An engine cannot resume a random generator, so the rest is a new draw from the same distribution. The seed
         # depends on the position: the original seed would repeat the random numbers of the first tokens. Greedy
         # decoding continues exactly.
-        so_far, settings = self.siblings[sibling], self._settings
+        so_far, settings = self.siblings[sibling], self.settings
         assert isinstance(so_far.actions, TokenActions)
-        ids = np.concatenate([self._prompt.expanded_ids, so_far.actions.token_ids])  # positions of media are unchanged
+        ids = np.concatenate([self.prompt.expanded_ids, so_far.actions.token_ids])  # positions of media are unchanged
         seed = derived_seed(settings.seed, f"{sibling}/{so_far.num_tokens}")
         rest = replace(settings, num_samples=1, max_tokens=settings.max_tokens - so_far.num_tokens, seed=seed)
-        return GroupPart(replace(self._prompt, expanded_ids=ids), rest, [sibling], f"{self._request_id}#{sibling}")
+        return GroupPart(replace(self.prompt, expanded_ids=ids), rest, [sibling], f"{self._request_id}#{sibling}")
 
     def _pairs(self) -> Iterator[tuple[SampledSequence, SampledSequence]]:
         """Yields (current, last reported) of each sibling."""

@@ -333,9 +333,7 @@ def swapped_engines(
 def _role(config: RunConfig) -> tuple[Any, ...]:
     if not config.environment.is_on:
         return (RolloutActor,)
-    return EpisodeActor, EpisodeSettings(
-        config.environment, config.data, config.sampler, keeps_files=config.rewards.needs_images
-    )
+    return EpisodeActor, EpisodeSettings(config.environment, config.data, keeps_files=config.rewards.needs_images)
 
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:

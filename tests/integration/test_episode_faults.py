@@ -74,7 +74,7 @@ class Rollouts:
 
     async def _spawn(self, index: int) -> RolloutClient:
         config, name = self.config, f"rollout/{index}"
-        episodes = EpisodeSettings(config.environment, config.data, config.sampler, keeps_files=False)
+        episodes = EpisodeSettings(config.environment, config.data, keeps_files=False)
         role = ("huggingface", self._engine, episodes)
         handle = start(EpisodeActor, name, *role, object_timeout_s=10, max_concurrency=100, options={})
         return RolloutClient(handle, name, in_flight_requests=self.in_flight, **DEADLINES_S)

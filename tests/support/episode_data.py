@@ -46,10 +46,9 @@ def episode_config(model: Path, *overrides: str) -> RunConfig:
 def engine_settings(model: Path, chat: ChatProcessor) -> EngineSettings:
     """Of transformers' sampler."""
     return EngineSettings(
-        model=str(model), dtype="float32", device="cpu", seed=0, max_model_len=1024, max_num_seqs=8,
-        max_num_batched_tokens=1024, chunk_tokens=4, max_images_per_prompt=8,
-        max_videos_per_prompt=0, max_audios_per_prompt=0, kv_cache_bytes=1 << 20,
-        keeps_kv_cache=False, sleep_level=0, reports_load=False, block_size=16, enforce_eager=True,
+        model=str(model), dtype="float32", device="cpu", seed=0, max_num_seqs=8, kv_cache_bytes=1 << 20,
+        sampler=episode_config(model, "sampler.chunk_tokens=4").sampler,
+        keeps_kv_cache=False, sleep_level=0, reports_load=False,
         banned_ids=chat.media_token_ids, stop_ids=chat.eos_token_ids, pad_id=chat.pad_token_id,
         expected=checkpoint_manifest(model, "float32"), has_unpushed=False, adapters=None, tensor_parallel=1,
     )  # fmt: skip

@@ -74,6 +74,7 @@ SPARE_LOGPROBS = 16  # beyond top_k: tokens with the logit of the k-th are also 
 
 
 def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+    sampler = settings.sampler
     return AsyncEngineArgs(
         model=settings.model,
         load_format=LOAD_FORMAT,
@@ -84,22 +85,22 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         tensor_parallel_size=settings.tensor_parallel,
         # Child processes: without a backend vLLM would start Ray actors inside a placement group.
         distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
-        max_model_len=settings.max_model_len,
+        max_model_len=sampler.max_model_len,
         max_num_seqs=settings.max_num_seqs or None,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_batched_tokens=sampler.vllm.max_num_batched_tokens,
         limit_mm_per_prompt={
-            "image": settings.max_images_per_prompt,
-            "video": settings.max_videos_per_prompt,
-            "audio": settings.max_audios_per_prompt,
+            "image": sampler.max_images_per_prompt,
+            "video": sampler.max_videos_per_prompt,
+            "audio": sampler.max_audios_per_prompt,
         },
         kv_cache_memory_bytes=settings.kv_cache_bytes or None,
         gpu_memory_utilization=_memory_share(settings),
-        enable_lora=settings.served.are_on,
-        max_loras=min(settings.served.max_in_batch, settings.served.max_served) or 1,
-        max_cpu_loras=settings.served.max_served or None,
-        max_lora_rank=settings.served.max_rank,
-        block_size=settings.block_size,
-        enforce_eager=settings.enforce_eager,
+        enable_lora=sampler.adapters.are_on,
+        max_loras=min(sampler.adapters.max_in_batch, sampler.adapters.max_served) or 1,
+        max_cpu_loras=sampler.adapters.max_served or None,
+        max_lora_rank=sampler.adapters.max_rank,
+        block_size=sampler.vllm.block_size,
+        enforce_eager=sampler.vllm.enforce_eager,
         logprobs_mode="processed_logprobs",
         max_logprobs=-1,  # no limit: a truncated distribution is reported completely
         generation_config="vllm",  # ignores the sampling defaults of the checkpoint
@@ -117,15 +118,16 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
 def _memory_share(settings: EngineSettings) -> float:
     """Returns the share of a GPU that must be free at engine start (`vllm.v1.worker.utils.request_memory`)."""
     # vLLM requires it for any size of the KV cache. Its default, 0.92, fails if a learner shares the GPU.
-    if settings.device == "cpu" or not (settings.memory_fraction or settings.memory_bytes):
+    fraction = settings.sampler.vllm.gpu_memory_fraction  # replaces `memory_bytes`
+    if settings.device == "cpu" or not (fraction or settings.memory_bytes):
         return AsyncEngineArgs.gpu_memory_utilization
-    share = settings.memory_fraction or settings.memory_bytes / current_platform.get_device_total_memory()
+    share = fraction or settings.memory_bytes / current_platform.get_device_total_memory()
     return min(1.0, share)
 
 
 def sampling_params(engine_settings: EngineSettings, settings: SamplingSettings) -> SamplingParams:
     """Builds vLLM's sampling parameters of a request; a response of at most one chunk is returned once, at the end."""
-    is_reported = settings.max_tokens > engine_settings.chunk_tokens
+    is_reported = settings.max_tokens > engine_settings.sampler.chunk_tokens
     params = SamplingParams(
         n=settings.num_samples,
         temperature=min(settings.temperature, MAX_TEMPERATURE),
@@ -143,7 +145,7 @@ def sampling_params(engine_settings: EngineSettings, settings: SamplingSettings)
         detokenize=bool(settings.stop_strings),
         skip_special_tokens=False,  # a stop string may be a special token
         output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
-        stream_interval=engine_settings.chunk_tokens,
+        stream_interval=engine_settings.sampler.chunk_tokens,
         skip_clone=True,  # used by one request only
     )
     if settings.temperature > 0:

@@ -57,6 +57,8 @@ from mobula.learner.policies.families.base import AudioFamily, ImageFamily, Vide
 _logger = logging.getLogger(__name__)
 
 LAST_TO_WAKE = "kv_cache"
+FINAL = RequestOutputKind.FINAL_ONLY
+ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "output_kind": FINAL}
 CORE_WATCH_S = 0.5  # how often the core is checked
 MAX_LAYOUTS = 1024  # cached layouts of the images of a prompt
 DRAIN_S = 0.05  # after a push arrives, for responses that end soon: their KV cache would be computed again
@@ -69,7 +71,7 @@ class VLLMSampler:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._load = LoadLogger()
-        self._adapters = ServedAdapters(settings.served)
+        self._adapters = ServedAdapters(settings.sampler.adapters)
         self._is_asleep = False
         self._served = ServedVersion()
         self._in_flight = RunningRequests()
@@ -142,13 +144,7 @@ class VLLMSampler:
                 f"vLLM on GPUs computes no prompt log-probs while adapters of the output layer are served "
                 f"({', '.join(names)}): withdraw them, or train adapters without the output layer"
             )
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=num_top,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = SamplingParams(**ONE_TOKEN, prompt_logprobs=num_top)
         final, inputs, name = None, self._engine_input(prompt, media), f"probe-{uuid.uuid4().hex}"
         with self._failing(f"prompt {prompt.prompt_id}"), self._adapters.used(adapter) as used:
             async for output in self._engine.generate(inputs, params, name, lora_request=lora_request(used)):
@@ -171,10 +167,8 @@ class VLLMSampler:
     async def probe(self) -> None:
         if self._is_asleep:
             return
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        request = self._engine.generate(tokens_input([self._settings.pad_id]), params, f"probe-{uuid.uuid4().hex}")
+        prompt, name = tokens_input([self._settings.pad_id]), f"probe-{uuid.uuid4().hex}"
+        request = self._engine.generate(prompt, SamplingParams(**ONE_TOKEN), name)
         with self._failing("the probe"):
             async for _ in request:
                 pass

@@ -108,11 +108,9 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
-    """The content of one push.
-
-    `buckets` has packed bytes with digests that were not sent over the transfer group, `tensors` the tensors already
-    received over it. `adapters` describes the merge of adapters. Without `takes_all` whole layers may be missing.
-    """
+    """The content of one push. `buckets` has packed bytes with digests that were not sent over the transfer group,
+    `tensors` the tensors already received over it. `adapters` describes the merge of adapters. Without `takes_all`
+    whole layers may be missing."""
 
     manifest: dict[str, Any]
     bucket_bytes: int
@@ -124,11 +122,9 @@ class PushInfo(WeightTransferUpdateInfo):
 
 
 class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
-    """Receives packed buckets and reloads the model layer by layer.
-
-    With `weight_sync.payload=delta` it applies the changes to a copy of the pushed tensors in host memory, and reloads
-    from there: vLLM's parameters are fused, split over ranks and packed, so that no position in them is known.
-    """
+    """Receives packed buckets and reloads the model layer by layer. With `weight_sync.payload=delta` it applies the
+    changes to a copy of the pushed tensors in host memory, and reloads from there: vLLM's parameters are fused, split
+    over ranks and packed, so that no position in them is known."""
 
     init_info_cls = JoinInfo
     update_info_cls = PushInfo

@@ -200,7 +200,8 @@ def started(total: int, free: int, share: float) -> int:
 def share_of(monkeypatch: pytest.MonkeyPatch, total: int, sizes: EngineSizes, fraction: float = 0.0) -> float:
     """The share that an engine of these sizes asks of a GPU with so many bytes."""
     monkeypatch.setattr(arguments, "current_platform", SimpleNamespace(get_device_total_memory=lambda: total))
-    settings = SimpleNamespace(device="cuda", memory_bytes=sizes.memory_bytes, memory_fraction=fraction)
+    sampler = SimpleNamespace(vllm=SimpleNamespace(gpu_memory_fraction=fraction))
+    settings = SimpleNamespace(device="cuda", memory_bytes=sizes.memory_bytes, sampler=sampler)
     return arguments._memory_share(settings)  # type: ignore[arg-type]
 
 

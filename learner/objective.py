@@ -44,8 +44,8 @@ class PolicyObjective:
         self._aggregate = partial(aggregation, norm=config.loss_norm)
         self._policy_loss = _policy_loss(config)
         self._old = OLD_LOGPROBS[config.old_logprobs]
-        given = ("proximal_logprobs", "behavior_logprobs", "mask")
-        correction = chosen(CORRECTIONS, config.correction, "algorithm.correction", given, config.correction_options)
+        takes = ("proximal_logprobs", "behavior_logprobs", "mask")
+        correction = chosen(CORRECTIONS, config.correction, "algorithm.correction", takes, config.correction_options)
         self._correction = partial(correction, **config.correction_parameters)
         self._kl = kl_estimator(config.kl)
 

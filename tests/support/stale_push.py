@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from engines import LocalSender, copied
+from engines import LocalSender
+from one_learner import copied
 
 from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.manifest import Bucket

@@ -251,11 +251,16 @@ def critic_job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         yield critic_job
 
 
+@pytest.fixture(scope="module")
+def critic_report(critic_job: Job) -> RunFolder:
+    return read_run_folder(critic_job.run_folder)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_critic_is_trained_in_every_step_and_the_policy_after_its_warm_up(report: RunFolder) -> None:
-    assert (report.summary.status, report.summary.version) == ("done", 3)
-    steps = [step.values for step in report.steps]
+def test_the_critic_is_trained_in_every_step_and_the_policy_after_its_warm_up(critic_report: RunFolder) -> None:
+    assert (critic_report.summary.status, critic_report.summary.version) == ("done", 3)
+    steps = [step.values for step in critic_report.steps]
     assert [step["learning_rate"] > 0 for step in steps] == [False, True, True]
     for step in steps:
         assert step["value_loss"] > 0 and step["critic_grad_norm"] > 0 and step["critic_learning_rate"] > 0
@@ -266,9 +271,9 @@ def test_the_critic_is_trained_in_every_step_and_the_policy_after_its_warm_up(re
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_engine_follows_the_policy(report: RunFolder) -> None:
-    assert report.summary.logprob_gap_max <= 1e-3 and 0 < report.summary.canary_max <= 1e-5
-    assert report.summary.weight_syncs == 4
+def test_the_engine_follows_the_policy(critic_report: RunFolder) -> None:
+    assert critic_report.summary.logprob_gap_max <= 1e-3 and 0 < critic_report.summary.canary_max <= 1e-5
+    assert critic_report.summary.weight_syncs == 4
 
 
 @pytest.mark.slow

@@ -59,8 +59,6 @@ SUMS = {
     "logprob_gap_last": ("gap_last", "num_last"),
     "logprob_gap_template": ("gap_template", "num_template"),
 }
-
-
 """Metric -> the sums over ranks that it is the ratio of."""
 
 

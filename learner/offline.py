@@ -49,8 +49,6 @@ from mobula.learner.shares import ROWS, Portion, ShareFetcher
 
 PAIR_LEVELS = 1  # noise levels of a pair in one step
 Model = Callable[..., Any]
-
-
 """The forward of `mobula.learner.policies.token.TokenPolicy` or `mobula.learner.policies.token.ScoreModel`."""
 
 

@@ -193,7 +193,6 @@ class Prepared(PreparedJob[Row, Prompt]):
 
 
 PreparedRows = PreparedJob[Conversation, ScoredGroup] | PreparedJob[ImagePair, ScoredGroup]
-
 """The parts of an offline job."""
 
 AnyPrepared = Prepared | PreparedRows

@@ -10,8 +10,6 @@ from torch import Tensor
 from mobula.learner.algorithms.policy_losses import bounded, log_ratio
 
 CorrectionFunction = Callable[..., Tensor]
-
-
 """`(proximal_logprobs, behavior_logprobs, mask, **parameters)`, all [B, T], to constant weights [B, T] of the policy
 loss; the parameters are those of `algorithm.corrections.NAME`. A weight of 0 rejects a token, which still counts where
 a mean is taken: otherwise the kept tokens would grow with the share that is rejected."""
@@ -74,8 +72,6 @@ def mis(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, c
 
 
 OldLogprobs = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-
-
 """`(logprobs, behavior_logprobs, recomputed_logprobs, ages)`, all [B, T], to constant log-probs [B, T]."""
 
 

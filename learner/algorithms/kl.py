@@ -12,8 +12,6 @@ from mobula.configs.schema import KLConfig
 from mobula.learner.algorithms.policy_losses import log_ratio
 
 KLEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 """`(logprobs, reference_logprobs, behavior_logprobs)`, all [B, T], to KL(policy || reference) a token [B, T]. Tokens
 were sampled by the behaviour policy. The first three estimators are those of Schulman, Approximating KL Divergence,
 joschu.net/blog/kl-approx.html; they read no behaviour log-probs."""

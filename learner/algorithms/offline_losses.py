@@ -39,15 +39,11 @@ def regression(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 PreferenceLoss = Callable[..., Tensor]
-
-
 """`(chosen, rejected, *, beta, label_smoothing)`: log-ratios [N] of the trained policy to the initial one -> [N]."""
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {"sigmoid": sigmoid, "ipo": ipo}
 ScoreLoss = Callable[..., Tensor]
-
-
 """`bradley_terry`: scores [N] of chosen and rejected answers, and `margin` -> [N];
 `regression`: scores [N] and labels [N] -> [N]."""
 

@@ -62,8 +62,6 @@ def constant(values: Tensor, mask: Tensor, totals: Totals, norm: float) -> Tenso
 
 
 Aggregation = Callable[[Tensor, Tensor, Totals, float], Tensor]
-
-
 """`(values [B, T], mask [B, T], totals, norm)` to one number; `norm` is `algorithm.loss_norm`."""
 
 
@@ -84,8 +82,6 @@ class PolicyLoss(NamedTuple):
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
-
-
 """`(logprobs, old_logprobs, advantages, mask, **parameters)`, all [B, T]; the parameters are those of
 `algorithm.losses.NAME`. `logprobs` are of the trained policy, `old_logprobs` of the policy that the ratio is taken
 to; `mask` is True on trained tokens."""

@@ -35,8 +35,6 @@ class TokenCredit(NamedTuple):
 
 
 TokenAdvantage = Callable[[TokenValues, float, float], TokenCredit]
-
-
 """`(response, gamma, gae_lambda)` to the credit of its tokens."""
 
 
@@ -117,8 +115,6 @@ class StepTurns:
 
 
 TurnAdvantage = Callable[[StepTurns, float], np.ndarray]
-
-
 """`(turns, discount)` to advantages, float64 [N, K]; 0 behind the last turn of an episode."""
 
 

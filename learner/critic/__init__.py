@@ -71,8 +71,6 @@ class ValueModel(TokenModel):
 
 
 Values = Sequence[Sequence[np.ndarray]]
-
-
 """float32 [T + 1] of each trajectory of each group: before each token, and after the last one."""
 
 

@@ -25,7 +25,6 @@ from mobula.rewards.pool.service import RewardService, ServiceSettings
 from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
-
 """Of functions that start no process."""
 
 

@@ -337,8 +337,6 @@ SYMPTOMS = (
     "reward_parser", "truncation", "end_of_text", "answers_and_labels", "uniform_groups", "variety", "language_mix",
     "kl", "entropy", "clipped_tokens", "rejected_groups", "skipped_steps", "reward_exploitation", "reward_trend",
 )  # fmt: skip
-
-
 """What a policy shows that has lost its form, whatever the cause."""
 
 

@@ -189,8 +189,6 @@ MIN_GROUPS, NUM_HELD_OUT = 8, 8
 RATES_NUM_UPDATES = 4
 FAR = 10.0
 Start = Callable[[float], Awaitable[TrialLearner]]
-
-
 """Starts a learner whose learning rate is the configured one times a factor."""
 
 

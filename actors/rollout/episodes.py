@@ -47,6 +47,8 @@ from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.seeds import derived_seed
 from mobula.configs.schema.data import DataConfig, EnvironmentConfig
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Episode:
@@ -145,7 +147,6 @@ class ObservationBudget:
         return True
 
 
-_logger = logging.getLogger(__name__)
 NUM_WATCHED = 100  # episodes whose share of failures may end the run
 Report = Callable[[Sequence[TokenChunk]], None]
 

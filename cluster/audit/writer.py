@@ -31,6 +31,8 @@ from mobula.cluster.runtime.concurrency import DaemonThread
 if TYPE_CHECKING:
     from hashlib import _Hash
 
+_logger = logging.getLogger(__name__)
+
 CHECKPOINTS, TRAJECTORIES, JOURNAL, LOGS, RUN_LOG = "checkpoints", "trajectories", "journal", "logs", "run.log"
 
 # No record has these: the chain itself, files of a process that runs, and files that other commands write, or write
@@ -98,9 +100,6 @@ class JournalDigests:
                     num_bytes += len(chunk)
             self._read[path.name] = (num_bytes, digest)
         return {f"{JOURNAL}/{name}": (num, digest.hexdigest()) for name, (num, digest) in self._read.items()}
-
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.tolerance import Rounding
 
+_logger = logging.getLogger(__name__)
+
 
 class KLScale:
     """Steps of a factor that is 1 at the start. Which factor makes a version does not depend on when it is asked, so
@@ -100,9 +102,6 @@ class Watch:
         self.num_looks, self.agreeing, self.strength = state["num_looks"], state["agreeing"], state["strength"]
         self.firing = set(state["firing"])
         self.series.restore(state["series"])
-
-
-_logger = logging.getLogger(__name__)
 
 
 class Restorable(Protocol):

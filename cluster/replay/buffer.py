@@ -22,6 +22,8 @@ from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Prompts, ReplayStats
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
 
+_logger = logging.getLogger(__name__)
+
 
 class LiveGroups:
     """Records hold no images, so each prompt is rebuilt from its id. The rebuilt prompt must equal the recorded one."""
@@ -69,7 +71,6 @@ def _refuse_if_changed(now: Prompt, then: Prompt) -> None:
 #
 # The buffer runs in the driver process, which owns the groups. It holds references; the bytes stay in the object store.
 
-_logger = logging.getLogger(__name__)
 DUPLICATE = "duplicate"
 
 

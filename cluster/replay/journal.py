@@ -22,6 +22,8 @@ from mobula.cluster.records.trajectory import GroupOutcome, Reward, TrajectoryGr
 from mobula.cluster.replay.run_identity import run_identity, same_identity
 from mobula.configs.schema import RunConfig
 
+_logger = logging.getLogger(__name__)
+
 # Segments: the files of a journal. Each is an Arrow IPC stream of records with checksums.
 #
 # A record is one record batch with a kind, a small JSON body and a checksum in its metadata, so any Arrow reader can
@@ -185,7 +187,6 @@ def _checksum(kind: str, body: str, rows: pa.RecordBatch) -> int:
 #
 # One process writes. Other processes may read only before its first append.
 
-_logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 16 * 2**20
 Seconds = Mapping[str, float]  # by phase of a step
 NO_SECONDS: Seconds = {}

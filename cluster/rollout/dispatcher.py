@@ -32,6 +32,8 @@ from mobula.cluster.rollout.staleness import Admission, AgeLimit, StalenessGate,
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
 from mobula.cluster.workers.supervisor import background_tasks
 
+_logger = logging.getLogger(__name__)
+
 
 class RepeatedEvents:
     """Logs equal events as one line, `window_s` after the first of them, such as "64 prompts failed and are retried: no
@@ -58,7 +60,6 @@ class RepeatedEvents:
 #
 # It tracks every prompt in flight until the prompt is trained or rejected; checkpoints keep the pending prompts.
 
-_logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"

@@ -38,6 +38,8 @@ from mobula.cluster.runtime.placement_groups import Booking
 from mobula.cluster.runtime.usage import VitalsMeter
 from mobula.cluster.runtime.vitals import HasEngine, Vitals
 
+_logger = logging.getLogger(__name__)
+
 LOGS_FOLDER = "logs"  # of the run folder
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -211,8 +213,6 @@ def _path_of(process_id: str) -> Path | None:
     folder = Path(here.get_temp_dir()) / here.get_session_name() / "logs"
     return max(folder.glob(f"worker-*-{process_id}.err"), key=lambda path: path.stat().st_mtime, default=None)
 
-
-_logger = logging.getLogger(__name__)
 
 HEALTH = "health"  # concurrency group of health checks: a busy role still answers them
 

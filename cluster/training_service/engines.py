@@ -25,6 +25,8 @@ from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.training_service.interfaces import SampleCall, SampleResult, ScoredTokens
 from mobula.cluster.weight_sync.manifest import Manifest
 
+_logger = logging.getLogger(__name__)
+
 
 class Slots:
     """At most `num_slots` units of work in flight. A call of more units takes all slots."""
@@ -166,7 +168,6 @@ class SwappedEngines:
         return self._folders[name]
 
 
-_logger = logging.getLogger(__name__)
 LOADING_TRIES = 2  # times that every engine may be lost while it loads an adapter
 
 

@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import torch
 
+_logger = logging.getLogger(__name__)
+
 # Memory of a GPU that processes share by CUDA IPC handles, through calls of the driver.
 #
 # torch shares tensors too, but not those in expandable segments of its pool, and it keeps their reference counts in
@@ -105,7 +107,6 @@ def _call(function: str, *arguments: Any) -> None:
 # memory when its last process ends, however it ends. The sockets carry one message a chunk, and tell each side at
 # once that the other has died.
 
-_logger = logging.getLogger(__name__)
 NUM_CHUNKS = 4
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 24}  # on a CPU, what its cache holds until the readers have copied it
 RANK = struct.Struct("=i")

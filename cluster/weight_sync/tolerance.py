@@ -14,6 +14,8 @@ from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.interfaces import Sender
 
+_logger = logging.getLogger(__name__)
+
 FIRST = -1  # priority of these requests: the learner waits for them
 
 
@@ -47,7 +49,6 @@ class FreshSamples:
         return engines[version % len(engines)].begin_sample(self.prompt, settings)
 
 
-_logger = logging.getLogger(__name__)
 BATCH_TOKENS = 1024  # of copies of the probe in one batch: kernels take several rows of few tokens as they take one
 MIN_COPIES = 4
 FACTOR = 10.0  # engine and learner differ by 2 to 4 times as much as two batches of the learner

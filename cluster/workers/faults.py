@@ -27,6 +27,8 @@ from mobula.cluster.files import append_line
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.workers.status import Progress
 
+_logger = logging.getLogger(__name__)
+
 # Detects restart loops: engines that die again and again with the same cause.
 #
 # Every crash has a fingerprint of the cause. Consecutive deaths with equal fingerprints form a series. A death
@@ -154,7 +156,6 @@ class FaultPatterns:
 # logs one record whose first line names worker, kind and cause. The traceback follows on further lines, which appear
 # only in the log file. `FaultFile` is the logging handler that writes the rows, each with step and phase of the run.
 
-_logger = logging.getLogger(__name__)
 FAULTS_FILE = "faults.jsonl"  # of the run folder
 
 

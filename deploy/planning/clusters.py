@@ -17,6 +17,8 @@ from mobula.cluster.runtime.placement import NodeResources
 from mobula.configs.schema import ResourcesConfig
 from mobula.deploy.host.machine import CudaSoftware, as_node, examine, this_machine
 
+_logger = logging.getLogger(__name__)
+
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE = re.compile(rf"^\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*$")
 SHORT = re.compile(r"^(\d+)x(\d+)x([\d.]+\w+)(?::(\d+)x([\d.]+\w+))?$")
@@ -134,7 +136,6 @@ def _nodes(kind: NodeKind, where: str) -> list[PlannedNode]:
 
 
 ANSWER_S = 180.0  # of one node: its process has to start and to import torch
-_logger = logging.getLogger(__name__)
 
 
 def this_node(resources: ResourcesConfig) -> PlannedNode:

@@ -34,6 +34,8 @@ from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, Prepared
 from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.policies.families import frozen_prefixes
 
+_logger = logging.getLogger(__name__)
+
 LABEL_WIDTH = 15
 MAX_PROMPT = 400  # characters of the prompt that is shown
 FLOAT32 = 4
@@ -278,7 +280,6 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-_logger = logging.getLogger(__name__)
 OF_EACH_RUN = ("name", "folder", "resume", "reproduce")  # keys that differ between any two runs
 COMPARED = ("code", "packages", "machine", "data", "model")
 MAX_SHOWN = 20  # differences on the console; the run's first record has all

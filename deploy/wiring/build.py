@@ -63,6 +63,8 @@ from mobula.deploy.wiring.spawner import Spawner
 from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.learner_group import LearnerGroup
 
+_logger = logging.getLogger(__name__)
+
 POLICY_FOLDER = "policy"  # in the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 CANARY_OF = {
@@ -344,9 +346,6 @@ async def _after_push(prepared: Prepared, inference: Inference, metrics: Metrics
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)
     metrics.count_up_to(CounterName.SCORED_AHEAD, inference.rewards.scored_ahead)
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))
-
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ from mobula.learner.policies.trained import flow_checkpoint
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor
 
+_logger = logging.getLogger(__name__)
+
 OF_DATASETS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # that the package datasets reads
 TRAIN = "train"  # the split
 KEY = "the training files in data.path"
@@ -115,7 +117,6 @@ def _suffixes(config: RunConfig, source: SourceConfig) -> Sequence[str]:
     return SUFFIXES.get(kind, OF_DATASETS)
 
 
-_logger = logging.getLogger(__name__)
 VALIDATION = "validation"
 SUPERVISED_PATH = "algorithm.supervised.path"
 

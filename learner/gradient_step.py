@@ -21,11 +21,9 @@ class TrainableRow(Protocol):
     @property
     def group(self) -> int | None:
         """Group of the row's siblings; None for a row without siblings."""
-        ...
 
     def untrained(self) -> Self:
         """Returns the row without trained tokens."""
-        ...
 
 
 R = TypeVar("R", bound=TrainableRow)

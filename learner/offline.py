@@ -60,7 +60,6 @@ class Objective(Protocol):
 
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
         """Returns this micro-batch's part of the step's loss; adds metrics to `meter`."""
-        ...
 
 
 @dataclass(frozen=True)

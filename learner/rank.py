@@ -39,11 +39,9 @@ class CheckpointPart(Protocol):
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
         """Copies the state; the returned function writes it to `folder`. Collective."""
-        ...
 
     def load(self, folder: Path) -> int | None:
         """Restores the state written by `save`; returns its version if it has one. Collective."""
-        ...
 
 
 class TrainedWeights:

@@ -137,22 +137,18 @@ class Entries(Protocol[E]):
     @property
     def kind(self) -> str:
         """Name of these entries: a step may fetch groups and supervised rows."""
-        ...
 
     def __len__(self) -> int: ...
 
     def expected(self) -> Sequence[E]:
         """Outlines with the sizes that summaries predict."""
-        ...
 
     def wanted(self, entries: Sequence[E], num_ranks: int) -> list[set[int]]:
         """For each rank, the indices of the entries that its forward passes need."""
-        ...
 
     @property
     def is_planned(self) -> bool:
         """Whether this rank has references to its planned share alone."""
-        ...
 
     def fetch(self, indices: Sequence[int]) -> list[E]:
         """Fetches whole entries.
@@ -161,15 +157,12 @@ class Entries(Protocol[E]):
             LostObjectError: an entry is lost.
             WrongGroupError: an entry has another content than its source reported.
         """
-        ...
 
     def outline(self, entry: E, index: int) -> Any:
         """Builds the outline of a whole entry for other ranks."""
-        ...
 
     def restored(self, outline: Any) -> E:
         """Restores an entry from an outline, with the exact size and all fields that other ranks compute with."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,6 @@ class BatchRewardFunction(Protocol):
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> Sequence[float | Outcome]:
         """Returns one outcome per request, in order. A response that cannot be scored does not affect the others."""
-        ...
 
 
 class TimedOutError(RewardError):

@@ -24,11 +24,9 @@ class EndlessRows(Protocol[R_co]):
 
     def __len__(self) -> int:
         """Rows of one epoch."""
-        ...
 
     def row(self, index: int) -> R_co:
         """Raises: RowError: the record is unusable."""
-        ...
 
 
 def endless(rows: Sequence[R], seed: int) -> EndlessRows[R]:

@@ -35,11 +35,9 @@ class Preparation(Protocol[R_contra, P]):
     @property
     def num_ahead(self) -> int:
         """Number of prompts to prepare ahead, at least 1."""
-        ...
 
     def begin(self, row: R_contra, prompt_id: str) -> Future[P]:
         """Starts to prepare a prompt. Errors are set on the future: `SkippedSample`, or an error that ends the run."""
-        ...
 
 
 class InDriver(Generic[R, P]):
@@ -78,16 +76,13 @@ class Processor(PromptMaker[R_contra, P_co], RowChecker[R_contra], Protocol):
     @property
     def media_token_ids(self) -> tuple[int, ...]:
         """Ids that are never sampled."""
-        ...
 
     @property
     def template_token_ids(self) -> tuple[int, ...]:
         """Ids of sampled tokens that structure a response, such as the end of text and the tags of tool calls."""
-        ...
 
     def num_media(self, row: R_contra) -> int:
         """Number of media in the prompt of a row."""
-        ...
 
 
 class PromptSource(Generic[R, P]):

@@ -24,7 +24,6 @@ class AnyRow(Protocol):
     @property
     def unread(self) -> tuple[str, ...]:
         """Fields of the record that are not read; reward functions get those of a `Row`."""
-        ...
 
 
 R = TypeVar("R", bound=AnyRow)

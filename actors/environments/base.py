@@ -130,7 +130,6 @@ class Environment(Protocol):
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         """Starts an episode. Equal seeds and options must give equal observations."""
-        ...
 
     def step(self, action: Action) -> Step: ...
 
@@ -142,7 +141,6 @@ class Demonstrator(Environment, Protocol):
 
     def demonstrate(self) -> str:
         """The text of a good next turn. Called after `reset`, and after each `step` that does not end the episode."""
-        ...
 
 
 def marked_message(role: str, text: str, images: Sequence[bytes]) -> Message:

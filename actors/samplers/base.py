@@ -74,11 +74,9 @@ class Sampler(Protocol):
 
     async def start(self) -> None:
         """Loads the model. Must be awaited before any other call."""
-        ...
 
     def coming(self) -> AbstractContextManager[None]:
         """Announces a prompt while the body runs, so that an idle engine waits for it and starts a larger batch."""
-        ...
 
     async def sample(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, attempt: Attempt, emit: Emit
@@ -89,50 +87,40 @@ class Sampler(Protocol):
         their log-probs and versions. If the engine serves weights older than `settings.min_version`, the prompt waits
         for a push. A sampler that runs prompts one by one ignores priorities and runs them in order of arrival.
         """
-        ...
 
     async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
         """Returns float32 [P - 1], log-probs of the prompt tokens after the first, at temperature 1 without bans."""
-        ...
 
     async def probe(self) -> None:
         """Samples one token of a one-token prompt, to show that the engine works; a busy engine may skip this."""
-        ...
 
     async def sleep(self) -> None:
         """Frees device memory. Requires no request in flight; sampling requires `wake_up` of both parts."""
-        ...
 
     async def wake_up(self, tag: str) -> None:
         """Allocates `weights`, then `kv_cache`. After `sleep_level` 2 the weights are invalid until the next push."""
-        ...
 
     def load(self) -> EngineLoad:
         """Returns the current load. Preemptions, and requests in a core in another process, need
         `EngineSettings.reports_load`."""
-        ...
 
     async def check_manifest(self, manifest: Manifest) -> None:
         """Raises `ManifestError` for a push that does not fit, before data are sent."""
-        ...
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         """Joins a transfer group as receiver `rank` and leaves the previous group. The ranks of an engine on several
         GPUs have consecutive group ranks, starting with `rank`."""
-        ...
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         """Pauses requests, receives a push from the transfer group, sets `version` and resumes; returns the version
         that the engine serves. No later request uses a cache of the old weights (KV, prefix, encoder). A running
         request keeps its KV only with `EngineSettings.keeps_kv_cache`."""
-        ...
 
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
         """Loads weights from packed buckets, for a late joiner without a transfer group. Iterates `buckets` once on
         another thread, because a bucket may have to be fetched."""
-        ...
 
     async def weight_version(self) -> int: ...
 
@@ -145,19 +133,16 @@ class AdapterSampler(Sampler, Protocol):
     async def serve(self, adapter: str, folder: Path) -> None:
         """Loads an adapter in PEFT's format, once. The folder must exist until the adapter is withdrawn. Raises:
         ValueError: the name or all places are taken, or the adapter does not fit."""
-        ...
 
     async def withdraw(self, adapter: str) -> None:
         """Refuses new requests of an adapter, waits for its running ones, and frees its memory. Raises: ValueError: it
         is not served."""
-        ...
 
     async def score_prompt(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], *, adapter: str | None, num_top: int
     ) -> PromptScores:
         """Computes the log-probs of a prompt, and of the `num_top` likeliest tokens at each position. Raises:
         ValueError: the adapter is not served."""
-        ...
 
 
 ENGINE_SEED_STRIDE = 7919  # distinct seeds for the engines of a run; requests have separate seeds

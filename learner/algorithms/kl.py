@@ -58,7 +58,6 @@ class KLCoefficient(Protocol):
 
     def observe(self, kl: float, num_responses: int) -> None:
         """Updates the coefficient with the KL (nat per token) of one step of `num_responses` responses."""
-        ...
 
 
 class FixedCoefficient:

@@ -60,33 +60,26 @@ class Backend(Protocol):
     def wrap(self, policy: Policy, weights: Weights = ()) -> nn.Module:
         """Distribute the policy, in place, and give its parameters on the meta device memory and the values of
         `weights`; returns what is called in its place. No rank holds more than its shard and one block."""
-        ...
 
     def optimizer(self) -> Optimizer:
         """Creates an optimizer over the trained parameters. Several optimizers may be used alternately."""
-        ...
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Accumulates the gradients of `loss`; sums the gradients of all ranks when `is_last` is True."""
-        ...
 
     def step(self, optimizer: Any, *, max_grad_norm: float) -> float:
         """Clips, steps and clears the gradients; returns the norm. A norm that is not finite skips it."""
-        ...
 
     def inference(self) -> AbstractContextManager[None]:
         """Context of forward passes without gradients and dropout; frees gathered weights on exit."""
-        ...
 
     def trained(self) -> dict[str, Tensor]:
         """This rank's part of each trained parameter, by its name in the policy: a DTensor if it is sharded. Steps
         change these tensors in place."""
-        ...
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         """(state-dict name of the model, whole tensor) of what is wanted by name, in the state dict's order, one at a
         time. Collective: all ranks run it to the end."""
-        ...
 
     def save(self, folder: Path, optimizer: Any, version: int) -> Callable[[], None]:
         """Copies this rank's part of the trained parameters and of the optimizer's state. Collective.
@@ -94,7 +87,6 @@ class Backend(Protocol):
         The returned function writes the copy; it may run on another thread during training. Backends that can
         write only on the calling thread have written the state on return.
         """
-        ...
 
     def load(self, folder: Path, optimizer: Any) -> int:
         """Loads the state written by `save`; returns the version. Collective.
@@ -102,4 +94,3 @@ class Backend(Protocol):
         Raises:
             CheckpointError: the folder holds no complete state, or one that these ranks cannot read.
         """
-        ...

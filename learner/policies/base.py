@@ -34,22 +34,18 @@ class PolicyRow(Protocol):
     @property
     def num_tokens(self) -> int:
         """The row's tokens if it is computed alone."""
-        ...
 
     @property
     def num_prompt_tokens(self) -> int:
         """The first of them, which all rows of the group have in common."""
-        ...
 
     @property
     def answers(self) -> tuple[int, ...]:
         """The tokens after the prompt: of each candidate, if a row has several."""
-        ...
 
     @property
     def num_media_tokens(self) -> int:
         """The row's tokens of media, which have to be encoded."""
-        ...
 
     @property
     def media(self) -> tuple[MediaHandle, ...]: ...

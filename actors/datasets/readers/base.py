@@ -35,27 +35,22 @@ class Table(Protocol):
     def blocks(self) -> np.ndarray:
         """int64 [num_blocks, 2]: number of records of each block, and bytes in memory while a record of it is read; 0
         bytes if records are read one by one."""
-        ...
 
     @property
     def root(self) -> Path:
         """The folder that paths of media are relative to."""
-        ...
 
     @property
     def source(self) -> str:
         """The first file, or the name of the dataset, for error messages."""
-        ...
 
     def __len__(self) -> int: ...
 
     def record(self, index: int) -> Record:
         """Raises: RowError: the record cannot be read."""
-        ...
 
     def name(self, index: int) -> str:
         """The file and the number in the file, e.g. `train.jsonl:12`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,9 @@ class AgentPrograms(Protocol):
 
     def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
         """Starts a task; returns the episode's id and the future outcome."""
-        ...
 
     def cancel(self, name: str) -> None:
         """Ends an episode; the future outcome is never set."""
-        ...
 
 
 URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"  # environment variables of OpenAI's clients

@@ -119,11 +119,9 @@ class Work(Protocol):
 
     def settle(self) -> None:
         """Adds the progress up to now, at the speed until now."""
-        ...
 
     def replan(self) -> None:
         """Sets the timer of the next event, at the new speed."""
-        ...
 
 
 class Cores:
@@ -203,7 +201,6 @@ class ResponseLengths(Protocol):
 
     def of(self, prompt_id: str, num_siblings: int) -> np.ndarray:
         """Returns the tokens of each sibling, int64 [num_siblings]."""
-        ...
 
 
 @dataclass(frozen=True)

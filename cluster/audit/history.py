@@ -303,7 +303,7 @@ class History:
         return Descent(made, tuple(reversed(steps)))
 
 
-# Kind of a record -> what it changes, and what the replay reads of its body: key -> type
+# Kind of a record -> (the function that applies it, type of each key of its body that the replay reads)
 REPLAY: Mapping[str, tuple[Callable[[History, AuditRecord], None], Mapping[str, Any]]] = {
     AuditKind.STARTED: (
         History._started,

@@ -84,8 +84,8 @@ class RaisedLoss:
 
 
 class RestartedRanks(RaisedLoss):
-    """Starts lost ranks again before the next call. They have no state: the caller loads it. A call that fails for
-    another reason than its arguments means that a rank is lost, or waits in a collective for one that is."""
+    """Starts lost ranks again before the next call. They have no state: the caller loads it. A call that fails, but
+    not because of its arguments, means that a rank is lost or waits in a collective for a lost rank."""
 
     def __init__(self, respawn: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class RestartedRanks(RaisedLoss):
             return await call()
         except Exception as error:
             is_refused = isinstance(error, harmless) and not isinstance(error, DeadlineError)  # which is an OSError
-            # Calls to ranks of before a restart fail as well; they do not restart the new ones.
+            # Calls that began before a restart fail as well; they do not restart the new ranks.
             self._is_lost |= not is_refused and num_restarts == self._num_restarts
             raise
 
@@ -273,7 +273,7 @@ class RestoredRanks(RaisedLoss):
 
 
 async def _unless(lost: asyncio.Future[None], call: Coroutine[Any, Any, T]) -> T:
-    """Returns the answer to `call`, or raises the error of `lost` as soon as it is set."""
+    """Returns the answer to `call`. Raises the error of `lost` once `lost` is set."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: `lost` may be first
     try:

@@ -320,7 +320,7 @@ class RowEvaluator:
     reference: Reference
     schedule: EvaluationSchedule
     on_result: Callable[[int, Mapping[str, float]], None]  # gets the version and the metrics of each evaluation
-    identity: Mapping[str, Any] = field(default_factory=dict)  # names what is evaluated
+    identity: Mapping[str, Any] = field(default_factory=dict)  # results with another identity are not compared
 
     def __post_init__(self) -> None:
         self.results: dict[int, dict[str, float]] = {}

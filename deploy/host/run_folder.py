@@ -335,7 +335,7 @@ def file_access(config: RunConfig, *folders: Path) -> Iterator[None]:
 
 @contextmanager
 def held_run_folder(config: RunConfig) -> Iterator[None]:
-    """Locks the run folder while the body runs, with the modes of `file_access`; removes a new one that stays empty."""
+    """Locks the run folder for the body, with the modes of `file_access`. Removes a new folder that stays empty."""
     with ExitStack() as stack:
         stack.enter_context(file_access(config))
         try:

@@ -1,4 +1,4 @@
-"""The environment of a process of its own, and the functions that `ProcessEnvironment` calls in it."""
+"""The environment in a child process, and the functions that `ProcessEnvironment` calls there."""
 
 from __future__ import annotations
 

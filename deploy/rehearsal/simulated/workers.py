@@ -103,7 +103,7 @@ class SimulatedRanks:
     def __init__(
         self, speeds: Speeds, num_ranks: int, manifest: Manifest, cores: Cores, state_bytes: float = 0.0
     ) -> None:
-        """`manifest` is of what is pushed; a rank writes `state_bytes` of a checkpoint."""
+        """`manifest`: the pushed tensors. `state_bytes`: the part of a checkpoint that one rank writes."""
         self.speeds = speeds
         self.num_ranks = num_ranks
         self.manifest = manifest

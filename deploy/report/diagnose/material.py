@@ -393,7 +393,7 @@ def finding(
     evidence: tuple[Evidence, ...] = (),
     explains: tuple[str, ...] = (),
 ) -> RunFinding:
-    """Returns the finding of a check, which `run_checks` names; one that is OK has no action."""
+    """Returns the finding of a check. `run_checks` sets its name. A finding with the verdict OK has no action."""
     return RunFinding("", verdict, measured, numbers, "" if verdict is RunVerdict.OK else action, evidence, explains)
 
 

@@ -1,7 +1,6 @@
 """aeroRL's rules exactly as published, weaknesses included: the components of `rewards=aerorl`.
 
-The metadata of a record has `claimed_entities`, `evidence_entities` and `latency_ms`. `docs/algorithms.md` describes
-the rules.
+The metadata of a record has `claimed_entities`, `evidence_entities` and `latency_ms`.
 """
 
 from __future__ import annotations

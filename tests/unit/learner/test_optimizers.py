@@ -20,7 +20,7 @@ from mobula.configs.schema import LearnerConfig, RunConfig
 from mobula.learner.backends.sharded import ShardedWriter, load_sharded
 from mobula.learner.backends.single import SingleBackend
 from mobula.learner.learner import Learner
-from mobula.learner.optim import OPTIMIZERS, MuonWithAdamW, NullAverage, WeightAverage, read_average
+from mobula.learner.optim import NOT_HIDDEN, OPTIMIZERS, MuonWithAdamW, NullAverage, WeightAverage, read_average
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
@@ -50,6 +50,30 @@ def test_an_optimizer_trains_and_a_resumed_run_goes_on_bit_for_bit(folder, tmp_p
     second.load(tmp_path / "state")
     second.update(groups, 2)
     assert largest_difference(first, second) == 0
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_settings_that_a_resumed_run_changes_are_those_of_its_steps(folder, tmp_path, name: str) -> None:
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 4)
+    first = connected(folder, f"learner.optimizer={name}")
+    first.update(groups, 1)
+    first.save(tmp_path / "state")
+    first.finish_save()
+    before = {key: value.detach().clone() for key, value in first._policy.named_parameters()}
+    same, decayed = (
+        connected(folder, f"learner.optimizer={name}"),
+        connected(folder, f"learner.optimizer={name}", "learner.weight_decay=50"),
+    )
+    for learner in (same, decayed):
+        learner.load(tmp_path / "state")
+    same.update(groups, 2)
+    rate = decayed.update(groups, 2).metrics["learning_rate"]
+    assert rate > 0
+    for (key, p), (_, q) in zip(same._policy.named_parameters(), decayed._policy.named_parameters(), strict=True):
+        is_decayed = p.ndim >= 2 and (name != "muon" or not any(part in key for part in NOT_HIDDEN))
+        torch.testing.assert_close(
+            p - q, 50 * rate * before[key] if is_decayed else torch.zeros_like(p), atol=1e-7, rtol=1e-3
+        )
 
 
 def named() -> list[tuple[str, nn.Parameter]]:

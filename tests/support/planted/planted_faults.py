@@ -130,10 +130,10 @@ FURTHER: tuple[PlantedRun, ...] = (
     PlantedRun("half_noise", "half of the training labels belong to other rows", (*DIGITS, *own_data("half_noise")),
                ("answers_and_labels",)),
     PlantedRun("next_digit", "training labels are one too high, held-out labels are right",
-               (*DIGITS, *own_data("next_digit")), ("reward_exploitation",)),
+               (*DIGITS, *own_data("next_digit")), ("reward_exploitation", "greedy_and_sampled")),
     PlantedRun("clipped_gradient", "learner.max_grad_norm=1e-7", (*DIGITS, "learner.max_grad_norm=1e-7"),
                ("learning_rate", "skipped_steps")),
-    PlantedRun("weight_decay", "learner.weight_decay=100", (*DIGITS, "learner.weight_decay=100"), ("learning_rate",)),
+    PlantedRun("weight_decay", "learner.weight_decay=100", (*DIGITS, "learner.weight_decay=100"), ("weight_decay",)),
     PlantedRun("one_likely_token", "sampler.top_p=0.05", (*DIGITS, "sampler.top_p=0.05"), ("variety",)),
 )  # fmt: skip
 """Faults that the authors of the checks did not plant."""

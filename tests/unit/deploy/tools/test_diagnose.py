@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -185,6 +186,17 @@ def test_a_changed_number_is_found_by_its_check(case: str, config: RunConfig) ->
     name, verdict, changes = CASES[case]
     found = findings(material(config, changes))[name]
     assert (found.verdict, bool(found.action)) == (verdict, True), found
+
+
+def test_a_decay_that_leaves_little_of_the_weights_is_found() -> None:
+    def decayed(by: float) -> RunFinding:
+        words = ["experiment=digits", f"num_steps={NUM_STEPS}", f"learner.weight_decay={by}"]
+        return findings(material(load_config(words)))["weight_decay"]
+
+    large = decayed(100)
+    assert large.verdict is RunVerdict.WARNING
+    assert large.numbers["lost"] == pytest.approx(1 - math.exp(-100 * 5e-4 * NUM_STEPS))
+    assert decayed(0.1).verdict is RunVerdict.OK
 
 
 def test_unparsed_answers_are_counted_without_those_that_were_compared(config: RunConfig) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave
 from benchmarks.harness.report import BASELINES
 from benchmarks.replay import Load, make_group
+from mobula.cluster.audit.chain import ChainWriter
 from mobula.cluster.audit.observer import RunAudit
-from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup, group_digest
 from mobula.cluster.weight_sync.weight_sync import Push

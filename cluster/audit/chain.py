@@ -15,18 +15,27 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.files import CHUNK_BYTES, file_sha256
+from mobula.cluster.runtime.concurrency import DaemonThread
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+_logger = logging.getLogger(__name__)
 
 AUDIT_FILE = "audit.jsonl"  # in the run folder
 HEAD_FILE = "audit.head"
@@ -243,110 +252,6 @@ class ChainFile:
         return self.num_torn_bytes > 0 and isinstance(self.head, Head) and end >= self.head.num_bytes
 
 
-def check_order(chain: ChainFile) -> Iterator[AuditFinding]:
-    """Yields every record that was altered, removed, added, replaced or moved; empty for a chain as it was written."""
-    intact = [(line.number, line.record) for line in chain.lines if line.record]
-    present = Counter(record.seq for _, record in intact)
-    num_counted = chain.head.num_records if isinstance(chain.head, Head) else 0
-    end = max([num_counted, *(seq + 1 for seq in present)])
-    damaged = _damaged(chain.lines, _gaps(present, end))
-    for line, seq in damaged:
-        yield AuditFinding(AUDIT_FILE, f"record {seq} (line {line.number}) was altered: {line.fault}")
-    absent = _gaps({*present, *(seq for _, seq in damaged)}, end)
-    if chain.num_torn_bytes and not chain.has_torn_end:
-        number = absent[-1][-1] if absent else len(chain.lines)
-        absent = _gaps({*present, *(seq for _, seq in damaged), number}, end)
-        yield AuditFinding(
-            AUDIT_FILE, f"record {number} was altered: its line has no end ({chain.num_torn_bytes} bytes)"
-        )
-    for gap in absent:
-        are = f"record {gap[0]} is" if gap[0] == gap[-1] else f"records {gap[0]} to {gap[-1]} are"
-        yield AuditFinding(AUDIT_FILE, f"{are} missing")
-    for seq, num in present.items():
-        if num > 1:
-            yield AuditFinding(AUDIT_FILE, f"record {seq} stands {num} times in the file")
-    for (_, before), (number, record) in pairwise(intact):
-        if record.seq < before.seq:
-            yield AuditFinding(
-                AUDIT_FILE, f"{record.name} stands after {before.name} (line {number}): records were moved"
-            )
-    yield from _check_links({record.seq: record for _, record in intact})
-    yield from _check_head(chain, intact)
-
-
-def _damaged(lines: Sequence[Line], gaps: Sequence[range]) -> list[tuple[Line, int]]:
-    """Returns the damaged lines with the number of the record that each was, by its place."""
-    found: list[tuple[Line, int]] = []
-    expected = 0
-    for line in lines:
-        if line.record is not None:
-            expected = line.record.seq + 1
-            continue
-        found.append((line, next((max(gap.start, expected) for gap in gaps if gap.stop > expected), expected)))
-        expected = found[-1][1] + 1
-    return found
-
-
-def _gaps(numbers: Iterable[int], end: int) -> list[range]:
-    """Returns the ranges below `end` without a number: a foreign chain may count to any number."""
-    edges = [-1, *sorted(numbers), end]
-    return [range(low + 1, high) for low, high in pairwise(edges) if low + 1 < high]
-
-
-def _check_links(by_number: dict[int, AuditRecord]) -> Iterator[AuditFinding]:
-    for seq, record in by_number.items():
-        before = GENESIS if seq == 0 else by_number[seq - 1].sha256 if seq - 1 in by_number else record.previous
-        if record.previous != before:
-            yield AuditFinding(
-                AUDIT_FILE,
-                f"{record.name} was written after another record {seq - 1} than the one in the file: one of them was "
-                "replaced",
-            )
-
-
-def _check_head(chain: ChainFile, intact: Sequence[tuple[int, AuditRecord]]) -> Iterator[AuditFinding]:
-    if not isinstance(chain.head, Head):
-        yield AuditFinding(HEAD_FILE, chain.head)
-        return
-    last = next((record for _, record in intact if record.seq == chain.head.num_records - 1), None)
-    if last is not None and last.sha256 != chain.head.sha256:
-        yield AuditFinding(HEAD_FILE, f"{last.name} has another sha256 than the one noted here: it was replaced")
-    if chain.head.num_records == 0 and chain.head.sha256 != GENESIS:
-        yield AuditFinding(HEAD_FILE, "it has a digest and counts no record")
-    is_last_line = last is not None and chain.lines and chain.lines[-1].record in (last, None)
-    if is_last_line and last is not None and len(chain.lines) == chain.head.num_records:
-        end = chain.lines[-1].end
-        if end != chain.head.num_bytes:
-            yield AuditFinding(HEAD_FILE, f"it counts {chain.head.num_bytes} bytes, and the file has {end}")
-    beyond = [record for _, record in intact if record.seq > chain.head.num_records]  # one may follow: a killed writer
-    if beyond:
-        yield AuditFinding(
-            HEAD_FILE, f"it counts {chain.head.num_records} records, and {beyond[0].name} is beyond them"
-        )
-
-
-def check_signatures(chain: ChainFile, key: SigningKey | None) -> Iterator[AuditFinding]:
-    """Yields records and head that the holder of the key did not write."""
-    records = chain.records
-    signed = [record for record in records if record.hmac]
-    if key is None:
-        if signed:
-            yield AuditFinding(
-                AUDIT_FILE, "its records are signed, and no key was given: name its variable by --key-env"
-            )
-        return
-    wrong = [record for record in signed if not key.signed(record.sha256, record.hmac)]
-    for records_of, fault in (
-        ([record for record in records if not record.hmac], "are not signed"),
-        (wrong, "were signed with another key"),
-    ):
-        if records_of:
-            first = f"the first is {records_of[0].name}"
-            yield AuditFinding(AUDIT_FILE, f"{len(records_of)} of {len(records)} records {fault}: {first}")
-    if isinstance(chain.head, Head) and not key.signed(chain.head.text, chain.head.hmac):
-        yield AuditFinding(HEAD_FILE, "it was not signed with this key: records after its end may have been removed")
-
-
 def read_chain(folder: Path) -> ChainFile:
     path, end = folder / AUDIT_FILE, folder / HEAD_FILE
     try:
@@ -363,3 +268,187 @@ def read_chain(folder: Path) -> ChainFile:
             f"{path} cannot be read ({error.strerror}): give a run that has been written with metrics.audit=true"
         ) from error
     return ChainFile(lines, num_torn, head)
+
+
+CHECKPOINTS, TRAJECTORIES, JOURNAL, LOGS, RUN_LOG = "checkpoints", "trajectories", "journal", "logs", "run.log"
+
+# No record has these: the chain itself, files of a process that runs, and files that other commands write, or write
+# again, after the run.
+UNCOVERED_FOLDERS = ("replay", "export", "mlruns", "trackio", "wandb", "diagnosis")
+UNCOVERED_FILES = (AUDIT_FILE, HEAD_FILE, "run.lock", "cluster.json", "scale.json", "report.html", "diagnosis.json")
+FORMERLY_UNCOVERED = (LOGS, RUN_LOG, "tensorboard", "traces")  # by a last record without `covers_all`
+
+
+def is_growing(name: str) -> bool:
+    """Whether processes may append to the file after the last record, so that this has a digest of its first bytes."""
+    return name == RUN_LOG or name.startswith(f"{LOGS}/")
+
+
+def is_segment(name: str) -> bool:
+    return name.startswith(f"{JOURNAL}/")
+
+
+def files_below(folder: Path) -> Iterator[str]:
+    """Yields the path of every file, in order. Links are not followed: one to a folder is a file here."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            yield from (f"{entry.name}/{name}" for name in files_below(Path(entry.path)))
+        else:
+            yield entry.name
+
+
+def is_uncovered(name: str) -> bool:
+    """Whether no record of this version has the file, checkpoints and trajectory log aside."""
+    return name in UNCOVERED_FILES or name.partition("/")[0] in UNCOVERED_FOLDERS
+
+
+def recorded_files(folder: Path) -> Iterator[Path]:
+    """Yields the files that a run's last record has digests of. Checkpoints and trajectory log have own records."""
+    for name in files_below(folder):
+        path = folder / name
+        has_record = name.partition("/")[0] in (CHECKPOINTS, TRAJECTORIES)
+        if not has_record and not is_uncovered(name) and path.is_file() and not path.is_symlink():
+            yield path
+
+
+def digests_below(folder: Path) -> Mapping[str, tuple[int, str]]:
+    """Returns path -> bytes and sha256 of `recorded_files`."""
+    sizes = {path: path.stat().st_size for path in recorded_files(folder)}
+    return {str(path.relative_to(folder)): (size, file_sha256(path, size)) for path, size in sizes.items()}
+
+
+class JournalDigests:
+    """Digests of the journal's segments, which only grow: each byte is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the run folder."""
+        self._folder = folder
+        self._read: dict[str, tuple[int, _Hash]] = {}
+
+    def now(self) -> dict[str, tuple[int, str]]:
+        """Returns path -> bytes and sha256 of every segment; one in progress may end within a record."""
+        read, self._read = self._read, {}
+        for path in sorted((self._folder / JOURNAL).glob("*.arrows")):
+            num_bytes, digest = read.get(path.name, (0, hashlib.sha256()))
+            with path.open("rb") as file:
+                file.seek(num_bytes)
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    num_bytes += len(chunk)
+            self._read[path.name] = (num_bytes, digest)
+        return {f"{JOURNAL}/{name}": (num, digest.hexdigest()) for name, (num, digest) in self._read.items()}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The chain that a writer continues. The audit reads from the part's first record what was lost before it."""
+
+    num_records: int
+    torn_bytes: int  # of a last line that a killed writer had not completed; they are removed
+    head: Mapping[str, Any] | None  # `audit.head` if it counts other records than the file has, else None
+
+
+class ChainWriter:
+    """Writes each record with one call of the system, so that a killed process leaves whole records. Any thread may
+    record.
+
+    A separate thread syncs the file to disk: after a power failure the last records may be missing. An error of the
+    disk is logged and ends the chain; the run continues.
+    """
+
+    def __init__(self, folder: Path, *, close_s: float | None = None, key: SigningKey | None = None) -> None:
+        """`close_s` bounds the wait of `close` for the disk, in seconds; None waits without limit. `key` signs
+        records."""
+        self._key = key
+        self._lock = threading.Lock()
+        self._close_s = close_s
+        self._syncing: Future[None] | None = None
+        self._thread = DaemonThread("audit")
+        self.error: OSError | None = None  # after which no record was written
+        self._chain: int | None = None  # file descriptor; None after an error
+        self._end: int | None = None
+        self.found, self.head = Found(0, 0, None), Head()
+        try:
+            self._open(folder)
+        except OSError as error:
+            self._fail(error)
+
+    def record(self, kind: AuditKind, body: Mapping[str, Any]) -> None:
+        with self._lock:
+            if self._chain is None or self._end is None:
+                return
+            head = self.head
+            line, digest = encode(head.num_records, head.sha256, time.time(), kind.value, body, self._key)
+            try:
+                _write_all(self._chain, line)
+                self.head = Head(head.num_records + 1, head.num_bytes + len(line), digest).signed(self._key)
+                os.pwrite(self._end, self.head.encoded(), 0)  # after the record: see the module's docstring
+            except OSError as error:
+                self._fail(error)
+                return
+            if self._syncing is None or self._syncing.done():
+                self._syncing = self._thread.submit(_sync, self._chain)
+
+    def close(self) -> None:
+        """Waits until every record is on disk."""
+        with self._lock:
+            descriptors, self._chain, self._end = [self._chain, self._end], None, None
+        for descriptor in filter(None, descriptors):
+            try:
+                self._thread.submit(_sync, descriptor).result(self._close_s)
+            except TimeoutError:
+                _logger.warning("waited %g s for the disk to take %s (timeouts.stop_s)", self._close_s, AUDIT_FILE)
+            else:
+                os.close(descriptor)
+        self._thread.shutdown(wait=False)
+
+    def _open(self, folder: Path) -> None:
+        path, end = folder / AUDIT_FILE, folder / HEAD_FILE
+        content = path.read_bytes() if path.exists() else b""
+        lines, torn_bytes = split(content)
+        whole = len(content) - torn_bytes
+        last = lines[-1].record if lines else None
+        if last and last.hmac and (self._key is None or not self._key.signed(last.sha256, last.hmac)):
+            raise PreflightError(
+                f"{path} was signed with another key than audit.key_env has: set audit.key_env to its variable, or "
+                "name=... for a new run"
+            )
+        # After a damaged last line the chain continues with a digest that no record has: the audit names that place.
+        self.head = Head(len(lines), whole, last.sha256 if last else GENESIS).signed(self._key)
+        self.found = Found(len(lines), torn_bytes, _other_head(end, self.head, content))
+        self._chain = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self._chain, whole)
+        os.lseek(self._chain, 0, os.SEEK_END)
+        self._end = os.open(end, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self._end, 0)
+        os.pwrite(self._end, self.head.encoded(), 0)
+
+    def _fail(self, error: OSError) -> None:
+        _logger.warning("%s cannot be written (%s): the run continues without further records in it", AUDIT_FILE, error)
+        self._chain, self._end, self.error = None, None, error
+
+
+def _other_head(path: Path, now: Head, content: bytes) -> Mapping[str, Any] | None:
+    """Returns what `audit.head` counts, if records that it counts are missing or damaged in the file."""
+    if not path.exists():
+        return None if now.num_records == 0 else {"fault": "it is missing"}
+    try:
+        head = Head.decoded(path.read_bytes())
+    except DamagedRecord as error:
+        return {"fault": str(error)}
+    counted, _ = split(content[: head.num_bytes])
+    last = counted[-1].record if counted else None
+    is_whole = len(counted) == head.num_records and (last.sha256 if last else GENESIS) == head.sha256
+    return None if is_whole else asdict(head)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # the file is closed, or the disk is gone: the next write reports it
+        _logger.debug("audit: %s", error)

@@ -9,8 +9,15 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from mobula.cluster.audit.chain import AUDIT_FILE, AuditFinding, AuditKind, AuditRecord, ChainFile
-from mobula.cluster.audit.writer import is_growing, is_segment
+from mobula.cluster.audit.chain import (
+    AUDIT_FILE,
+    AuditFinding,
+    AuditKind,
+    AuditRecord,
+    ChainFile,
+    is_growing,
+    is_segment,
+)
 from mobula.cluster.workers.faults import Fault
 
 MAX_NAMED = 5  # groups in one message

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mobula.cluster.audit.chain import AuditKind, Head
-from mobula.cluster.audit.writer import ChainWriter, JournalDigests, digests_below
+from mobula.cluster.audit.chain import AuditKind, ChainWriter, Head, JournalDigests, digests_below
 from mobula.cluster.files import file_sha256, write_atomically
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE

@@ -5,18 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from mobula.cluster.audit.chain import (
     AUDIT_FILE,
+    CHECKPOINTS,
+    FORMERLY_UNCOVERED,
+    GENESIS,
+    HEAD_FILE,
+    RUN_LOG,
+    TRAJECTORIES,
     AuditFinding,
     AuditRecord,
     ChainFile,
+    Head,
+    Line,
     SigningKey,
-    check_order,
-    check_signatures,
+    files_below,
+    is_segment,
+    is_uncovered,
     read_chain,
 )
 from mobula.cluster.audit.history import (
@@ -27,15 +38,6 @@ from mobula.cluster.audit.history import (
     check_pushes,
     check_staleness,
     replayed,
-)
-from mobula.cluster.audit.writer import (
-    CHECKPOINTS,
-    FORMERLY_UNCOVERED,
-    RUN_LOG,
-    TRAJECTORIES,
-    files_below,
-    is_segment,
-    is_uncovered,
 )
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import file_sha256
@@ -73,8 +75,8 @@ def verify(folder: Path, head: str = "", key: SigningKey | None = None) -> Audit
     if not records:
         raise PreflightError(f"{folder / AUDIT_FILE} has no readable record: put the file of the run back")
     history = replayed(chain)
-    signatures = list(check_signatures(chain, key))
-    findings = [*check_order(chain), *signatures]
+    signatures = list(_check_signatures(chain, key))
+    findings = [*_check_order(chain), *signatures]
     if head and head not in {record.sha256 for record in records}:
         findings.append(
             AuditFinding(AUDIT_FILE, f"no record has the sha256 {head}: the chain is another one, or was cut")
@@ -91,6 +93,110 @@ def verify(folder: Path, head: str = "", key: SigningKey | None = None) -> Audit
     return Audit(
         history, list(dict.fromkeys(findings)), uncovered, len(records), records[-1], is_signed, chain.has_torn_end
     )
+
+
+def _check_order(chain: ChainFile) -> Iterator[AuditFinding]:
+    """Yields every record that was altered, removed, added, replaced or moved; empty for a chain as it was written."""
+    intact = [(line.number, line.record) for line in chain.lines if line.record]
+    present = Counter(record.seq for _, record in intact)
+    num_counted = chain.head.num_records if isinstance(chain.head, Head) else 0
+    end = max([num_counted, *(seq + 1 for seq in present)])
+    damaged = _damaged(chain.lines, _gaps(present, end))
+    for line, seq in damaged:
+        yield AuditFinding(AUDIT_FILE, f"record {seq} (line {line.number}) was altered: {line.fault}")
+    absent = _gaps({*present, *(seq for _, seq in damaged)}, end)
+    if chain.num_torn_bytes and not chain.has_torn_end:
+        number = absent[-1][-1] if absent else len(chain.lines)
+        absent = _gaps({*present, *(seq for _, seq in damaged), number}, end)
+        yield AuditFinding(
+            AUDIT_FILE, f"record {number} was altered: its line has no end ({chain.num_torn_bytes} bytes)"
+        )
+    for gap in absent:
+        are = f"record {gap[0]} is" if gap[0] == gap[-1] else f"records {gap[0]} to {gap[-1]} are"
+        yield AuditFinding(AUDIT_FILE, f"{are} missing")
+    for seq, num in present.items():
+        if num > 1:
+            yield AuditFinding(AUDIT_FILE, f"record {seq} stands {num} times in the file")
+    for (_, before), (number, record) in pairwise(intact):
+        if record.seq < before.seq:
+            yield AuditFinding(
+                AUDIT_FILE, f"{record.name} stands after {before.name} (line {number}): records were moved"
+            )
+    yield from _check_links({record.seq: record for _, record in intact})
+    yield from _check_head(chain, intact)
+
+
+def _damaged(lines: Sequence[Line], gaps: Sequence[range]) -> list[tuple[Line, int]]:
+    """Returns the damaged lines with the number of the record that each was, by its place."""
+    found: list[tuple[Line, int]] = []
+    expected = 0
+    for line in lines:
+        if line.record is not None:
+            expected = line.record.seq + 1
+            continue
+        found.append((line, next((max(gap.start, expected) for gap in gaps if gap.stop > expected), expected)))
+        expected = found[-1][1] + 1
+    return found
+
+
+def _gaps(numbers: Iterable[int], end: int) -> list[range]:
+    """Returns the ranges below `end` without a number: a foreign chain may count to any number."""
+    edges = [-1, *sorted(numbers), end]
+    return [range(low + 1, high) for low, high in pairwise(edges) if low + 1 < high]
+
+
+def _check_links(by_number: dict[int, AuditRecord]) -> Iterator[AuditFinding]:
+    for seq, record in by_number.items():
+        before = GENESIS if seq == 0 else by_number[seq - 1].sha256 if seq - 1 in by_number else record.previous
+        if record.previous != before:
+            yield AuditFinding(
+                AUDIT_FILE,
+                f"{record.name} was written after another record {seq - 1} than the one in the file: one of them was "
+                "replaced",
+            )
+
+
+def _check_head(chain: ChainFile, intact: Sequence[tuple[int, AuditRecord]]) -> Iterator[AuditFinding]:
+    if not isinstance(chain.head, Head):
+        yield AuditFinding(HEAD_FILE, chain.head)
+        return
+    last = next((record for _, record in intact if record.seq == chain.head.num_records - 1), None)
+    if last is not None and last.sha256 != chain.head.sha256:
+        yield AuditFinding(HEAD_FILE, f"{last.name} has another sha256 than the one noted here: it was replaced")
+    if chain.head.num_records == 0 and chain.head.sha256 != GENESIS:
+        yield AuditFinding(HEAD_FILE, "it has a digest and counts no record")
+    is_last_line = last is not None and chain.lines and chain.lines[-1].record in (last, None)
+    if is_last_line and last is not None and len(chain.lines) == chain.head.num_records:
+        end = chain.lines[-1].end
+        if end != chain.head.num_bytes:
+            yield AuditFinding(HEAD_FILE, f"it counts {chain.head.num_bytes} bytes, and the file has {end}")
+    beyond = [record for _, record in intact if record.seq > chain.head.num_records]  # one may follow: a killed writer
+    if beyond:
+        yield AuditFinding(
+            HEAD_FILE, f"it counts {chain.head.num_records} records, and {beyond[0].name} is beyond them"
+        )
+
+
+def _check_signatures(chain: ChainFile, key: SigningKey | None) -> Iterator[AuditFinding]:
+    """Yields records and head that the holder of the key did not write."""
+    records = chain.records
+    signed = [record for record in records if record.hmac]
+    if key is None:
+        if signed:
+            yield AuditFinding(
+                AUDIT_FILE, "its records are signed, and no key was given: name its variable by --key-env"
+            )
+        return
+    wrong = [record for record in signed if not key.signed(record.sha256, record.hmac)]
+    for records_of, fault in (
+        ([record for record in records if not record.hmac], "are not signed"),
+        (wrong, "were signed with another key"),
+    ):
+        if records_of:
+            first = f"the first is {records_of[0].name}"
+            yield AuditFinding(AUDIT_FILE, f"{len(records_of)} of {len(records)} records {fault}: {first}")
+    if isinstance(chain.head, Head) and not key.signed(chain.head.text, chain.head.hmac):
+        yield AuditFinding(HEAD_FILE, "it was not signed with this key: records after its end may have been removed")
 
 
 def _check_noted(chain: ChainFile, path: Path) -> Iterator[AuditFinding]:

@@ -16,9 +16,8 @@ from rich.console import Console
 
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row
-from mobula.cluster.audit.chain import SigningKey
+from mobula.cluster.audit.chain import ChainWriter, SigningKey
 from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
-from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.artifacts import ArtifactWriter, refuse_without_encoder

@@ -12,8 +12,7 @@ from jobs import RUN_DEADLINE_S, Job
 from runs import audited
 from waiting import wait_until
 
-from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE
-from mobula.cluster.audit.writer import is_growing, recorded_files
+from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, is_growing, recorded_files
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.recovery.checkpoints import learner_state_of
 from mobula.deploy.report.audit import compared_weights

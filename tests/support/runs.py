@@ -25,10 +25,9 @@ from fakes import (
     stop_request,
 )
 
-from mobula.cluster.audit.chain import SigningKey
+from mobula.cluster.audit.chain import ChainWriter, SigningKey
 from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.audit.verification import Audit, verify
-from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.controller import Controller
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink

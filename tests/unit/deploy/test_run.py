@@ -24,8 +24,8 @@ from runs import PROVENANCE
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from mobula.cluster.audit.chain import ChainWriter
 from mobula.cluster.audit.observer import RunAudit
-from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule

@@ -21,16 +21,18 @@ from runs import CONFIG, audited, audited_run, whole_run
 
 from mobula.cluster.audit.chain import (
     AUDIT_FILE,
+    FORMERLY_UNCOVERED,
     HEAD_FILE,
     AuditKind,
     AuditRecord,
+    ChainWriter,
     Head,
     SigningKey,
     encode,
+    recorded_files,
     signing_key,
 )
 from mobula.cluster.audit.history import Comparison, Descent, PromptLedger, account_of, compare
-from mobula.cluster.audit.writer import FORMERLY_UNCOVERED, ChainWriter, recorded_files
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.guard_events import GuardEvent
 

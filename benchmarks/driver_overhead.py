@@ -38,8 +38,7 @@ from mobula.configs.schema.rewards import SHARED_SERVICE
 from mobula.deploy.rehearsal.simulated.engine import summary_of
 from mobula.deploy.wiring.persistence import replay_buffer
 from mobula.rewards.contract import Score
-from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
-from mobula.rewards.pool.service import RewardService, ServiceSettings
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool, RewardService, ServiceSettings
 from mobula.rewards.pool.worker import GroupOutcomes, Question
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.journal=false")

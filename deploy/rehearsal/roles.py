@@ -44,8 +44,7 @@ from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.shares import planner_of
-from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
-from mobula.rewards.pool.service import RewardService
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool, RewardService
 
 OPTIMIZER_COPIES = 6  # bytes of a checkpoint over those of the bfloat16 weights: float32 weights and two moments
 REFERENCE, LEARNER, ROLLOUT = "reference", "learner", "rollout"

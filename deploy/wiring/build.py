@@ -22,7 +22,7 @@ from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.metrics.summary import wilson_interval
 from mobula.cluster.records.trajectory import GroupSummary, Prompt
 from mobula.cluster.recovery.checkpoints import Recovery
-from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
+from mobula.cluster.recovery.step_learner import GroupRegenerator, RegeneratingReference
 from mobula.cluster.replay.buffer import LiveGroups
 from mobula.cluster.roles import Rollouts, UpdateReport
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher

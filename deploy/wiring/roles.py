@@ -51,8 +51,7 @@ from mobula.learner.policies.checkpoint.stored import pushed_tensors
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.shares import planner_of
 from mobula.learner.weight_publisher import WeightPublisher
-from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
-from mobula.rewards.pool.service import RewardService, ServiceSettings
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool, RewardService, ServiceSettings
 from mobula.rewards.pool.worker import RewardWorker
 
 AnyJob = TypeVar("AnyJob", bound=PreparedJob[Any, Any])

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import Outcome, RewardRequest, Score, failure
 from mobula.rewards.functions.parsing.extraction import WAYS, Extractor, extractor
-from mobula.rewards.http.poster import JsonPoster
+from mobula.rewards.http.client import JsonPoster
 from mobula.rewards.http.wire import Connection
 from mobula.rewards.images import data_url
 from mobula.rewards.models.loading import QuestionFinder, one_of, positive_int

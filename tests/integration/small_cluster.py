@@ -26,10 +26,9 @@ from mobula.actors.rollout.client import RolloutClient
 from mobula.cluster.controller import Controller
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
-from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.recovery.lost_ranks import RestoredRanks
 from mobula.cluster.recovery.resume import JournalRecovery
-from mobula.cluster.recovery.step_learner import StepLearner
+from mobula.cluster.recovery.step_learner import GroupRegenerator, RegeneratingReference, StepLearner
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter

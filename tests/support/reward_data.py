@@ -20,8 +20,7 @@ from mobula.rewards.functions import build_function
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.offline.rows import open_source
 from mobula.rewards.offline.scorer import ScoringOptions, score_source
-from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
-from mobula.rewards.pool.service import RewardService, ServiceSettings
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool, RewardService, ServiceSettings
 from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")

@@ -37,8 +37,7 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.configs.schema import Gate, Recipe
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.functions import BUILT_IN
-from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
-from mobula.rewards.pool.service import RewardService
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool, RewardService
 from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker, response_digest
 from mobula.rewards.tools import Tools
 

@@ -20,9 +20,8 @@ from transformers import AutoTokenizer
 
 from mobula.cluster.errors import JournalError, LostObjectError, SkippedSample
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
-from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
-from mobula.cluster.recovery.step_learner import StepLearner
+from mobula.cluster.recovery.step_learner import GroupRegenerator, RegeneratingReference, StepLearner
 from mobula.cluster.replay.buffer import LiveGroups, ReplayBuffer
 from mobula.cluster.replay.journal import Journal, JournalRecord, finished, trained
 from mobula.cluster.replay.journal_writer import JournalWriter
@@ -283,7 +282,7 @@ class Bench_of_lost_groups:
     """A buffer with a journal, in which the groups of a step are leased."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("mobula.cluster.recovery.lost_groups.fetch_or_miss", fetch_or_lose)
+        monkeypatch.setattr("mobula.cluster.recovery.step_learner.fetch_or_miss", fetch_or_lose)
         monkeypatch.setattr("mobula.cluster.replay.journal_writer.fetch_or_miss", fetch_or_lose)
         monkeypatch.setattr("mobula.cluster.replay.journal_writer.fetch_at_hand", fetch_what_is_there)
         self.journal = Journal(folder, {})

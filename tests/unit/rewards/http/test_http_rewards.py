@@ -22,7 +22,7 @@ from reward_data import TOOLS
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.http.poster import Endpoints
+from mobula.rewards.http.client import Endpoints
 
 OPTIONS: dict[str, Any] = {
     "dialect": "mobula",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mobula.cluster.errors import RewardError
-from mobula.cluster.records.trajectory import Reward
+from mobula.cluster.records.trajectory import Response, Reward
 from mobula.configs.schema.rewards import DEFAULT_RECIPE, RewardComponent, RewardsConfig, for_label
 from mobula.configs.schema.rewards import Recipe as RecipeConfig
 from mobula.rewards.contract import (
@@ -201,14 +201,21 @@ def build_components(rewards: RewardsConfig, service: str | None, tools: Tools) 
 
 def content_key(request: RewardRequest) -> bytes:
     """Returns a key that is equal for requests that are equal to every reward function."""
-    response = request.response
-    said = [response.text, response.num_tokens, response.is_truncated, response.turns, response.failure]
-    known = [request.prompt_text, request.references, dict(request.metadata)]
-    digest = hashlib.sha256(json.dumps([*said, *known], sort_keys=True, default=repr).encode())
-    for images in (response.images, request.prompt_images):
-        digest.update(len(images).to_bytes(4, "big"))
-        for image in images:
-            digest.update(hashlib.sha256(image).digest())
+    known = [request.prompt_text, request.references, dict(request.metadata), request.response.turns]
+    digest = hashlib.sha256(response_digest(request.response))
+    digest.update(json.dumps(known, sort_keys=True, default=repr).encode())
+    for image in request.prompt_images:
+        digest.update(hashlib.sha256(image).digest())
+    return digest.digest()
+
+
+def response_digest(response: Response) -> bytes:
+    """Returns a digest that is equal for responses that are equal to every reward function."""
+    turns = [[turn.action, turn.observation, dict(turn.rewards)] for turn in response.turns]
+    parts = [response.text, response.num_tokens, response.is_truncated, response.failure, turns]
+    digest = hashlib.sha256(json.dumps(parts).encode())
+    for image in response.images:
+        digest.update(hashlib.sha256(image).digest())  # one digest per file, so that boundaries of files count
     return digest.digest()
 
 

@@ -6,7 +6,7 @@ import math
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,23 @@ class _Images:
     note: str = ""
 
 
+@dataclass(eq=False)
 class _ImageScorer(ABC):
     """Scores every `frame_stride`-th image of the prompt or of the response in batches of `batch_size` requests."""
 
-    def __init__(self, tools: Tools, images: str, batch_size: int, frame_stride: int) -> None:
-        self._in_time = tools.in_time
-        self._images = one_of("images", images, IMAGES_FROM)
-        self._batch_size = positive_int("batch_size", batch_size)
-        self._frame_stride = positive_int("frame_stride", frame_stride)
+    tools: Tools
+    _: KW_ONLY
+    model: str
+    processor: str | None
+    images: str
+    batch_size: int
+    frame_stride: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("images", self.images, IMAGES_FROM)
+        positive_int("batch_size", self.batch_size)
+        positive_int("frame_stride", self.frame_stride)
+        self._clip = ClipEmbedder(self.model, self.processor, self.tools)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
         return score_in_batches(
@@ -96,17 +105,18 @@ class _ImageScorer(ABC):
             encode=self._encode,
             size=lambda encoded: len(encoded.images),
             score=self._score,
-            batch_size=self._batch_size,
-            in_time=self._in_time,
+            batch_size=self.batch_size,
+            in_time=self.tools.in_time,
         )
 
     def _encode(self, request: RewardRequest) -> _Images:
-        return _Images(decoded_images(request, self._images, self._frame_stride))
+        return _Images(decoded_images(request, self.images, self.frame_stride))
 
     @abstractmethod
     def _score(self, batch: Sequence[_Images]) -> list[Outcome]: ...
 
 
+@dataclass(eq=False, kw_only=True)
 class ClipScore(_ImageScorer):
     """scale * cos(image, text), averaged over the images of a request.
 
@@ -117,33 +127,22 @@ class ClipScore(_ImageScorer):
     are truncated, which the reason of the score states.
     """
 
-    def __init__(
-        self,
-        tools: Tools,
-        *,
-        model: str,
-        processor: str | None,
-        scale: float,
-        clamp: bool,
-        text: str,
-        images: str,
-        question_pattern: str | None,
-        batch_size: int,
-        frame_stride: int = 1,
-    ) -> None:
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0 or math.isinf(scale):
-            raise ValueError(f"options.scale={scale!r} is no number above 0: use 100, 2.5 or 1")
-        if not isinstance(clamp, bool):
-            raise ValueError(f"options.clamp={clamp!r} is neither true nor false")
-        super().__init__(tools, images, batch_size, frame_stride)
-        self._scale = float(scale)
-        self._clamp = clamp
-        self._text = one_of("text", text, TEXTS_FROM)
-        self._questions = QuestionFinder(question_pattern)
-        self._clip = ClipEmbedder(model, processor, tools)
+    scale: float
+    clamp: bool
+    text: str
+    question_pattern: str | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, bool) or not isinstance(self.scale, int | float) or not 0 < self.scale < math.inf:
+            raise ValueError(f"options.scale={self.scale!r} is no number above 0: use 100, 2.5 or 1")
+        if not isinstance(self.clamp, bool):
+            raise ValueError(f"options.clamp={self.clamp!r} is neither true nor false")
+        one_of("text", self.text, TEXTS_FROM)
+        self._questions = QuestionFinder(self.question_pattern)
+        super().__post_init__()
 
     def _encode(self, request: RewardRequest) -> _Images:
-        text = request.response.text if self._text == "response" else self._questions.find(request)
+        text = request.response.text if self.text == "response" else self._questions.find(request)
         num_tokens, limit = self._clip.num_tokens(text), self._clip.max_tokens
         note = f"the text was cut from {num_tokens} to {limit} tokens" if num_tokens > limit else ""
         return replace(super()._encode(request), text=text, note=note)
@@ -152,39 +151,23 @@ class ClipScore(_ImageScorer):
         texts = self._clip.embed_texts([one.text for one in batch])  # [B, D]
         outcomes: list[Outcome] = []
         for one, text, own in zip(batch, texts, self._clip.embed_batch(batch), strict=True):
-            values = self._scale * (own @ text)
-            values = values.clamp(min=0) if self._clamp else values
+            values = self.scale * (own @ text)
+            values = values.clamp(min=0) if self.clamp else values
             outcomes.append(Score(float(values.mean()), one.note))
         return outcomes
 
 
+@dataclass(eq=False)
 class PickScore(ClipScore):
     """exp(logit_scale) * cos(image, question), unclamped: `ClipScore` with the learnt scale of the checkpoint."""
 
-    def __init__(
-        self,
-        tools: Tools,
-        *,
-        model: str,
-        processor: str | None,
-        images: str,
-        question_pattern: str | None,
-        batch_size: int,
-        frame_stride: int = 1,
-    ) -> None:
-        super().__init__(
-            tools,
-            model=model,
-            processor=processor,
-            scale=1.0,
-            clamp=False,
-            text="question",
-            images=images,
-            question_pattern=question_pattern,
-            batch_size=batch_size,
-            frame_stride=frame_stride,
-        )
-        self._scale = self._clip.learnt_scale
+    scale: float = field(default=1.0, init=False)
+    clamp: bool = field(default=False, init=False)
+    text: str = field(default="question", init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scale = self._clip.learnt_scale
 
 
 # Aesthetic: a small network on CLIP's image embedding that predicts human ratings of an image, 1 to 10.
@@ -213,6 +196,7 @@ class AestheticHead(nn.Module):
         return self.layers(embeddings).squeeze(-1)
 
 
+@dataclass(eq=False, kw_only=True)
 class Aesthetic(_ImageScorer):
     """The rating of the head, averaged over the images of a request.
 
@@ -222,21 +206,12 @@ class Aesthetic(_ImageScorer):
     with the first.
     """
 
-    def __init__(
-        self,
-        tools: Tools,
-        *,
-        model: str,
-        processor: str | None,
-        head: str,
-        images: str,
-        batch_size: int,
-        frame_stride: int = 1,
-    ) -> None:
-        super().__init__(tools, images, batch_size, frame_stride)
-        self._head = load_head(existing_file("head", head)).to(tools.device)
-        self._clip = ClipEmbedder(model, processor, tools)
-        width = self._clip.model.config.projection_dim
+    head: str
+
+    def __post_init__(self) -> None:
+        self._head = load_head(existing_file("head", self.head)).to(self.tools.device)
+        super().__post_init__()
+        model, width = self.model, self._clip.model.config.projection_dim
         if width != WIDTHS[0]:
             raise ValueError(
                 f"options.model={model!r} projects to {width} dimensions, the head takes {WIDTHS[0]}: use CLIP ViT-L/14"

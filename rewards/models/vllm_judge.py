@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
+from mobula.cluster.environment_variables import environment_variables
 from mobula.cluster.errors import EngineLostError, RewardError
 from mobula.cluster.failures import Failure
 from mobula.cluster.runtime.concurrency import DaemonThread
@@ -159,8 +159,9 @@ def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str
 
 def _load(model: str, arguments: Mapping[str, Any], device: str) -> LLM:
     set_num_threads = torch.set_num_threads  # on CPU vLLM replaces it by a function that logs a warning per image
+    variables = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
     try:
-        with _environment(ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})):
+        with environment_variables({name: value for name, value in variables.items() if name not in os.environ}):
             return LLM(**arguments)
     except Exception as error:
         raise ValueError(
@@ -169,18 +170,6 @@ def _load(model: str, arguments: Mapping[str, Any], device: str) -> LLM:
         ) from error
     finally:
         torch.set_num_threads = set_num_threads
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the start of an engine; values set by the user win."""
-    added = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
 
 
 OWN_FIELDS = ("max_tokens", "temperature", "n", "output_kind")

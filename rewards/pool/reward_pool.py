@@ -26,9 +26,9 @@ from mobula.cluster.runtime.ray_actors import answer
 from mobula.cluster.workers.status import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 from mobula.configs.schema.rewards import RewardsConfig
-from mobula.rewards.components import ComponentError, RecipeBook
+from mobula.rewards.components import ComponentError, RecipeBook, response_digest
 from mobula.rewards.contract import FailureKind, Outcome
-from mobula.rewards.pool.worker import GroupOutcomes, Outcomes, Question, response_digest
+from mobula.rewards.pool.worker import GroupOutcomes, Outcomes, Question
 
 logger = logging.getLogger(__name__)
 

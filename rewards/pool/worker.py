@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,22 +12,12 @@ from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Answers, Prompt, Response, TrajectoryGroup
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema.rewards import RewardsConfig
-from mobula.rewards.components import RewardScoring, is_judged
+from mobula.rewards.components import RewardScoring, is_judged, response_digest
 from mobula.rewards.contract import Outcome, RewardRequest
 from mobula.rewards.tools import Tools
 
 Outcomes = Mapping[str, Outcome]
 """Component -> outcome, for one response."""
-
-
-def response_digest(response: Response) -> bytes:
-    """Returns a digest that is equal for responses that are equal to every reward function."""
-    turns = [[turn.action, turn.observation, dict(turn.rewards)] for turn in response.turns]
-    parts = [response.text, response.num_tokens, response.is_truncated, response.failure, turns]
-    digest = hashlib.sha256(json.dumps(parts).encode())
-    for image in response.images:
-        digest.update(hashlib.sha256(image).digest())  # one digest per file, so that boundaries of files count
-    return digest.digest()
 
 
 MAX_IMAGES = 64  # cached images of one worker

@@ -35,10 +35,11 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.configs.schema import Gate, Recipe
+from mobula.rewards.components import response_digest
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.functions import BUILT_IN
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool, RewardService
-from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker, response_digest
+from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker
 from mobula.rewards.tools import Tools
 
 

@@ -14,7 +14,7 @@ from mobula.cluster.audit.chain import AuditKind, ChainWriter, Head, JournalDige
 from mobula.cluster.files import file_sha256, write_atomically
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
-from mobula.cluster.metrics.step_records import MetricsRecord, StepRecord, record_version, to_line
+from mobula.cluster.metrics.step_records import MetricsRecord, StepRecord, to_line
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
 from mobula.cluster.rollout.dispatcher import PromptObserver
@@ -154,7 +154,7 @@ class RunAudit(PromptObserver):
         """Raises: OSError: the chain cannot be written; the hub drops and counts this sink."""
         kind = "step" if isinstance(record, StepRecord) else "evaluation"
         _, line = _size_and_digest(f"{to_line(record)}\n".encode())
-        self._record(AuditKind.METRICS, {"version": record_version(record), "of": kind, "sha256": line})
+        self._record(AuditKind.METRICS, {"version": record.version, "of": kind, "sha256": line})
         if self._chain is not None and self._chain.error is not None:
             raise self._chain.error
 

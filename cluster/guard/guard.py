@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,56 +154,53 @@ class Warn:
         return situation.event(self.name, situation.kl_scale) if situation.alarm.is_new else None
 
 
+@dataclass(eq=False)
 class RaiseKL:
     """Multiplies the factor of the KL coefficient at each alarm; an alarm after `max_actions` raises stops the run."""
 
+    kl_scale: KLScale
+    _: KW_ONLY
+    factor: float
+    max_actions: int
     name, severity = "raise_kl", 2
 
-    def __init__(self, kl_scale: KLScale, *, factor: float, max_actions: int) -> None:
-        self._kl_scale = kl_scale
-        self._factor = factor
-        self._max_actions = max_actions
-
     async def act(self, situation: Situation) -> GuardEvent | None:
-        if situation.num_of(self.name) >= self._max_actions:
-            raise RewardHackingError(_stopped(situation, f"after {self._max_actions} raises of the KL coefficient"))
-        factor = self._kl_scale.newest * self._factor
-        self._kl_scale.set_from(situation.version + 1, factor)
+        if situation.num_of(self.name) >= self.max_actions:
+            raise RewardHackingError(_stopped(situation, f"after {self.max_actions} raises of the KL coefficient"))
+        factor = self.kl_scale.newest * self.factor
+        self.kl_scale.set_from(situation.version + 1, factor)
         return situation.event(self.name, factor)
 
 
+@dataclass(eq=False)
 class Rollback:
     """Loads the newest checkpoint whose version agrees; an alarm after `max_actions` rollbacks stops the run."""
 
+    learner: Restorable
+    newest: Callable[[int], tuple[int, Path] | None]  # (version): that and folder of the newest checkpoint up to it
+    _: KW_ONLY
+    max_actions: int
     name, severity = "rollback", 3
 
-    def __init__(
-        self, learner: Restorable, newest: Callable[[int], tuple[int, Path] | None], *, max_actions: int
-    ) -> None:
-        """`newest(version)` returns version and learner folder of the newest complete checkpoint up to `version`."""
-        self._learner = learner
-        self._newest = newest
-        self._max_actions = max_actions
-
     async def act(self, situation: Situation) -> GuardEvent | None:
-        if situation.num_of(self.name) >= self._max_actions:
-            raise RewardHackingError(_stopped(situation, f"after {self._max_actions} rollbacks"))
-        found = await asyncio.to_thread(self._newest, situation.agreeing)
+        if situation.num_of(self.name) >= self.max_actions:
+            raise RewardHackingError(_stopped(situation, f"after {self.max_actions} rollbacks"))
+        found = await asyncio.to_thread(self.newest, situation.agreeing)
         if found is None:
             raise RewardHackingError(_stopped(situation, "no checkpoint of an agreeing version is left"))
-        await self._learner.restore(found[1], situation.version)
+        await self.learner.restore(found[1], situation.version)
         return situation.event(self.name, situation.kl_scale, found[0])
 
     async def repeat(self, event: GuardEvent) -> None:
         """Loads the checkpoint of a recorded rollback again, for a step that a resume repeats."""
         assert event.restored is not None, "a rollback names its checkpoint"
-        found = await asyncio.to_thread(self._newest, event.restored)
+        found = await asyncio.to_thread(self.newest, event.restored)
         if found is None or found[0] != event.restored:
             raise RewardHackingError(
                 f"the rollback of step {event.version} cannot be repeated: its checkpoint of step {event.restored} is "
                 "missing or damaged; restore it, or remove the journal folder to resume from the newest checkpoint"
             )
-        await self._learner.restore(found[1], event.version)
+        await self.learner.restore(found[1], event.version)
 
 
 class Stop:

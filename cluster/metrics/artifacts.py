@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from mobula.cluster.files import write_atomically
-from mobula.cluster.metrics.report.samples import INDEX, Fetch, read_artifacts
+from mobula.cluster.metrics.report.samples import INDEX, read_artifacts
 
 if TYPE_CHECKING:
     from mobula.cluster.metrics.step_records import SampleRecord
@@ -38,7 +38,7 @@ class ArtifactWriter:
     per_step: int
     frame_rate: int
     version: int
-    fetch: Fetch
+    fetch: Callable[..., list[Any]]  # `mobula.cluster.runtime.object_store.fetch`
     timeout_s: float
 
     def __post_init__(self) -> None:

@@ -190,6 +190,11 @@ class StepRecord:
     correlations: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def version(self) -> int:
+        """The weight version that the step made."""
+        return self.step
+
+    @property
     def accuracy(self) -> float | None:
         """Accuracy over all sampled responses; records of earlier versions have that of the trained ones."""
         return self.values.get(MetricName.SAMPLED_ACCURACY, self.values.get(MetricName.ACCURACY))
@@ -279,11 +284,6 @@ class SampleRecord:
     references: tuple[str, ...]
     reward: float
     images: tuple[bytes, ...]
-
-
-def record_version(record: MetricsRecord) -> int:
-    """Returns the weight version of a record: step s makes version s."""
-    return record.step if isinstance(record, StepRecord) else record.version
 
 
 def to_line(record: MetricsRecord) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -110,6 +111,7 @@ class RestartedRanks(RaisedLoss):
             raise
 
 
+@dataclass(eq=False)
 class RestoredRanks(RaisedLoss):
     """Restarts all ranks from their newest checkpoint when one is dead or does not answer, and repeats the failed call.
 
@@ -122,21 +124,14 @@ class RestoredRanks(RaisedLoss):
     with the ranks. A loss before the first checkpoint ends the run.
     """
 
-    def __init__(
-        self,
-        ranks: RestorableRanks,
-        *,
-        newest: Callable[[], tuple[int, Path] | None],
-        budget: RestartBudget,
-        on_lost: Callable[[str], None],
-    ) -> None:
-        """`newest()` returns version and learner folder of the newest complete checkpoint. `on_lost` gets the kind of
-        each loss: `learner_died` or `learner_hung`."""
+    ranks: RestorableRanks
+    _: KW_ONLY
+    newest: Callable[[], tuple[int, Path] | None]  # version and learner folder of the newest complete checkpoint
+    budget: RestartBudget
+    on_lost: Callable[[str], None]  # gets the kind of each loss: `learner_died` or `learner_hung`
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._ranks = ranks
-        self._newest = newest
-        self._budget = budget
-        self._on_lost = on_lost
         self._losses = RepeatedCause()
         self._furthest = -1  # highest version made: losses with one cause at one version are a restart loop
         self._num_without_progress = 0  # restarts since the last completed step
@@ -162,7 +157,7 @@ class RestoredRanks(RaisedLoss):
             observer.trained(version, groups)
 
     async def copied(self) -> None:
-        newest = await asyncio.to_thread(self._newest)
+        newest = await asyncio.to_thread(self.newest)
         if newest is not None:  # steps up to it need not be repeated; the current save is not complete yet
             self._trained = [(version, groups) for version, groups in self._trained if version > newest[0]]
 
@@ -210,17 +205,17 @@ class RestoredRanks(RaisedLoss):
         self._break_off(error)
         while True:
             fault = report_loss("the learner", error, "it is started again and restored")
-            self._on_lost("learner_hung" if isinstance(error, DeadlineError) else "learner_died")
+            self.on_lost("learner_hung" if isinstance(error, DeadlineError) else "learner_died")
             if self._losses.failed(error, self._furthest):
                 raise RestartLoopError(
                     f"the learner was lost {MAX_EQUAL} times in a row at the same step with the same cause: "
                     f"{fault.cause}. A restart does not help; fix the cause, then go on with resume=auto"
                 ) from error
             # Taken before the pause: ranks that die during their start use up the budget, too.
-            pause = self._budget.take(asyncio.get_running_loop().time(), self._num_without_progress)
+            pause = self.budget.take(asyncio.get_running_loop().time(), self._num_without_progress)
             if pause is None:
                 raise WorkerDiedError(
-                    f"the learner was lost {self._budget.num_restarts + 1} times, more than supervision.max_restarts "
+                    f"the learner was lost {self.budget.num_restarts + 1} times, more than supervision.max_restarts "
                     f"allows within supervision.restart_window_s or at one step; last: {fault.cause}; fix the cause, "
                     "then go on with resume=auto"
                 ) from error
@@ -237,15 +232,15 @@ class RestoredRanks(RaisedLoss):
             return
 
     async def _bring_back(self, error: Exception) -> None:
-        newest = await asyncio.to_thread(self._newest)
+        newest = await asyncio.to_thread(self.newest)
         if newest is None:
             raise NotRestartableError(f"the learner was lost before its first checkpoint: {error}") from error
         is_base = self._base is not None and self._base[0] > newest[0]
         version, folder = self._base if is_base and self._base is not None else newest
-        await self._ranks.respawn()
+        await self.ranks.respawn()
         if is_base:
-            await self._ranks.restore(folder, version)
-        elif (loaded := await self._ranks.load(folder)) != version:
+            await self.ranks.restore(folder, version)
+        elif (loaded := await self.ranks.load(folder)) != version:
             raise CheckpointError(f"{folder} holds version {loaded} instead of {version}")
         for observer in self.observers:
             observer.restored(version)
@@ -257,18 +252,18 @@ class RestoredRanks(RaisedLoss):
                 for observer in self.observers:
                     observer.repeated(made, again)
         _logger.info(
-            "the learner is back at version %d, from the checkpoint of version %d", self._ranks.version, version
+            "the learner is back at version %d, from the checkpoint of version %d", self.ranks.version, version
         )
 
     async def _repeat(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
         """Repeats a step. Returns the groups of the step; lost groups are read from the journal."""
         try:
-            await self._ranks.step(groups)
+            await self.ranks.step(groups)
         except LostObjectError:
             if self.recall is None:
                 raise
             groups = await self.recall(groups)
-            await self._ranks.step(groups)
+            await self.ranks.step(groups)
         return groups
 
 

@@ -25,13 +25,12 @@ from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, Stage
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class LiveGroups:
     """Records hold no images, so each prompt is rebuilt from its id. The rebuilt prompt must equal the recorded one."""
 
-    def __init__(self, prompts: Prompts, put: Callable[[Any], Any]) -> None:
-        """`put` stores a value and returns a reference for `mobula.cluster.runtime.object_store.fetch`."""
-        self._prompts = prompts
-        self._put = put
+    prompts: Prompts
+    put: Callable[[Any], Any]  # stores a value; returns a reference for `mobula.cluster.runtime.object_store.fetch`
 
     def revive(self, recorded: RecordedGroup) -> ScoredGroup:
         """Returns the group as it was before it was recorded."""
@@ -41,15 +40,15 @@ class LiveGroups:
                 f"group {group.group_id} has images of later turns that its record does not hold: it can only "
                 "be sampled again"
             )
-        prompt = self._prompts.prompt_at(self._prompts.index_of(group.group_id))
+        prompt = self.prompts.prompt_at(self.prompts.index_of(group.group_id))
         _refuse_if_changed(prompt, group.prompt)
         live = TrajectoryGroup(prompt, group.trajectories)
         logprobs = recorded.reference_logprobs
         return ScoredGroup(
             summary=live.summary(),
-            group=self._put(live),
+            group=self.put(live),
             rewards=recorded.rewards,
-            reference_logprobs=None if logprobs is None else self._put(list(logprobs)),
+            reference_logprobs=None if logprobs is None else self.put(list(logprobs)),
         )
 
 

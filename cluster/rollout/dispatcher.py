@@ -398,17 +398,14 @@ class RolloutDispatcher:
         return ScoredGroup(summary, generated.group, tuple(rewards))
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
-        if self._is_too_old(group):
-            return self._reason_of(group)
-        return self.admission_filter.reason_to_reject(group.scored_rewards)
+        return self._reason_to_drop(group) or self.admission_filter.reason_to_reject(group.scored_rewards)
 
-    def _is_too_old(self, group: ScoredGroup) -> bool:
-        """Whether all tokens of the group are too old for the next step to be filled, or some were rolled back."""
-        is_discarded = self._reason_of(group) == ROLLED_BACK
-        return is_discarded or self._age_limit.drops(group.summary.tokens_by_version, self._order.next_step)
-
-    def _reason_of(self, group: ScoredGroup) -> str:
-        return ROLLED_BACK if group.summary.oldest_version < self._oldest_version else OVER_AGE
+    def _reason_to_drop(self, group: ScoredGroup) -> str | None:
+        """Returns a reason if tokens were rolled back, or all are too old for the next step to be filled."""
+        if group.summary.oldest_version < self._oldest_version:
+            return ROLLED_BACK
+        is_over_age = self._age_limit.drops(group.summary.tokens_by_version, self._order.next_step)
+        return OVER_AGE if is_over_age else None
 
     async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
         self._show(group.outcome, None)
@@ -452,8 +449,10 @@ class RolloutDispatcher:
 
     async def _next_step(self) -> list[ScoredGroup]:
         """Drops over-age groups and returns the groups of the next step, or none while it is not complete."""
-        for group in self._order.remove(self._is_too_old, below=self._oldest_version):
+        for group in self._order.remove(lambda each: bool(self._reason_to_drop(each)), below=self._oldest_version):
+            reason = self._reason_to_drop(group)
+            assert reason is not None, "the order removes groups for a reason"
             self.gate.drop()
-            self._show(group.outcome, self._reason_of(group))
-            await self._forget(group.outcome, self._reason_of(group))
+            self._show(group.outcome, reason)
+            await self._forget(group.outcome, reason)
         return self._order.pop_step()

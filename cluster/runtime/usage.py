@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +36,9 @@ class NvidiaGpus:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._devices: list[Any] = []
-        try:
-            pynvml.nvmlInit()
-        except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-            self._is_open = False
+        self._is_open = _has_driver()
+        if not self._is_open:
             return
-        self._is_open = True
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         uuids = [pynvml.nvmlDeviceGetUUID(device) for device in devices]
         self._devices = [devices[index] for index in visible(environment.get("CUDA_VISIBLE_DEVICES"), uuids)]
@@ -65,23 +63,27 @@ class NvidiaGpus:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[GpuReading]:
-    gpus = NvidiaGpus(environment)
-    try:
+    with closing(NvidiaGpus(environment)) as gpus:
         return gpus.read()
-    finally:
-        gpus.close()
 
 
 def driver_version() -> str:
     """Returns the version of the NVIDIA driver; empty without a driver."""
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+    if not _has_driver():
         return ""
     try:
         return str(pynvml.nvmlSystemGetDriverVersion())
     finally:
         pynvml.nvmlShutdown()
+
+
+def _has_driver() -> bool:
+    """Whether NVML is available; then it is open."""
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return False
+    return True
 
 
 def visible(listed: str | None, uuids: Sequence[str]) -> list[int]:

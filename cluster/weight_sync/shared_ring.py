@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import mmap
 import os
@@ -13,7 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -128,13 +127,6 @@ class Location:
     def here(cls, device: torch.device, address: bytes, *, shares: bool) -> Location:
         name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
         return cls(host_name() if shares else "", name, os.getpid(), address.decode())
-
-    @classmethod
-    def from_text(cls, text: bytes) -> Location:
-        return cls(**json.loads(text))
-
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
 
     def way_to(self, receiver: Location, transport: str) -> Way:
         """How bytes travel from this sender to `receiver`, where `transport` connects hosts. NCCL copies between the

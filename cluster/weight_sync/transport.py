@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections import deque
@@ -314,8 +315,8 @@ def _open_channel(rendezvous: Rendezvous, rank: int, sender: int, device: torch.
         with listener() as listening:
             here = Location.here(device, listening.getsockname(), shares=rendezvous.same_host == "memory")
             # NCCL's init has no deadline and cannot be aborted, so it begins after all members arrived.
-            texts = wait_for_members(store, rank, rendezvous.world_size, timeout_s, here.to_text())
-            members = [Location.from_text(text) for text in texts]
+            texts = wait_for_members(store, rank, rendezvous.world_size, timeout_s, json.dumps(asdict(here)))
+            members = [Location(**json.loads(text)) for text in texts]
             ways = {n: members[0].way_to(member, rendezvous.transport) for n, member in enumerate(members) if n > 0}
             apart = [n for n, way in ways.items() if way == "network"]
             near = {n: way for n, way in ways.items() if way != "network"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -102,7 +104,7 @@ def _serve(pipe: Connection, device: str) -> None:
             case ("vanish", at, rank):
                 store = join_store(at.host, at.port, f"transfer-epoch-{at.epoch}-sender-0", at.timeout_s)
                 here = Location.here(torch.device(device), b"", shares=at.same_host == "memory")
-                wait_for_members(store, rank, at.world_size, at.timeout_s, here.to_text())
+                wait_for_members(store, rank, at.world_size, at.timeout_s, json.dumps(asdict(here)))
                 os._exit(1)
             case ("send", num_bytes):
                 assert group is not None, "join first"

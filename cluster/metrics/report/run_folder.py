@@ -235,8 +235,8 @@ def read_run_folder(folder: Path) -> RunFolder:
         suites=by_suite,
         samples=read_samples(folder / SAMPLES_FILE),
         summary=read_summary(summary) if summary.exists() else None,
-        plan=[_plan_row(row) for row in _rows(folder / PLAN_FILE)],
-        skipped=[_skipped_row(row) for row in _rows(folder / SKIPPED_FILE)],
+        plan=TypeAdapter(list[RecordedPlanRow]).validate_python(_rows(folder / PLAN_FILE)),
+        skipped=TypeAdapter(list[SkippedRow]).validate_python(_rows(folder / SKIPPED_FILE)),
         faults=read_faults(folder / FAULTS_FILE),
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         guard=read_events(folder / GUARD_FILE),
@@ -252,11 +252,3 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         raise ValueError(f"{path} holds a {type(rows).__name__}: a list of rows is expected")
     return rows
-
-
-def _plan_row(row: dict[str, Any]) -> RecordedPlanRow:
-    return RecordedPlanRow(row["role"], row["index"], row["cpus"], row["gpus"], str(row["node"]), tuple(row["cores"]))
-
-
-def _skipped_row(row: dict[str, Any]) -> SkippedRow:
-    return SkippedRow(str(row["sample_id"]), row["reason"], row["message"])

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -186,12 +186,6 @@ class SampleFile:
     answers: tuple[AnswerGroup, ...] = ()
 
 
-class Fetch(Protocol):
-    """`mobula.cluster.runtime.object_store.fetch`."""
-
-    def __call__(self, references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]: ...
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """One response that may enter a bucket; `sibling` is its index in the group."""
@@ -221,7 +215,7 @@ class SampleKeeper:
     num_steps: int
     seed: int
     version: int
-    fetch: Fetch
+    fetch: Callable[..., list[Any]]  # `mobula.cluster.runtime.object_store.fetch`
     timeout_s: float
     write: Callable[[Path, str], None] = write_atomically
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mobula.cluster.files import write_atomically
-from mobula.cluster.metrics.step_records import MetricsRecord, from_line, record_version, to_line
+from mobula.cluster.metrics.step_records import MetricsRecord, from_line, to_line
 
 _logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class JsonlSink:
     name = "jsonl"
 
     def __init__(self, path: Path, *, version: int) -> None:
-        self.kept = [r for r in read_records(path) if record_version(r) <= version]
+        self.kept = [r for r in read_records(path) if r.version <= version]
         self._file: TextIO | None = None
         self._error: OSError | None = None
         try:

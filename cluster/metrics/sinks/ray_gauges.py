@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 
 from ray.util.metrics import Gauge
 
@@ -19,6 +20,7 @@ Key = tuple[str, str]  # (series, value of the extra tag or "")
 WorkerKey = tuple[str, str, str, str, str]  # (series, role, index of the worker or "", node, extra tag)
 
 
+@dataclass(eq=False)
 class RaySink:
     """Sets one gauge per number, tagged with run, role and index.
 
@@ -30,29 +32,23 @@ class RaySink:
 
     name = "ray"
 
-    def __init__(
-        self,
-        tags: Mapping[str, str],
-        *,
-        heartbeat_s: float,
-        make_series: Callable[[str, str, tuple[str, ...]], Gauge] = Gauge,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        """`now()` returns seconds since the epoch."""
-        if {"run", "role", "index"} != set(tags):
-            raise ValueError(f"Ray metrics are tagged with run, role and index, got {sorted(tags)}")
-        self._tags = dict(tags)
-        self._heartbeat_s = heartbeat_s
-        self._make_series = make_series
+    tags: Mapping[str, str]
+    _: KW_ONLY
+    heartbeat_s: float
+    make_series: Callable[[str, str, tuple[str, ...]], Gauge] = Gauge
+    now: Callable[[], float] = time.time  # seconds since the epoch
+
+    def __post_init__(self) -> None:
+        if {"run", "role", "index"} != set(self.tags):
+            raise ValueError(f"Ray metrics are tagged with run, role and index, got {sorted(self.tags)}")
         self._series: dict[str, Gauge] = {}
-        self._now = now
         self._latest: dict[Key, float] = {}
         self._of_workers: dict[WorkerKey, float] = {}
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._beat, name="metrics-heartbeat", daemon=True)
-        self._publish(_at_start(now()))
+        self._publish(_at_start(self.now()))
         self._thread.start()
 
     def post(self, status: RunStatus) -> None:
@@ -64,7 +60,7 @@ class RaySink:
 
     def emit(self, record: StepRecord) -> None:
         gone = {key: 0.0 for key in self._latest if key[0] == "staleness_tokens"}  # lags without tokens in this step
-        self._publish({**gone, **_flat(record), (LiveName.LAST_STEP_TIME, ""): self._now()})
+        self._publish({**gone, **_flat(record), (LiveName.LAST_STEP_TIME, ""): self.now()})
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         """Sets the gauges of the run's own suite; other suites are in metrics.jsonl and TensorBoard only."""
@@ -85,7 +81,7 @@ class RaySink:
             self._set_all(values)
 
     def _beat(self) -> None:
-        while not self._is_closing.wait(self._heartbeat_s):
+        while not self._is_closing.wait(self.heartbeat_s):
             try:
                 with self._lock:
                     self._set_all(self._latest)
@@ -97,18 +93,18 @@ class RaySink:
     def _set_all(self, values: Mapping[Key, float]) -> None:
         for (name, extra), value in values.items():
             if math.isfinite(value):
-                tags = {**self._tags, **_extra_tag(name, extra)}
+                tags = {**self.tags, **_extra_tag(name, extra)}
                 self._find(name, tuple(tags)).set(value, tags=tags)
 
     def _set_workers(self) -> None:
         for (name, role, index, node, extra), value in self._of_workers.items():
-            tags = {**self._tags, "role": role, "index": index, "node": node, **_extra_tag(name, extra)}
+            tags = {**self.tags, "role": role, "index": index, "node": node, **_extra_tag(name, extra)}
             self._find(name, tuple(tags)).set(value, tags=tags)
 
     def _find(self, name: str, tag_keys: tuple[str, ...]) -> Gauge:
         if name not in self._series:
             allowed = re.sub(r"[^a-zA-Z0-9_]", "_", name)  # by Prometheus
-            self._series[name] = self._make_series(f"mobula_{allowed}", describe(name), tag_keys)
+            self._series[name] = self.make_series(f"mobula_{allowed}", describe(name), tag_keys)
         return self._series[name]
 
     def _raise_failure(self) -> None:

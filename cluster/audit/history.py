@@ -4,7 +4,7 @@ fate of each prompt, verified pushes, and the comparison with another run."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -99,7 +99,8 @@ class History:
         self.num_admitted: Counter[str] = Counter()  # by engine
         self.served: set[int] = set()  # versions that engines have received
         self.rejected: Counter[str] = Counter()  # reason -> groups
-        self.prompts = PromptLedger()
+        self.part_of: dict[str, int] = {}  # prompt -> newest part that handed it out or continued it
+        self.reasons: dict[str, str] = {}  # rejected prompt -> reason
         self.regenerated: dict[str, str] = {}  # group -> source
         self.guarded: dict[int, AuditRecord] = {}  # actions of the guard by the version of their step
         self.rollbacks: dict[int, AuditRecord] = {}  # by the version whose weights they replaced
@@ -114,6 +115,11 @@ class History:
     @property
     def version(self) -> int:
         return max(self.steps, default=0)
+
+    @property
+    def trained(self) -> list[str]:
+        """The groups of all steps, in order."""
+        return [group_id for step in self.steps.values() for group_id in step.groups]
 
     def add(self, record: AuditRecord) -> None:
         """Applies the next record. A record of an unknown kind changes nothing."""
@@ -134,7 +140,6 @@ class History:
 
     def _started(self, record: AuditRecord) -> None:
         self.parts.append(Part(None))  # stays if the record is not as expected
-        self.prompts.begin_part()
         self.metrics = []
         body, found = record.body, record.body["found"]
         code, bounds = body["code"], {key: body["bounds"][key] for key in UNKNOWN_BOUNDS}
@@ -179,7 +184,12 @@ class History:
 
     def _recovered(self, record: AuditRecord) -> None:
         self.parts[-1].recovered_to = record.body["version"]
-        self.prompts.continued(record.body.get("pending", ()), record.body.get("settled", ()))
+        for prompt_id in map(str, record.body.get("pending", ())):
+            self._hand_out(prompt_id)
+        for prompt_id in map(str, record.body.get("settled", ())):
+            # Prompts of repeated steps are settled, too: the account counts them as trained.
+            self.part_of.setdefault(prompt_id, len(self.parts))
+            self.reasons.setdefault(prompt_id, SETTLED)
 
     def _checkpoint(self, record: AuditRecord) -> None:
         version = record.body["version"]
@@ -283,7 +293,13 @@ class History:
     def _add_prompts(self, record: AuditRecord) -> None:
         rejected = record.body.get("rejected", ())
         self.rejected.update(str(reason) for _, reason in rejected)
-        self.prompts.add(record.body.get("handed_out", ()), rejected)
+        for prompt_id in map(str, record.body.get("handed_out", ())):  # hand-outs come before rejections
+            self._hand_out(prompt_id)
+        self.reasons |= {str(prompt_id): str(reason) for prompt_id, reason in rejected}
+
+    def _hand_out(self, prompt_id: str) -> None:
+        self.part_of[prompt_id] = len(self.parts)
+        self.reasons.pop(prompt_id, None)  # a resume from an older checkpoint voids the rejection
 
     def _leave(self, version: int) -> None:
         """Voids the steps and checkpoints after `version`."""
@@ -391,55 +407,6 @@ class PromptAccount:
         return len(self.trained) + len(self.rejected) + len(self.open) + len(self.lost)
 
 
-class PromptLedger:
-    """Replays hand-outs and rejections. The trained groups are those of the steps of a `History`."""
-
-    def __init__(self) -> None:
-        self._part_of: dict[str, int] = {}  # prompt -> newest part that handed it out or continued it
-        self._rejected: dict[str, str] = {}
-        self._part = 0
-
-    def begin_part(self) -> None:
-        self._part += 1
-
-    def add(self, handed_out: Iterable[str], rejected: Iterable[Sequence[str]]) -> None:
-        """Applies the prompts of one record: hand-outs come before rejections."""
-        for prompt_id in handed_out:
-            self._hand_out(str(prompt_id))
-        for prompt_id, reason in rejected:
-            self._rejected[str(prompt_id)] = str(reason)
-
-    def continued(self, pending: Iterable[str], settled: Iterable[str]) -> None:
-        for prompt_id in map(str, pending):
-            self._hand_out(prompt_id)
-        for prompt_id in map(str, settled):
-            # Prompts of repeated steps are settled, too: the account counts them as trained.
-            self._part_of.setdefault(prompt_id, self._part)
-            self._rejected.setdefault(prompt_id, SETTLED)
-
-    def account(self, trained: Iterable[str]) -> PromptAccount:
-        """Returns the account of the run; `trained` are the groups of its line of versions."""
-        known = set(trained)
-        others = {prompt_id: part for prompt_id, part in self._part_of.items() if prompt_id not in known}
-        left = {prompt_id: part for prompt_id, part in others.items() if prompt_id not in self._rejected}
-        return PromptAccount(
-            trained=tuple(prompt_id for prompt_id in self._part_of if prompt_id in known),
-            rejected=tuple((i, self._rejected[i]) for i in others if i in self._rejected),
-            open=tuple(prompt_id for prompt_id, part in left.items() if part == self._part),
-            lost=tuple(prompt_id for prompt_id, part in left.items() if part < self._part),
-        )
-
-    def unknown(self, trained: Iterable[str]) -> list[str]:
-        """Returns the trained and rejected prompts that no record handed out; none if the run records no hand-out."""
-        if not self._part_of:
-            return []
-        return [prompt_id for prompt_id in (*trained, *self._rejected) if prompt_id not in self._part_of]
-
-    def _hand_out(self, prompt_id: str) -> None:
-        self._part_of[prompt_id] = self._part
-        self._rejected.pop(prompt_id, None)  # a resume from an older checkpoint voids the rejection
-
-
 @dataclass(frozen=True)
 class Staleness:
     """Lag of trained tokens: the version that their step trains from, less the version that sampled them."""
@@ -511,12 +478,21 @@ def check_groups(history: History) -> Iterator[AuditFinding]:
 
 def account_of(history: History) -> PromptAccount:
     """Returns what became of each prompt that was handed out."""
-    return history.prompts.account(group_id for step in history.steps.values() for group_id in step.groups)
+    known, newest = set(history.trained), len(history.parts)
+    others = {prompt_id: part for prompt_id, part in history.part_of.items() if prompt_id not in known}
+    left = {prompt_id: part for prompt_id, part in others.items() if prompt_id not in history.reasons}
+    return PromptAccount(
+        trained=tuple(prompt_id for prompt_id in history.part_of if prompt_id in known),
+        rejected=tuple((i, history.reasons[i]) for i in others if i in history.reasons),
+        open=tuple(prompt_id for prompt_id, part in left.items() if part == newest),
+        lost=tuple(prompt_id for prompt_id, part in left.items() if part < newest),
+    )
 
 
 def check_prompts(history: History) -> Iterator[AuditFinding]:
-    """Yields trained and rejected prompts that were never handed out."""
-    unknown = history.prompts.unknown(group_id for step in history.steps.values() for group_id in step.groups)
+    """Yields trained and rejected prompts that were never handed out, if the run records hand-outs."""
+    asked = (*history.trained, *history.reasons) if history.part_of else ()
+    unknown = [prompt_id for prompt_id in asked if prompt_id not in history.part_of]
     if unknown:
         yield AuditFinding(AUDIT_FILE, f"prompts {named(unknown)} were trained or rejected, and never handed out")
 

@@ -32,7 +32,7 @@ from mobula.cluster.audit.chain import (
     recorded_files,
     signing_key,
 )
-from mobula.cluster.audit.history import Comparison, Descent, PromptLedger, account_of, compare
+from mobula.cluster.audit.history import Comparison, Descent, History, account_of, check_prompts, compare
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.guard_events import GuardEvent
 
@@ -120,25 +120,42 @@ def test_rejected_prompts_have_their_reasons(tmp_path: Path) -> None:
     assert len(account.trained) == 6
 
 
+STARTED = {
+    "code": {"version": "1", "commit": ""}, "bounds": {"max_staleness": 0, "stragglers": "wait"},
+    "found": {"torn_bytes": 0, "num_records": 0, "head": None}, "metrics": {"num_lines": 0, "sha256": ""},
+    "config_sha256": "", "run": "r", "seed": 0,
+}  # fmt: skip
+
+
+def history_of(*records: tuple[str, dict[str, Any]]) -> History:
+    history = History()
+    for seq, (kind, body) in enumerate(records):
+        history.add(AuditRecord(seq, "", 0.0, kind, body, ""))
+    assert history.findings == []
+    return history
+
+
 def test_prompts_of_a_killed_part_are_trained_later_or_named(tmp_path: Path) -> None:
     whole_run(tmp_path, 4)
     history = audited(tmp_path).history
-    killed = PromptLedger()
-    killed.begin_part()
-    killed.add(["a", "b", "c", "d"], [("d", "uniform")])
-    killed.begin_part()
-    killed.continued(["b"], ["a"])
-    account = killed.account(["a"])
+    step = {"version": 1, "source": "new", "groups": [["a", "", {"0": 3}]], "rejected": [["d", "uniform"]]}
+    killed = history_of(
+        ("started", STARTED),
+        ("trained", {**step, "handed_out": ["a", "b", "c", "d"]}),
+        ("started", STARTED),
+        ("recovered", {"version": 1, "pending": ["b"], "settled": ["a"]}),
+    )
+    account = account_of(killed)
     assert (account.trained, account.open, account.lost) == (("a",), ("b",), ("c",))
     assert account.rejected == (("d", "uniform"),)
     assert account_of(history).lost == ()
 
 
 def test_a_group_that_was_trained_and_never_handed_out_is_found() -> None:
-    ledger = PromptLedger()
-    ledger.begin_part()
-    ledger.add(["a"], [])
-    assert ledger.unknown(["a", "x"]) == ["x"]
+    groups = [[group_id, "", {"0": 3}] for group_id in ("a", "x")]
+    step = {"version": 1, "source": "new", "groups": groups, "handed_out": ["a"]}
+    [finding] = check_prompts(history_of(("started", STARTED), ("trained", step)))
+    assert "prompts x were trained or rejected, and never handed out" in finding.message
 
 
 def test_a_dropped_record_is_named(run: Path, copy: Path) -> None:

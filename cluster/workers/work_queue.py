@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, Protocol
 
 from mobula.cluster.errors import DeadlineError, LostReplyError, PreflightError, StuckError, WorkerDiedError
@@ -36,6 +36,7 @@ class WorkerSlot:
     handle: Any
 
 
+@dataclass(eq=False)
 class WorkQueue:
     """A queue in front of a `WorkerPool` of stateless workers.
 
@@ -50,42 +51,28 @@ class WorkQueue:
                 raise await work.failed(slot, error)
     """
 
-    def __init__(
-        self,
-        role: str,
-        handles: Sequence[Any],
-        hosts: Hosts,
-        *,
-        max_load: int,
-        restarts: RestartPolicy,
-        alive_s: float,
-        join: Callable[[str, Any], Awaitable[None]],
-        on_lost: Callable[[Exception], None],
-        may_pile_up: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """`handles` are the first workers, started by `hosts` with the indices 0, 1, ...
+    role: str
+    first: InitVar[Sequence[Any]]  # workers that `hosts` has started with the indices 0, 1, ...
+    hosts: Hosts
+    _: KW_ONLY
+    max_load: int  # pieces of work at a worker at a time; one while `may_pile_up` returns False
+    restarts: RestartPolicy
+    alive_s: float  # bounds the answers to `is_alive` and `ping`
+    join: Callable[[str, Any], Awaitable[None]]  # as in `worker_pool.Hooks`
+    on_lost: Callable[[Exception], None]  # called for every loss of a worker
+    may_pile_up: Callable[[], bool] = lambda: True  # call `dispatch` when its result changes
 
-        A worker gets up to `max_load` pieces of work at a time, and one while `may_pile_up` returns False; call
-        `dispatch` when its result changes. `alive_s` bounds the answers to `is_alive` and `ping`. `on_lost` is called
-        for every loss of a worker. `join` is described in `worker_pool.Hooks`.
-        """
-        self.pool: WorkerPool[Any] = WorkerPool(
-            role,
-            handles,
-            Hooks(
-                start=hosts.start,
-                join=join,
-                check=self._check,
-                stop=hosts.stop,
-                release=hosts.release,
-                on_lost=lambda worker, error: on_lost(error),
-                on_change=self.dispatch,
-            ),
-            restarts=restarts,
+    def __post_init__(self, first: Sequence[Any]) -> None:
+        hooks: Hooks[Any] = Hooks(
+            start=self.hosts.start,
+            join=self.join,
+            check=self._check,
+            stop=self.hosts.stop,
+            release=self.hosts.release,
+            on_lost=lambda worker, error: self.on_lost(error),
+            on_change=self.dispatch,
         )
-        self._max_load = max_load
-        self._alive_s = alive_s
-        self._may_pile_up = may_pile_up
+        self.pool: WorkerPool[Any] = WorkerPool(self.role, first, hooks, restarts=self.restarts)
         self._queue: deque[asyncio.Future[Worker[Any]]] = deque()
 
     @property
@@ -126,7 +113,7 @@ class WorkQueue:
             try:
                 # `ping` waits in the same queue as the call: its answer proves that the call has ended.
                 what = f"{slot.name} to finish the call"
-                await answer(slot.handle.ping.remote(), timeout_s=self._alive_s, what=what)
+                await answer(slot.handle.ping.remote(), timeout_s=self.alive_s, what=what)
                 return LostReplyError(f"{error}: the worker is healthy, but its reply was lost or too late")
             except WorkerDiedError as died:
                 cause = died
@@ -141,7 +128,7 @@ class WorkQueue:
             if self._queue[0].done():  # the work was cancelled
                 self._queue.popleft()
                 continue
-            room = self._max_load if self._may_pile_up() else 1
+            room = self.max_load if self.may_pile_up() else 1
             free = [worker for worker in self.pool.serving if worker.load < room]
             if not free:
                 break
@@ -173,6 +160,4 @@ class WorkQueue:
         self.dispatch()
 
     async def _check(self, name: str, handle: Any) -> Vitals:
-        return await answer(
-            handle.is_alive.remote(), timeout_s=self._alive_s, what=f"{name} to answer that it is alive"
-        )
+        return await answer(handle.is_alive.remote(), timeout_s=self.alive_s, what=f"{name} to answer that it is alive")

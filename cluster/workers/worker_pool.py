@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from mobula.cluster.errors import WorkerDiedError
@@ -76,26 +76,20 @@ class Hooks(Generic[Handle]):
     on_change: Callable[[], None]  # after each change of a worker's state
 
 
+@dataclass(eq=False)
 class WorkerPool(Generic[Handle]):
     """Owns the workers of one role: first start, loss, restart, quarantine, draining, scaling and closing."""
 
-    def __init__(
-        self,
-        role: str,
-        first: Sequence[Handle | None],
-        hooks: Hooks[Handle],
-        *,
-        restarts: RestartPolicy,
-        work: str = "calls",
-    ) -> None:
-        """`first` holds the handles of the first workers, which may get work at once; `start()` starts workers without
-        a handle. `work` is the plural of one piece of work, for log lines."""
+    role: str
+    first: InitVar[Sequence[Handle | None]]  # may get work at once; `start()` starts workers without a handle
+    hooks: Hooks[Handle]
+    _: KW_ONLY
+    restarts: RestartPolicy
+    work: str = "calls"  # plural of one piece of work, for log lines
+
+    def __post_init__(self, first: Sequence[Handle | None]) -> None:
         if not first:
-            raise ValueError(f"there is no {role} worker: set resources.{role}.num_workers to 1 or more")
-        self.role = role
-        self._hooks = hooks
-        self._restarts = restarts
-        self._work = work
+            raise ValueError(f"there is no {self.role} worker: set resources.{self.role}.num_workers to 1 or more")
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self.workers = [self._new_worker(index) for index in range(len(first))]  # by index
@@ -120,7 +114,7 @@ class WorkerPool(Generic[Handle]):
         worker = next((worker for worker in self.workers if worker.handle is handle), None)
         if worker is None or worker.state is not WorkerState.SERVING:
             return
-        self._note_loss(worker, error, f"{self._work} in flight that are retried: {worker.load}")
+        self._note_loss(worker, error, f"{self.work} in flight that are retried: {worker.load}")
         if not worker.leaving.is_set():
             self._begin(worker, self._restart)
 
@@ -135,7 +129,7 @@ class WorkerPool(Generic[Handle]):
         async def check_one(worker: Worker[Handle]) -> None:
             handle = worker.process
             try:
-                worker.vitals = await self._hooks.check(worker.name, handle)
+                worker.vitals = await self.hooks.check(worker.name, handle)
             except Exception as error:  # a healthy worker raises nothing here
                 self.lose(handle, error)
 
@@ -164,7 +158,7 @@ class WorkerPool(Generic[Handle]):
         if not self.workers:
             return WorkerDiedError(f"the {self.role} workers have been closed: the run is over")
         if all(worker.state is WorkerState.QUARANTINED for worker in self.workers):
-            return self._restarts.used_up(self.role, self.status())
+            return self.restarts.used_up(self.role, self.status())
         return None
 
     async def stop_restarts(self) -> None:
@@ -180,21 +174,21 @@ class WorkerPool(Generic[Handle]):
         await self.stop_restarts()
         workers, self.workers = self.workers, []
         await asyncio.gather(*(self._end(worker) for worker in workers))
-        self._hooks.on_change()
+        self.hooks.on_change()
 
     def _new_worker(self, index: int) -> Worker[Handle]:
-        return Worker(f"{self.role}/{index}", index, RestartBudget(self._restarts))
+        return Worker(f"{self.role}/{index}", index, RestartBudget(self.restarts))
 
     def _set(self, worker: Worker[Handle], state: WorkerState) -> None:
         worker.state = state
-        self._hooks.on_change()
+        self.hooks.on_change()
 
     async def _start_first(self, worker: Worker[Handle]) -> None:
         is_new = worker.handle is None
         if worker.handle is None:
-            worker.handle = await self._hooks.start(worker.index)
+            worker.handle = await self.hooks.start(worker.index)
             self._set(worker, WorkerState.JOINING)
-        await self._hooks.join(worker.name, worker.handle)
+        await self.hooks.join(worker.name, worker.handle)
         if is_new:
             self._set(worker, WorkerState.SERVING)
 
@@ -211,10 +205,10 @@ class WorkerPool(Generic[Handle]):
         """Starts a process for the worker. Returns False if the start failed and has to be retried."""
         self._set(worker, WorkerState.STARTING)
         try:
-            worker.handle = await self._hooks.start(worker.index)
+            worker.handle = await self.hooks.start(worker.index)
             if not worker.leaving.is_set():
                 self._set(worker, WorkerState.JOINING)
-                await self._hooks.join(worker.name, worker.handle)
+                await self.hooks.join(worker.name, worker.handle)
         except Exception as error:  # any error: it is counted and logged, and the start is retried within the budget
             if worker.leaving.is_set():
                 _logger.info("%s was scaled away during its start: %s", worker.name, error)
@@ -236,7 +230,7 @@ class WorkerPool(Generic[Handle]):
         pause = None if worker.failed_starts.are_equal else worker.budget.take(asyncio.get_running_loop().time())
         if pause is None:
             self._set(worker, WorkerState.QUARANTINED)
-            await self._hooks.release(worker.index)
+            await self.hooks.release(worker.index)
             return False
         try:
             # Waits for `leaving`, not only for the time: a worker that is scaled away must not start again.
@@ -248,7 +242,7 @@ class WorkerPool(Generic[Handle]):
 
     def _drain(self, worker: Worker[Handle]) -> None:
         worker.leaving.set()
-        _logger.info("%s drains: %s in flight: %d", worker.name, self._work, worker.load)
+        _logger.info("%s drains: %s in flight: %d", worker.name, self.work, worker.load)
         if worker.task is not None and not self._is_stopped:
             self._run(self._abort_start(worker), f"abort the start of {worker.name}")
         self._remove_if_idle(worker)
@@ -258,7 +252,7 @@ class WorkerPool(Generic[Handle]):
         await self._end(worker)
         if worker.state is WorkerState.STARTING:
             try:
-                await self._hooks.release(worker.index)
+                await self.hooks.release(worker.index)
             except Exception:  # the removal that follows releases it again
                 _logger.exception("the resources of %s cannot be released", worker.name)
 
@@ -269,7 +263,7 @@ class WorkerPool(Generic[Handle]):
     async def _remove(self, worker: Worker[Handle]) -> None:
         await self._end(worker)
         try:
-            await self._hooks.release(worker.index)
+            await self.hooks.release(worker.index)
         finally:
             self.workers.remove(worker)  # last: a new worker may take the index once the resources are free
         _logger.info("%s is removed", worker.name)
@@ -289,12 +283,12 @@ class WorkerPool(Generic[Handle]):
         except Exception as error:  # no caller waits for this task: the error is counted and logged here
             _logger.exception("%s cannot be restarted or removed and is quarantined", worker.name)
             worker.state, worker.detail = WorkerState.QUARANTINED, f"error: {error}"
-            self._hooks.on_lost(worker, error)
+            self.hooks.on_lost(worker, error)
             await self._end(worker)
         finally:
             worker.task = None
         self._remove_if_idle(worker)
-        self._hooks.on_change()
+        self.hooks.on_change()
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -305,7 +299,7 @@ class WorkerPool(Generic[Handle]):
     def _note_loss(self, worker: Worker[Handle], error: Exception, consequence: str = "") -> None:
         fault = report_loss(worker.name, error, consequence)
         worker.detail = f"{fault.kind}: {fault.cause}"
-        self._hooks.on_lost(worker, error)
+        self.hooks.on_lost(worker, error)
         self._set(worker, WorkerState.WAITING)
 
     async def _end(self, worker: Worker[Handle]) -> None:
@@ -313,6 +307,6 @@ class WorkerPool(Generic[Handle]):
         if handle is None:
             return
         try:
-            await self._hooks.stop(worker.index, handle)
+            await self.hooks.stop(worker.index, handle)
         except Exception:  # the worker is lost or removed: its process is not used again
             _logger.warning("%s did not close cleanly", worker.name, exc_info=True)

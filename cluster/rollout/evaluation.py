@@ -1,16 +1,24 @@
-"""Evaluations on held-out prompts and rows."""
+"""Evaluations on held-out prompts and rows, and their responses as files and contact sheets."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
+import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
+from PIL import Image
+
 from mobula.cluster.errors import ExcludedPromptError, RewardError
+from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.hub import informing
+from mobula.cluster.metrics.report.samples import SHEETS_FILE
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from mobula.cluster.metrics.summary import (
     bootstrap_interval,
@@ -20,10 +28,11 @@ from mobula.cluster.metrics.summary import (
     pass_at_k,
     reflection_ratios,
 )
-from mobula.cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
+from mobula.cluster.records.trajectory import Answers, Generated, Prompt, Response, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Reference, Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.dispatcher import sample_and_score
+from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.workers.supervisor import background_tasks
 
 REFLECTION = "reflection"  # reward component from which the reflection ratios are computed
@@ -351,3 +360,121 @@ class RowEvaluator:
         """Restores the results of an earlier part of the run; results of another evaluation do not count."""
         is_same = state.get("identity", self.identity) == self.identity
         self.results = dict(state["results"]) if is_same else {}
+
+
+MAX_PROMPTS, MAX_SAMPLES = 48, 8  # on one sheet
+PROMPTS_A_ROW = 6
+SIDE = 128  # pixels; larger images are scaled down
+SMALL = 32  # pixels; smaller images are scaled up
+GAP = 2  # pixels between images
+
+
+class ContactSheets:
+    """Writes `<folder>/<suite>-<version>.png`, prompt by prompt, and its SHA-256 into `sheets.json`."""
+
+    def __init__(self, folder: Path, *, timeout_s: float) -> None:
+        """`timeout_s` bounds the fetch of one prompt's images from the object store."""
+        self._folder = folder
+        self._timeout_s = timeout_s
+
+    async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        await asyncio.to_thread(self._write, suite, version, prompts)
+
+    def _write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        shown = [(p.prompt.text, self._images(p)[:MAX_SAMPLES]) for p in prompts[:MAX_PROMPTS]]
+        images = [image for _, of_prompt in shown for image in of_prompt]
+        if not images:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        per_prompt = max(len(of_prompt) for _, of_prompt in shown)
+        sheet = contact_sheet(images, columns=PROMPTS_A_ROW * per_prompt)
+        name = f"{suite}-{version}.png"
+        (self._folder / name).write_bytes(sheet)
+        self._add_row(
+            name, suite, version, hashlib.sha256(sheet).hexdigest(), [text for text, images in shown if images]
+        )
+
+    def _add_row(self, name: str, suite: str, version: int, digest: str, texts: Sequence[str]) -> None:
+        path = self._folder / SHEETS_FILE
+        rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        rows = [row for row in rows if row["file"] != name]
+        rows.append({"file": name, "suite": suite, "version": version, "sha256": digest, "prompts": list(texts)})
+        write_atomically(path, json.dumps(rows, indent=1, ensure_ascii=False))
+
+    def _images(self, scored: ScoredPrompt) -> list[bytes]:
+        responses = _responses(scored, "images", self._timeout_s)
+        return [response.images[0] for response in responses if response.images]
+
+
+def contact_sheet(images: Sequence[bytes], columns: int) -> bytes:
+    """Returns one PNG of encoded images, row by row, in tiles of equal size."""
+    tiles = [_tile(image) for image in images]
+    width, height = (max(tile.size[axis] for tile in tiles) + GAP for axis in (0, 1))
+    rows = -(-len(tiles) // columns)
+    sheet = Image.new("RGB", (width * min(columns, len(tiles)) + GAP, height * rows + GAP), (90, 90, 90))
+    for index, tile in enumerate(tiles):
+        sheet.paste(tile, (GAP + index % columns * width, GAP + index // columns * height))
+    file = io.BytesIO()
+    sheet.save(file, "PNG")
+    return file.getvalue()
+
+
+def _tile(image: bytes) -> Image.Image:
+    with Image.open(io.BytesIO(image)) as opened:
+        tile = opened.convert("RGB")
+    factor = -(-SMALL // max(tile.size))
+    if factor > 1:
+        return tile.resize((tile.width * factor, tile.height * factor), Image.Resampling.NEAREST)
+    tile.thumbnail((SIDE, SIDE))
+    return tile
+
+
+class ResponseFiles:
+    """Writes `<folder>/<suite>-<version>.jsonl`.
+
+    A row has `id`, `prompt`, `references`, `metadata`, and with one entry per response `predictions`,
+    `generated_tokens`, `is_truncated`, `correct` (null if the response was not scored) and `components`. An excluded
+    prompt has no predictions. `mobula score` reads these files.
+    """
+
+    def __init__(self, folder: Path, *, accuracy_component: str, correct_from: float, timeout_s: float) -> None:
+        """`timeout_s` bounds the fetch of one prompt's responses from the object store."""
+        self._folder = folder
+        self._accuracy_component = accuracy_component
+        self._correct_from = correct_from
+        self._timeout_s = timeout_s
+
+    async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        await asyncio.to_thread(self._write, self._folder / f"{suite}-{version}.jsonl", prompts)
+
+    def _write(self, path: Path, prompts: Sequence[ScoredPrompt]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = (json.dumps(self._row(prompt), ensure_ascii=False, default=str) + "\n" for prompt in prompts)
+        write_atomically(path, "".join(rows))
+
+    def _row(self, scored: ScoredPrompt) -> dict[str, object]:
+        name = self._accuracy_component
+        responses = _responses(scored, "responses", self._timeout_s)
+        components = [None if reward is None else dict(reward.components) for reward in scored.rewards]
+        return {
+            "id": scored.prompt.sample_id,
+            "prompt": scored.prompt.text,
+            "references": list(scored.prompt.references),
+            "metadata": dict(scored.prompt.metadata),
+            "predictions": [response.text for response in responses],
+            "generated_tokens": [response.num_tokens for response in responses],
+            "is_truncated": [response.is_truncated for response in responses],
+            "correct": [row[name] >= self._correct_from if row and name in row else None for row in components],
+            "components": components,
+        }
+
+
+def _responses(scored: ScoredPrompt, kind: str, timeout_s: float) -> Sequence[Response]:
+    if scored.generated is None:
+        return []
+    what = f"the {kind} of {scored.prompt.prompt_id}"
+    [group] = fetch([scored.generated.to_score], timeout_s=timeout_s, what=what)
+    if isinstance(group, Answers):
+        return group.responses
+    assert isinstance(group, TrajectoryGroup), f"{what} are a {type(group).__name__}"
+    return [trajectory.response for trajectory in group.trajectories]

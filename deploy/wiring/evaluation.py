@@ -21,15 +21,16 @@ from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.evaluation import (
+    ContactSheets,
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,
     NoResponseLog,
+    ResponseFiles,
     ResponseLog,
     ScoredPrompt,
     Suite,
 )
-from mobula.cluster.rollout.response_files import ContactSheets, ResponseFiles
 from mobula.cluster.runtime.object_store import fetch
 from mobula.configs.rules.run import guard_signs
 from mobula.configs.schema import RunConfig

@@ -37,8 +37,7 @@ from mobula.cluster.records.trajectory import (
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
 from mobula.configs.schema import RunConfig
-from mobula.deploy.planning.memory import policy_shape
-from mobula.deploy.planning.workers import TRAINING, WorkerMemory, worker_memory
+from mobula.deploy.planning.memory import TRAINING, WorkerMemory, policy_shape, worker_memory
 from mobula.deploy.preloading.preloaded import allocator_environment
 from mobula.learner.learner import Learner
 from mobula.learner.policies.checkpoint.saving import write_weights

@@ -23,8 +23,7 @@ from benchmarks.harness.stage import private_ray, scratch_config, scratch_folder
 from mobula.cluster.runtime.placement import needed_roles
 from mobula.cluster.runtime.ray_actors import LOGS_FOLDER
 from mobula.configs.schema import RunConfig
-from mobula.deploy.planning.memory import policy_shape
-from mobula.deploy.planning.workers import worker_memory
+from mobula.deploy.planning.memory import policy_shape, worker_memory
 from mobula.deploy.run.runtime import run_training
 from mobula.learner.policies.tiny import TINY
 

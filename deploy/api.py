@@ -29,8 +29,7 @@ from mobula.cluster.rollout.evaluation import EvaluationResult
 from mobula.configs.load import dump_config, load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli.errors import INTERRUPTED, USER_ERROR
-from mobula.deploy.planning.fit import MemoryPlan
-from mobula.deploy.planning.plan_command import make_plan
+from mobula.deploy.planning.plan_command import MemoryPlan, make_plan
 
 __all__ = ["RunResult", "evaluate", "export", "load_config", "plan", "train"]
 

@@ -110,9 +110,8 @@ def check_planned_memory(config: RunConfig, machine: Machine) -> Finding:
     name = "Planned memory"
     try:
         from mobula.deploy.planning.clusters import PlannedNode
-        from mobula.deploy.planning.fit import plan_memory
         from mobula.deploy.planning.memory import policy_shape, refuse_small_cache
-        from mobula.deploy.planning.plan_command import refuse_shortfalls
+        from mobula.deploy.planning.plan_command import plan_memory, refuse_shortfalls
 
         shape = policy_shape(config)
         if shape is None:

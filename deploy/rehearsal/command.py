@@ -24,10 +24,9 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import MISSING
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster, this_node
-from mobula.deploy.planning.fit import GIB, MemoryPlan
 from mobula.deploy.planning.memory import RELEASED_MODELS as MODELS
 from mobula.deploy.planning.memory import policy_shape
-from mobula.deploy.planning.plan_command import demand_table
+from mobula.deploy.planning.plan_command import GIB, MemoryPlan, demand_table
 from mobula.deploy.rehearsal.options import RehearseCommand
 from mobula.deploy.rehearsal.play import Played
 from mobula.deploy.rehearsal.simulated.machine import LognormalLengths, RecordedLengths, ResponseLengths, read_faults

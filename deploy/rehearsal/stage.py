@@ -21,7 +21,7 @@ from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup
 from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode
-from mobula.deploy.planning.fit import MemoryPlan, plan_memory
+from mobula.deploy.planning.plan_command import MemoryPlan, plan_memory
 from mobula.deploy.rehearsal.play import DriverLoad, Played, driver_load, mean_phases, play, staleness_shares, warm
 from mobula.deploy.rehearsal.roles import Hardware, with_role
 from mobula.deploy.rehearsal.simulated.engine import summary_of

@@ -48,7 +48,7 @@ from mobula.configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import DataKind, SourceConfig
 from mobula.configs.schema.rollout import SamplerKind
-from mobula.deploy.planning.fit import EngineSizes
+from mobula.deploy.planning.plan_command import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.decisions import with_decisions
 from mobula.deploy.preflight.findings import refusing

@@ -14,8 +14,8 @@ from mobula.cluster.errors import PlacementError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
-from mobula.deploy.planning.fit import plan_memory
 from mobula.deploy.planning.memory import RELEASED_MODELS as MODELS
+from mobula.deploy.planning.plan_command import plan_memory
 from mobula.learner.policies.shapes import ModelShape, shape_of_values
 
 TARGET = Path(__file__).parents[2] / "docs" / "scaling.md"

@@ -22,7 +22,7 @@ from mobula.cluster.records.trajectory import (
 )
 from mobula.configs.load import load_config
 from mobula.deploy.checks.gpu_check.roles import MIB, Context, Figures, Model, open_checkpoint, overrides, scored
-from mobula.deploy.planning.workers import CONTEXT, TRAINING, worker_memory
+from mobula.deploy.planning.memory import CONTEXT, TRAINING, worker_memory
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.policies.tiny import SMALL_TEXT, TEXT_MODELS
 

@@ -21,9 +21,7 @@ from mobula.deploy.cli import app
 from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.host.machine import Machine
 from mobula.deploy.planning.clusters import described_nodes, read_cluster
-from mobula.deploy.planning.fit import GIB, plan_memory
-from mobula.deploy.planning.plan_command import changed, planned_engine, refuse_shortfalls, remedies
-from mobula.deploy.planning.workers import (
+from mobula.deploy.planning.memory import (
     MAX_WHOLE_GRADIENT_BYTES,
     MIB,
     PROCESS,
@@ -34,6 +32,7 @@ from mobula.deploy.planning.workers import (
     trained_parameters,
     worker_memory,
 )
+from mobula.deploy.planning.plan_command import GIB, changed, plan_memory, planned_engine, refuse_shortfalls, remedies
 from mobula.learner.backends import fsdp2
 from mobula.learner.policies.shapes import shape_of_values
 from mobula.rewards.functions import BUILT_IN

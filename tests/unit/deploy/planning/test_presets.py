@@ -17,8 +17,7 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import groups
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
-from mobula.deploy.planning.fit import plan_memory
-from mobula.deploy.planning.plan_command import remedies
+from mobula.deploy.planning.plan_command import plan_memory, remedies
 from mobula.learner.policies.shapes import tiny_shape
 
 released_shapes = cache(shapes)  # some 15 s

@@ -12,8 +12,8 @@ from mobula.cluster.replay.journal import journal_identity
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
-from mobula.deploy.planning.fit import plan_memory
-from mobula.deploy.planning.workers import TRAINING
+from mobula.deploy.planning.memory import TRAINING
+from mobula.deploy.planning.plan_command import plan_memory
 from mobula.deploy.preflight.decisions import with_absolute_paths, with_decisions, with_row_layout
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.policies.tiny import write_tiny

@@ -32,7 +32,7 @@ from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, Lo
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.learner.adapters.rank import AdapterRank
+from mobula.learner.adapters.ranks import AdapterRank
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import write_tiny
 

@@ -40,7 +40,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.memory import TRAINING, WorkerMemory, policy_shape, worker_memory
 from mobula.deploy.preloading.preloaded import allocator_environment
 from mobula.learner.learner import Learner
-from mobula.learner.policies.checkpoint.saving import write_weights
+from mobula.learner.policies.checkpoint import write_weights
 
 NUM_RANKS, NUM_STEPS, EPOCH = 4, 3, 1
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 32

@@ -20,8 +20,8 @@ from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
+from mobula.deploy.rehearsal.roles import Handle, SimulatedRank, SimulatedRanks
 from mobula.deploy.rehearsal.simulated.machine import Cores
-from mobula.deploy.rehearsal.simulated.workers import Handle, SimulatedRank, SimulatedRanks
 from mobula.deploy.rehearsal.speeds import Speeds
 from mobula.learner.examples import Planners
 from mobula.learner.learner_group import LearnerGroup

@@ -26,8 +26,8 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
 from benchmarks.replay import Load, make_group
 from mobula.actors.datasets.prompts import InDriver, Preparation, PromptSource
+from mobula.actors.processors.media import require_av
 from mobula.actors.processors.pool import ProcessorPool
-from mobula.actors.processors.video import require_av
 from mobula.actors.processors.worker import ProcessorWorker, make_processor
 from mobula.cluster.records.media import MediaHandle, MediaStore, ProcessedMedia
 from mobula.cluster.records.trajectory import TrajectoryGroup

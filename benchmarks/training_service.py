@@ -33,8 +33,7 @@ from mobula.cluster.training_service.interfaces import (
 )
 from mobula.configs.load import load_config
 from mobula.deploy.training_service.app import make_app
-from mobula.deploy.training_service.inputs import InputBuilder
-from mobula.deploy.training_service.messages import read_call
+from mobula.deploy.training_service.messages import InputBuilder, read_call
 from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 

@@ -20,7 +20,7 @@ from mobula.learner.credit import Credit
 from mobula.learner.critic import FOLDER, Critic, Values
 from mobula.learner.examples import NO_PLANNERS, Planners
 from mobula.learner.learner_group import LearnerGroup, RankGroup
-from mobula.learner.policies.checkpoint.reading import unread_policy_model
+from mobula.learner.policies.checkpoint import unread_policy_model
 from mobula.learner.rank import AlgorithmState, CheckpointPart, Offloadable, StatefulRank
 from mobula.learner.shares import Planner, Portion, ShareFetcher, StepGroups, all_ranks, as_argument, in_portions
 

@@ -29,8 +29,7 @@ from mobula.learner.policies.adapters import (
     merged,
     split_factor,
 )
-from mobula.learner.policies.checkpoint.reading import StoredWeights, plain_name
-from mobula.learner.policies.checkpoint.stored import pushed_manifest
+from mobula.learner.policies.checkpoint import StoredWeights, plain_name, pushed_manifest
 from mobula.learner.policies.loading import as_stored, checkpoint_names
 from mobula.learner.policies.trained import save_trained, save_trained_adapters, unread_trained_model
 

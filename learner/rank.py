@@ -25,7 +25,7 @@ from mobula.learner.credit import Credit
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.optim import NullAverage, WeightAverage
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
-from mobula.learner.policies.checkpoint.reading import StoredWeights
+from mobula.learner.policies.checkpoint import StoredWeights
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policies.trained import as_policy, save_trained, unread_trained_model
 from mobula.learner.policy_weights import PolicyWeights

@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.files import flush, write_atomically
-from mobula.learner.policies.checkpoint.saving import DTYPES, content, write_header
+from mobula.learner.policies.checkpoint import DTYPES, content, write_header
 
 INDEX = "state.json"  # written last
 EARLIER_INDEX = ".metadata"  # a pickle, of earlier versions: torch's distributed format

@@ -26,9 +26,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mobula.actors.datasets.clips import Audio, AudioInputs, Video, VideoInputs
 from mobula.actors.datasets.formats.base import MEDIA_COLUMNS, first_of
-from mobula.actors.datasets.formats.turns import (
+from mobula.actors.datasets.formats.records import (
     SHARED_COLUMNS,
     as_messages,
     as_turns,
@@ -38,7 +37,17 @@ from mobula.actors.datasets.formats.turns import (
     unread_fields,
     without,
 )
-from mobula.actors.datasets.images import ImageError, ImageInputs, ImageSource, MediaInputs, path_below
+from mobula.actors.datasets.media import (
+    Audio,
+    AudioInputs,
+    ImageError,
+    ImageInputs,
+    ImageSource,
+    MediaInputs,
+    Video,
+    VideoInputs,
+    path_below,
+)
 from mobula.actors.datasets.open_split import read_split
 from mobula.actors.datasets.rows import RowError, Split, Turn
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain

@@ -10,15 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from mobula.actors.datasets.clips import AudioInputs, DownloadLimits, MediaDownloads, VideoInputs
 from mobula.actors.datasets.formats.base import Draft, RowFormat, finish, first_of, named, present
-from mobula.actors.datasets.formats.records import format_of
-from mobula.actors.datasets.formats.turns import SHARED_COLUMNS, system_turn, template_of, unread_fields, without
-from mobula.actors.datasets.images import ImageInputs, MediaInputs
+from mobula.actors.datasets.formats.records import (
+    SHARED_COLUMNS,
+    format_of,
+    system_turn,
+    template_of,
+    unread_fields,
+    without,
+)
+from mobula.actors.datasets.media import (
+    AudioInputs,
+    DownloadLimits,
+    ImageInputs,
+    MediaDownloads,
+    MediaInputs,
+    VideoInputs,
+)
 from mobula.actors.datasets.mixture import CURRICULA, Curriculum, LazyRows, MixedRows, Shuffled, windowed_order
 from mobula.actors.datasets.readers import reader_of
-from mobula.actors.datasets.readers.base import Opened, Record, Table, refuse_unread, without_nulls
-from mobula.actors.datasets.readers.files import read_objects
+from mobula.actors.datasets.readers.files import Opened, Record, Table, read_objects, refuse_unread, without_nulls
 from mobula.actors.datasets.rows import R, Row, RowError, Skipped, Split, first_few
 from mobula.cluster.errors import DatasetError, SkippedSample
 from mobula.configs.near_paths import near

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from mobula.actors.datasets.clips import Audio, Video
-from mobula.actors.datasets.images import ImageSource
+from mobula.actors.datasets.media import Audio, ImageSource, Video
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.markup import PLACEHOLDERS
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mobula.actors.datasets.images import EncodedFile, ImageSource
+from mobula.actors.datasets.media import EncodedFile, ImageSource
 from mobula.actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message, row_text
 from mobula.actors.processors.chat import ChatProcessor, expand
-from mobula.actors.processors.image import LoadedMedium
+from mobula.actors.processors.media import LoadedMedium
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.learner.policies.families.base import Size

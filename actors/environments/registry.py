@@ -14,9 +14,9 @@ ENVIRONMENTS: Mapping[str, str] = {  # name -> class, imported on use
     "program": "mobula.actors.environments.adapters.agents:Program",
     "reasoning_gym": "mobula.actors.environments.adapters.libraries:ReasoningGym",
     "textarena": "mobula.actors.environments.adapters.libraries:TextArena",
-    "trl": "mobula.actors.environments.adapters.classes:TRLClass",
+    "trl": "mobula.actors.environments.adapters.libraries:TRLClass",
     "verifiers": "mobula.actors.environments.adapters.agents:Verifiers",
-    "vagen": "mobula.actors.environments.adapters.classes:VAGENClass",
+    "vagen": "mobula.actors.environments.adapters.libraries:VAGENClass",
 }
 EXTRAS: Mapping[str, str] = {  # name -> extra with the dependencies
     "gymnasium": "environments",

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
-from mobula.actors.datasets.images import EncodedFile
+from mobula.actors.datasets.media import EncodedFile
 from mobula.actors.datasets.rows import Row, Split, Turn
 from mobula.actors.environments.base import (
     SEEDS_A_SPLIT,

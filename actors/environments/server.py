@@ -25,9 +25,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
-from mobula.actors.environments.base import Action, EpisodeError, checked_rewards
+from mobula.actors.environments.base import (
+    Action,
+    EpisodeError,
+    Json,
+    checked_rewards,
+    reset_to_json,
+    spec_to_json,
+    step_to_json,
+)
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from mobula.actors.environments.wire import Json, reset_to_json, spec_to_json, step_to_json
 from mobula.cluster.serving import RETRY_AFTER_S, problems
 from mobula.configs.schema.data import EnvironmentConfig
 

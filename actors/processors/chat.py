@@ -14,10 +14,10 @@ import numpy as np
 import transformers
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
-from mobula.actors.datasets.clips import fetch_together, web_files
 from mobula.actors.datasets.conversations import Conversation
+from mobula.actors.datasets.media import fetch_together, web_files
 from mobula.actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
-from mobula.actors.processors.image import LoadedMedium
+from mobula.actors.processors.media import LoadedMedium
 from mobula.actors.processors.modality import ImageModality, MediaModel, Modality, SoundModality, VideoModality
 from mobula.actors.processors.text.answers import Tokens, tokens_of
 from mobula.actors.processors.text.chat_template import (

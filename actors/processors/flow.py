@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from mobula.actors.datasets.conversations import CHOSEN, REJECTED, ImagePair
-from mobula.actors.datasets.images import path_below
+from mobula.actors.datasets.media import path_below
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.conversation import given_trajectory
 from mobula.cluster.errors import PromptError
@@ -24,8 +24,7 @@ from mobula.cluster.records.trajectory import NO_IDS, Prompt, Reward, ScoredGrou
 from mobula.configs.schema import DataConfig, RunConfig
 from mobula.configs.schema.rollout import FlowConfig
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.denoising import Denoising
-from mobula.learner.policies.flow.policy import CONDITION, WHERE
+from mobula.learner.policies.flow.policy import CONDITION, WHERE, Denoising
 from mobula.learner.policies.trained import flow_checkpoint
 
 TARGETS = "target_images"  # key of a row's metadata: files of images that fit the prompt

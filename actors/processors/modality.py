@@ -13,19 +13,24 @@ import numpy as np
 from PIL import Image
 from transformers import PreTrainedConfig
 
-from mobula.actors.datasets.clips import Audio, Video
-from mobula.actors.datasets.images import ImageSource
+from mobula.actors.datasets.media import Audio, ImageSource, Video
 from mobula.actors.datasets.rows import IMAGE_PLACEHOLDER
-from mobula.actors.processors.audio import (
+from mobula.actors.processors.media import (
     AudioLimits,
+    LoadedMedium,
     check_audio,
+    check_image,
+    check_video,
     decode_audio,
+    decode_image,
+    decode_video,
     draw_sound,
     load_audio,
+    load_image,
+    load_video,
+    require_av,
     require_soundfile,
 )
-from mobula.actors.processors.image import LoadedMedium, check_image, decode_image, load_image
-from mobula.actors.processors.video import check_video, decode_video, load_video, require_av
 from mobula.cluster.errors import MediaError, PromptError
 from mobula.cluster.records.media import IMAGE_SIZES, SHOWN_SIZES, MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from mobula.configs.schema.data import DataConfig

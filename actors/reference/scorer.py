@@ -17,7 +17,7 @@ from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.base import PolicyRow
-from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.checkpoint import load_policy_model
 from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import DTYPES
 from mobula.learner.policies.packing import split_microbatches

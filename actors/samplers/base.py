@@ -20,8 +20,8 @@ from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import RunConfig, SamplerConfig, SamplerKind
 from mobula.learner.policies.adapters import AdapterPush
-from mobula.learner.policies.checkpoint.stored import pushed_manifest
-from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.checkpoint import pushed_manifest
+from mobula.learner.policies.flow.policy import Denoising
 
 
 @dataclass(frozen=True)

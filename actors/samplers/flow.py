@@ -17,8 +17,7 @@ from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.denoising import Denoising, velocities
-from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring, collate_latents
+from mobula.learner.policies.flow.policy import Denoising, FlowPolicy, StepRescoring, collate_latents, velocities
 from mobula.learner.policies.loading import DTYPES
 from mobula.learner.policies.sde import KERNELS, FlowStep
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, JanusForConditionalGeneration
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.in_process import InProcessSampler
+from mobula.actors.samplers.huggingface import InProcessSampler
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import ProcessedMedia

@@ -47,12 +47,10 @@ from mobula.deploy.checks.parity import (
 from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.roles import engine_settings
-from mobula.learner.backends.single import SingleBackend
+from mobula.learner.backends.native import SingleBackend
 from mobula.learner.policies.adapters import factors_of, is_factor, save_adapters
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.checkpoint.reading import load_policy_model
-from mobula.learner.policies.checkpoint.saving import save_policy
-from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.checkpoint import load_policy_model, save_policy, stored_model
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.families.audio import Qwen25Omni
 from mobula.learner.policies.families.base import AudioFamily, Family, ImageFamily, VideoFamily

@@ -14,7 +14,7 @@ from benchmarks.harness.apart import Peer, apart
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.checkpoint import load_policy_model
 
 IMAGE_TOKEN_TYPE = 1  # what transformers' mm_token_type_ids calls an image placeholder
 LEARNING_RATE = 1e-6

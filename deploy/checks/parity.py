@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mobula.actors.datasets.clips import FrameList, encode_wav
-from mobula.actors.datasets.images import EncodedFile
+from mobula.actors.datasets.media import EncodedFile, FrameList, encode_wav
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import CanaryError

@@ -231,7 +231,7 @@ BLOCK_8BIT = 256  # values of an 8-bit moment that share a scale
 CUDA_GRAPHS = 1024 * MIB  # of an engine with enforce_eager=false
 GATHERED_BLOCKS = 2  # FSDP2 holds the block that computes and the next one
 GATHER_BYTES = 2 * 64 * MIB  # a bucket of whole tensors, flat and in pieces, while weights leave the learner
-MAX_WHOLE_GRADIENT_BYTES = 1 << 30  # as in learner/backends/fsdp2.py
+MAX_WHOLE_GRADIENT_BYTES = 1 << 30  # as in learner/backends/native.py
 ZERO_BUCKET = 2 * 500_000_000 * FLOAT32  # DeepSpeed's reduce bucket and its copy, at most all gradients
 PROCESS = {  # host memory of a process with its libraries, measured with a model of half a million parameters on CPU
     "learner": 1030 * MIB,

@@ -26,8 +26,7 @@ from mobula.cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, re
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord, difference, strict
 from mobula.cluster.metrics.step_records import distinct_identities as distinct
 from mobula.cluster.metrics.summary import bootstrap_interval
-from mobula.deploy.pages.charts import Chart, Curve, Point, counted_in, unit_of
-from mobula.deploy.pages.page import render, write_duration
+from mobula.deploy.pages.report import Chart, Curve, Point, counted_in, render, unit_of, write_duration
 from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.run.run_client import RUNS, named_folder
 

@@ -25,7 +25,7 @@ from mobula.configs.load import load_config
 from mobula.configs.overrides import groups
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import EnvironmentConfig
-from mobula.deploy.serve.conversations import LocalPolicy
+from mobula.deploy.serve.policy import LocalPolicy
 from mobula.deploy.wiring.roles import sampling_settings
 
 Player = Callable[[Sequence[Message]], Awaitable[str]]  # a conversation to the next message of the policy

@@ -19,8 +19,14 @@ from mobula.cluster.errors import CheckpointError
 from mobula.cluster.files import sync_folder
 from mobula.cluster.training_service.interfaces import AdapterLearner, LossCall, LossResult
 from mobula.deploy.training_service.checkpoints import CheckpointStore
-from mobula.deploy.training_service.inputs import InputBuilder
-from mobula.deploy.training_service.messages import json_outcome, parsed, read_adam, read_call, write_result
+from mobula.deploy.training_service.messages import (
+    InputBuilder,
+    json_outcome,
+    parsed,
+    read_adam,
+    read_call,
+    write_result,
+)
 from mobula.deploy.training_service.store import Database, Kind, ModelRecord, RequestOutcome, RequestRecord
 from mobula.deploy.training_service.tenants import Futures, RequestError, ServiceLimits
 

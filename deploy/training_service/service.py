@@ -17,11 +17,9 @@ from typing import Any
 import tinker.types as tk
 
 from mobula.cluster.training_service.interfaces import AdapterEngines, AdapterLearner, AdapterSpec
-from mobula.deploy.training_service.checkpoints import CheckpointStore
+from mobula.deploy.training_service.checkpoints import PREFIX, CheckpointStore, Samplers
 from mobula.deploy.training_service.execution import NOT_LOADED, Execution, ModelQueue, Scheduler
-from mobula.deploy.training_service.inputs import InputBuilder
-from mobula.deploy.training_service.messages import count_tokens
-from mobula.deploy.training_service.samplers import PREFIX, Samplers
+from mobula.deploy.training_service.messages import InputBuilder, count_tokens
 from mobula.deploy.training_service.store import (
     CheckpointRecord,
     Database,

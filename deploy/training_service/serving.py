@@ -28,16 +28,14 @@ from mobula.deploy.planning.clusters import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.training_service.app import make_app
-from mobula.deploy.training_service.inputs import ChatImages, InputBuilder
+from mobula.deploy.training_service.messages import ChatImages, InputBuilder
 from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 from mobula.deploy.wiring.preparation import Prepared, prepare_base, require_model
 from mobula.deploy.wiring.roles import adapter_engines, rollout_pool, start_ranks, swapped_engines
 from mobula.deploy.wiring.spawner import Spawner
-from mobula.learner.adapters.call_rank import refuse_unsupported
-from mobula.learner.adapters.full_weights import FullWeightsRank
 from mobula.learner.adapters.group import AdapterGroup
-from mobula.learner.adapters.rank import AdapterRank
+from mobula.learner.adapters.ranks import AdapterRank, FullWeightsRank, refuse_unsupported
 
 ANSWER_S = 3.0  # after a failure, before the server ends: clients learn that their requests have failed
 GRACE_S = 2  # requests continue after a restart, so none is waited for

@@ -38,17 +38,21 @@ from mobula.cluster.workers.status import Scalable
 from mobula.cluster.workers.supervisor import Supervisor, Watched
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.parity import parity_gate, tolerance_of
-from mobula.deploy.wiring.evaluation import (
+from mobula.deploy.wiring.persistence import (
     RESPONSES_FOLDER,
     JudgedLog,
+    RunContext,
+    age_limit,
     build_evaluator,
     build_guard,
+    build_recovery,
+    checkpoints_of,
     content_of,
     record_evaluation,
     repeat_evaluation,
     response_log,
+    step_learner,
 )
-from mobula.deploy.wiring.persistence import RunContext, age_limit, build_recovery, checkpoints_of, step_learner
 from mobula.deploy.wiring.preparation import Prepared, PreparedRows
 from mobula.deploy.wiring.roles import (
     Inference,

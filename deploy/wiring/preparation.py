@@ -30,7 +30,7 @@ from mobula.actors.datasets.prompts import (
     preflight,
 )
 from mobula.actors.datasets.readers.arrow import fingerprint_of
-from mobula.actors.datasets.readers.base import SUFFIXES, Opened, files_of
+from mobula.actors.datasets.readers.files import SUFFIXES, Opened, files_of
 from mobula.actors.datasets.rows import R, Row, Skipped, Split
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
@@ -49,14 +49,13 @@ from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import DataKind, SourceConfig
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.planning.plan_command import EngineSizes
-from mobula.deploy.preflight.checks import find_mismatches
+from mobula.deploy.preflight.checks import LoadedModel, find_mismatches, find_unusable, refuse
 from mobula.deploy.preflight.decisions import with_decisions
 from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.preflight.rows import find_in_rows, row_notes
 from mobula.deploy.preflight.user_code import check_user_code, data_writer
-from mobula.deploy.preflight.weights import LoadedModel, find_unusable, refuse
 from mobula.learner.policies.adapters import adapted_modules
-from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.checkpoint import stored_model
 from mobula.learner.policies.families import (
     DRAWING_TYPES,
     family_at,
@@ -65,8 +64,8 @@ from mobula.learner.policies.families import (
     model_type_at,
     unequal_window,
 )
-from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.families import INDEX, TRANSFORMER
+from mobula.learner.policies.flow.policy import Denoising
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.image_tokens import TINY_JANUS, write_tiny_janus
 from mobula.learner.policies.loading import refuse_unknown_prefixes

@@ -47,7 +47,7 @@ from mobula.learner.critic_ranks import CriticGroup, CriticRank, LearnerWithCrit
 from mobula.learner.examples import planners_of
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup, RankGroup
-from mobula.learner.policies.checkpoint.stored import pushed_tensors
+from mobula.learner.policies.checkpoint import pushed_tensors
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.shares import planner_of
 from mobula.learner.weight_publisher import WeightPublisher

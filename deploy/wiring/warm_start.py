@@ -16,7 +16,7 @@ from mobula.actors.datasets.mixture import epoch_order
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row, RowError
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.rollout.demonstrations import Demonstrations
+from mobula.actors.rollout.episodes import Demonstrations
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.seeds import SEED_BITS, derived_seed

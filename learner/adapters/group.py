@@ -10,7 +10,7 @@ from mobula.cluster.errors import CheckpointError
 from mobula.cluster.recovery.lost_ranks import RestartedRanks
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec, LossCall, LossResult
 from mobula.configs.schema import TimeoutsConfig
-from mobula.learner.adapters.calls import PartialResult
+from mobula.learner.adapters.adapter import PartialResult
 from mobula.learner.learner_group import ModelRanks
 
 REFUSED = (ValueError, CheckpointError, OSError)  # errors with which ranks refuse a call and go on

@@ -17,7 +17,7 @@ def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtyp
     """Builds the backend of `learner.backend`; imports only the libraries of this backend."""
     match config.backend:
         case "fsdp2":
-            from mobula.learner.backends.fsdp2 import FSDP2Backend
+            from mobula.learner.backends.native import FSDP2Backend
 
             return FSDP2Backend(device, dtype, config, num_replicas)
         case "deepspeed":
@@ -25,7 +25,7 @@ def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtyp
 
             return DeepSpeedBackend(device, dtype, config)
         case "single":
-            from mobula.learner.backends.single import SingleBackend
+            from mobula.learner.backends.native import SingleBackend
 
             return SingleBackend(device, dtype, config)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mobula.learner.policies.base import Policy
-from mobula.learner.policies.checkpoint.reading import Weights
+from mobula.learner.policies.checkpoint import Weights
 
 Wanted = Callable[[str], bool]
 

@@ -28,7 +28,7 @@ from mobula.learner.backends.base import Wanted, evaluating, everything, trained
 from mobula.learner.backends.sharded import BUCKET_BYTES
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
-from mobula.learner.policies.checkpoint.reading import Rows, Weights, allocate, fill, plain_name, refuse_lacking
+from mobula.learner.policies.checkpoint import Rows, Weights, allocate, fill, plain_name, refuse_lacking
 from mobula.learner.state_files import load_plain
 
 ENVIRONMENT = {  # settings that DeepSpeed would otherwise detect or log

@@ -26,7 +26,7 @@ from mobula.learner.optim import learning_rate
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import RowOutline, on_device
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
-from mobula.learner.policies.checkpoint.reading import StoredWeights, Weights, unread_policy_model
+from mobula.learner.policies.checkpoint import StoredWeights, Weights, unread_policy_model
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policies.token import TokenModel
 from mobula.learner.policy_weights import PolicyWeights

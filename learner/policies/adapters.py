@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.schema import LoRAConfig, PolicyConfig
-from mobula.learner.policies.checkpoint.reading import BASE, plain_name
-from mobula.learner.policies.checkpoint.stored import pushed_tensors
+from mobula.learner.policies.checkpoint import BASE, plain_name, pushed_tensors
 from mobula.learner.policies.families import LANGUAGE, PART_NAMES, frozen_prefixes
 from mobula.learner.policies.shapes import ModelShape, layer_kind, shape_of
 

@@ -17,7 +17,7 @@ from mobula.learner.policies.attention.packed import RowPacking, RowPlaces
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyOutput, on_device
 from mobula.learner.policies.batch import TokenBatch
-from mobula.learner.policies.checkpoint.reading import StoredWeights, unread_model, unread_policy_model
+from mobula.learner.policies.checkpoint import StoredWeights, unread_model, unread_policy_model
 from mobula.learner.policies.families import family_of
 from mobula.learner.policies.head import Distribution, ScoringHead, Steps
 from mobula.learner.policies.loading import disable_dropout, freeze

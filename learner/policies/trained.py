@@ -21,11 +21,10 @@ from mobula.learner.policies.adapters import Factors, save_adapters, save_pipeli
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyRow, RowOutline
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
-from mobula.learner.policies.checkpoint.reading import StoredWeights, unread_policy_model
-from mobula.learner.policies.checkpoint.saving import save_policy
-from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.checkpoint import StoredWeights, save_policy, unread_policy_model
 from mobula.learner.policies.flow.policy import (
     CleanSequence,
+    Denoising,
     FlowPolicy,
     LatentBatch,
     LatentSequence,

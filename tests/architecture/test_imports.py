@@ -110,7 +110,7 @@ def test_an_arrow_against_the_direction_is_seen(path: str, text: str) -> None:
         ("cluster/weight_sync/x.py", "import vllm"),
         ("learner/learner.py", "import ray"),
         ("configs/load.py", "import torch"),
-        ("learner/backends/fsdp2.py", "from deepspeed import zero"),
+        ("learner/backends/native.py", "from deepspeed import zero"),
         ("deploy/x.py", "from torch.utils.tensorboard import SummaryWriter"),
     ],
 )

@@ -46,7 +46,7 @@ def main(rank: int, num_ranks: int, model: Path, out: Path) -> None:
     torch.float32 = torch.float64
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
-    from mobula.learner.policies.checkpoint.saving import DTYPES
+    from mobula.learner.policies.checkpoint import DTYPES
 
     DTYPES[torch.float64] = "F64"  # now the value of torch.float32 too, which stands behind it in the table
     for job in JOBS:

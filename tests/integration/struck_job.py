@@ -29,7 +29,7 @@ from mobula.cluster.rollout.rollout_pool import RolloutPool  # noqa: E402
 from mobula.cluster.workers.status import WorkerState  # noqa: E402
 from mobula.configs.load import load_config  # noqa: E402
 from mobula.deploy.run import runtime  # noqa: E402
-from mobula.deploy.wiring import evaluation, roles  # noqa: E402
+from mobula.deploy.wiring import persistence, roles  # noqa: E402
 
 BACK_S = 240.0
 # Every moment of the fault matrix comes after a version was evaluated and before the next but one is.
@@ -84,7 +84,7 @@ def main(folder: str, faults: str, words: Sequence[str]) -> int:
         for number, (moment, victim, kind) in enumerate(planned)
     }
     roles.RolloutActor, roles.RolloutPool = StruckRollout, KnownRolloutPool
-    evaluation.Evaluator, hub.MeasuredStep = PlanningEvaluator, StruckScope
+    persistence.Evaluator, hub.MeasuredStep = PlanningEvaluator, StruckScope
     num_steps = 2 + STEPS_PER_FAULT * len(planned)
     return runtime.train(load_config([*words, f"num_steps={num_steps}"]))
 

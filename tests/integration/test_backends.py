@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.schema import RunConfig
-from mobula.learner.backends import fsdp2
+from mobula.learner.backends import native
 from mobula.learner.backends.deepspeed import ENVIRONMENT
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
@@ -56,8 +56,8 @@ VARIANTS = {
 def _rank(rank: int, variants: dict[str, Variant], models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     for name, variant in variants.items():
-        fsdp2.MIN_UNIT_NUMEL = variant.min_unit_numel
-        fsdp2.MAX_WHOLE_GRADIENT_BYTES = variant.max_whole_gradient_bytes
+        native.MIN_UNIT_NUMEL = variant.min_unit_numel
+        native.MAX_WHOLE_GRADIENT_BYTES = variant.max_whole_gradient_bytes
         chunked = "learner.logprob_chunk_tokens=3"  # one process computes the logits of a micro-batch at once
         words = ("resources.learner.num_workers=2", chunked, *variant.overrides, *MODELS[variant.model])
         train(config_of(models / variant.model, *words), rank, 2, out / name)

@@ -12,7 +12,7 @@ from adapter_ranks import joined
 from full_weights_ranks import ALL, config_of, continued, follow, follow_on_ranks
 from safetensors.torch import load_file
 
-from mobula.learner.adapters.full_weights import FullWeightsRank
+from mobula.learner.adapters.ranks import FullWeightsRank
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
-from mobula.learner.backends import fsdp2
+from mobula.learner.backends import native
 from mobula.learner.backends.sharded import saved_tensors
 from mobula.learner.learner import Learner
 from mobula.learner.optim import local
@@ -49,8 +49,8 @@ def _words(name: str) -> tuple[str, ...]:
 
 def _rank(rank: int, name: str, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
-    fsdp2.MAX_WHOLE_GRADIENT_BYTES = 0  # gradients are sharded after every micro-batch, and summed over replicas once
+    native.MIN_UNIT_NUMEL = 0  # every block is a unit
+    native.MAX_WHOLE_GRADIENT_BYTES = 0  # gradients are sharded after every micro-batch, and summed over replicas once
     train(config_of(model, *_words(name)), rank, 4, out / name)
 
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_and_an_export_hold_the_weights(ran: Path, name: str, tmp_p
 
 def _resave(rank: int, num_ranks: int, model: Path, source: Path, target: Path) -> None:
     torch.set_num_threads(1)
-    fsdp2.MIN_UNIT_NUMEL = 0
+    native.MIN_UNIT_NUMEL = 0
     ranks = f"resources.learner.num_workers={num_ranks}"
     learner = Learner(config_of(model, "learner=fsdp2", ranks, AVERAGE), rank, num_ranks, (250,))
     learner.connect(met_at(learner, rank, target / "address"))
@@ -113,7 +113,7 @@ def _resave(rank: int, num_ranks: int, model: Path, source: Path, target: Path) 
 
 def _rounded_alike(rank: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    fsdp2.MIN_UNIT_NUMEL = fsdp2.MAX_WHOLE_GRADIENT_BYTES = 0
+    native.MIN_UNIT_NUMEL = native.MAX_WHOLE_GRADIENT_BYTES = 0
     bfloat16 = ("resources.dtype=bfloat16", "learner.master_dtype=bfloat16")
     learner = Learner(config_of(model, *TWO_BY_TWO, *bfloat16), rank, 4, (250,))
     learner.connect(met_at(learner, rank, out / "address"))

@@ -32,8 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
-from mobula.deploy.serve.conversations import Conversations, LocalPolicy
-from mobula.deploy.serve.policy import make_app
+from mobula.deploy.serve.policy import Conversations, LocalPolicy, make_app
 from mobula.deploy.training_service.captured import captured_rows
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import TINY

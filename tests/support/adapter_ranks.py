@@ -11,9 +11,9 @@ from learner_data import tiny_config
 
 from mobula.cluster.training_service.interfaces import LossCall, LossResult
 from mobula.configs.schema import RunConfig
-from mobula.learner.adapters.calls import PartialResult
-from mobula.learner.adapters.rank import AdapterRank
-from mobula.learner.backends import fsdp2
+from mobula.learner.adapters.adapter import PartialResult
+from mobula.learner.adapters.ranks import AdapterRank
+from mobula.learner.backends import native
 
 
 def config_of(model: Path, *overrides: str) -> RunConfig:
@@ -44,7 +44,7 @@ def follow(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
 
 def two_ranks(rank: int, configs: dict[str, RunConfig], out: Path) -> None:
     torch.set_num_threads(1)
-    fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
+    native.MIN_UNIT_NUMEL = 0  # every block is a unit
     for name, config in configs.items():
         follow(config, rank, 2, out / name)
 

@@ -22,8 +22,8 @@ from mobula.cluster.training_service.interfaces import (
     LossResult,
     LossRow,
 )
-from mobula.learner.adapters.calls import PartialResult
-from mobula.learner.adapters.rank import AdapterRank
+from mobula.learner.adapters.adapter import PartialResult
+from mobula.learner.adapters.ranks import AdapterRank
 from mobula.learner.learner import Learner
 from mobula.learner.policy_weights import export_state
 

@@ -12,7 +12,7 @@ from scored_rows import family_prompts
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.deploy.preflight.decisions import with_row_layout
-from mobula.learner.backends import fsdp2
+from mobula.learner.backends import native
 from mobula.learner.learner import Learner
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.families.base import AudioFamily, VideoFamily
@@ -33,7 +33,7 @@ def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, o
     `num_sharing` ranks share the tokens of a row.
     """
     torch.set_num_threads(1)
-    fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
+    native.MIN_UNIT_NUMEL = 0  # every block is a unit
     for name in names:
         family = family_at(str(models / name))
         ranks = (f"resources.learner.num_workers={world_size}", f"learner.sequence_parallel={num_sharing}")

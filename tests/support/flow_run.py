@@ -40,9 +40,8 @@ from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.learner import Learner
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at
-from mobula.learner.policies.flow.policy import CONDITION
+from mobula.learner.policies.flow.policy import CONDITION, Denoising
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 
 TEXTS = ("71", "a red cube", "8", "15", "42", "a street")

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
 from mobula.configs.schema import RunConfig
-from mobula.learner.adapters.full_weights import FullWeightsRank
-from mobula.learner.backends import fsdp2
+from mobula.learner.adapters.ranks import FullWeightsRank
+from mobula.learner.backends import native
 
 ALL = AdapterSpec(rank=0, alpha=32.0, seed=0)
 NUM_STEPS = 3
@@ -85,7 +85,7 @@ def continued(weights: FullWeightsRank, state: Path) -> list[dict[str, float]]:
 
 def follow_on_ranks(rank: int, config: RunConfig, world_size: int, out: Path, other_state: Path) -> None:
     torch.set_num_threads(1)
-    fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
+    native.MIN_UNIT_NUMEL = 0  # every block is a unit
     if config.learner.activation_checkpointing == "blocks":
-        fsdp2.MAX_WHOLE_GRADIENT_BYTES = 0  # gradients are sharded after every micro-batch
+        native.MAX_WHOLE_GRADIENT_BYTES = 0  # gradients are sharded after every micro-batch
     follow(config, rank, world_size, out, other_state)

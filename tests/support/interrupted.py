@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 from fakes import turns
 
-from mobula.actors.samplers.in_process import GroupProgress, StopStrings
+from mobula.actors.samplers.huggingface import GroupProgress, StopStrings
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mobula.configs.schema import RunConfig
-from mobula.learner.backends import build_backend, fsdp2
+from mobula.learner.backends import build_backend, native
 from mobula.learner.critic import ValueModel
 from mobula.learner.policies.adapters import as_merged
-from mobula.learner.policies.checkpoint.reading import unread_policy_model
+from mobula.learner.policies.checkpoint import unread_policy_model
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.trained import as_policy, unread_trained_model
 from mobula.learner.policy_weights import PolicyWeights
@@ -30,7 +30,7 @@ def load_all(
 ) -> None:
     """Load each of `folders` with its overrides; rank 0 writes the factors and heads that it has drawn to `out`."""
     torch.set_num_threads(1)
-    fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
+    native.MIN_UNIT_NUMEL = 0  # every block is a unit
     store = dist.FileStore(str(out / f"store-{world_size}"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     drawn = {}

@@ -13,7 +13,7 @@ from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.parity import VIDEO, cases
-from mobula.learner.backends import fsdp2
+from mobula.learner.backends import native
 from mobula.learner.learner import Learner
 
 SHOWN = ("text", "text", "text", "text", "one image", "several sizes", VIDEO, "image and video")
@@ -39,8 +39,8 @@ def mixed(config: RunConfig, data: Path) -> list[ScoredGroup]:
 def update(rank: int, backend: str, name: str, models: Path, out: Path) -> None:
     """Train `models`/`name` for a step; rank 0 writes weights and metrics to `out`/NAME.pt."""
     torch.set_num_threads(1)
-    fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
-    fsdp2.MAX_WHOLE_GRADIENT_BYTES = 0  # exchanged after every micro-batch, of which some have no medium
+    native.MIN_UNIT_NUMEL = 0  # every block is a unit
+    native.MAX_WHOLE_GRADIENT_BYTES = 0  # exchanged after every micro-batch, of which some have no medium
     world_size, words = BACKENDS[backend]
     config = config_of(models / name, "policy.tiny=none", *MEDIA, *words)
     data = out / f"{name}-{rank}"

@@ -14,7 +14,7 @@ import uvicorn
 from training_roles import VOCABULARY, TinyEngines, TinyLearner
 
 from mobula.deploy.training_service.app import make_app
-from mobula.deploy.training_service.inputs import InputBuilder
+from mobula.deploy.training_service.messages import InputBuilder
 from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 

@@ -16,8 +16,8 @@ from uuid import UUID
 
 import numpy as np
 
-from mobula.actors.datasets.images import ImageError, MediaInputs, flat, is_absent
-from mobula.actors.datasets.readers.base import is_missing
+from mobula.actors.datasets.media import ImageError, MediaInputs, flat, is_absent
+from mobula.actors.datasets.readers.files import is_missing
 from mobula.actors.datasets.rows import Row, RowError, Turn
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.json_lines import parse_json

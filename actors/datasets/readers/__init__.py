@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mobula.actors.datasets.readers.arrow import open_huggingface, open_parquet
-from mobula.actors.datasets.readers.base import Reader
-from mobula.actors.datasets.readers.files import open_json, open_jsonl, open_prompts, open_webdataset
+from mobula.actors.datasets.readers.files import Reader, open_json, open_jsonl, open_prompts, open_webdataset
 from mobula.cluster.user_code import chosen
 from mobula.configs.schema.data import SourceConfig
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mobula.actors.datasets.readers.base import (
+from mobula.actors.datasets.readers.files import (
     SUFFIXES,
     BlockCache,
     Opened,

@@ -22,10 +22,12 @@ from mobula.actors.environments.base import (
     Observation,
     Reset,
     Step,
+    answer_of,
+    events_of,
+    message_of,
     split_of,
 )
 from mobula.actors.environments.programs.processes import AgentPrograms, CommandPrograms, Outcome, VerifiersProcess
-from mobula.actors.environments.wire import answer_of, events_of, message_of
 from mobula.cluster.serving import Address, Headers, RefusalError, RequestGate, make_server, refuse, reply
 
 LOOPBACK = "127.0.0.1"

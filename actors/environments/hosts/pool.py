@@ -25,14 +25,18 @@ from mobula.actors.environments.base import (
     Environment,
     EnvironmentSpec,
     EpisodeError,
+    Json,
     Reset,
     Step,
+    action_to_json,
     checked_observation,
+    reset_from_json,
+    spec_from_json,
+    step_from_json,
 )
 from mobula.actors.environments.hosts import child
 from mobula.actors.environments.hosts.child import HostedEnvironment
 from mobula.actors.environments.registry import build_environment
-from mobula.actors.environments.wire import Json, action_to_json, reset_from_json, spec_from_json, step_from_json
 from mobula.cluster.errors import DeadlineError, WorkerDiedError
 from mobula.cluster.runtime.child_process import ChildProcess, RaisedError
 from mobula.cluster.runtime.ray_actors import OwnedActor

@@ -17,7 +17,7 @@ import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from mobula.actors.datasets.formats.turns import SHOWN_FIELDS
+from mobula.actors.datasets.formats.records import SHOWN_FIELDS
 from mobula.actors.datasets.rows import Turn
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.markup import literal

@@ -30,7 +30,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.in_process import GroupPart, GroupProgress
+from mobula.actors.samplers.huggingface import GroupPart, GroupProgress
 from mobula.actors.samplers.served import RunningRequests, ServedAdapters, ServedVersion
 from mobula.actors.samplers.vllm.arguments import LoadLogger, OutputReader, engine_args, prompt_scores, sampling_params
 from mobula.actors.samplers.vllm.patches import (

@@ -34,7 +34,7 @@ from mobula.cluster.weight_sync.changes import Base
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
 from mobula.learner.policies.adapters import AdapterBase, changed_weights
-from mobula.learner.policies.checkpoint.stored import loaded_tensors, pushed_tensors
+from mobula.learner.policies.checkpoint import loaded_tensors, pushed_tensors
 
 # Loads and unloads adapters in a vLLM engine.
 #

@@ -32,8 +32,8 @@ from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import adapted_modules
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.families import TRANSFORMER, pipeline_index
+from mobula.learner.policies.flow.policy import Denoising
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.learner.policy_weights import export_state
 

@@ -13,8 +13,8 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from mobula.learner.policies.adapters import DIFFUSERS_FILE
-from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.families import packed
+from mobula.learner.policies.flow.policy import Denoising
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ STAGES = (
     ),
     CheckStage("main_job", "main job", 900, JOB, is_long=True),
     CheckStage("pretrained", "a pretrained model", 600),
-    CheckStage("throughput", "tokens per second, memory and MFU", 600, module="throughput"),
+    CheckStage("throughput", "tokens per second, memory and MFU", 600),
 )
 
 

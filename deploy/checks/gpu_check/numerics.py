@@ -12,9 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from mobula.deploy.checks.gpu_check.roles import MIB, Context, Figures
-from mobula.learner.policies.flow.denoising import Denoising, canary_actions
 from mobula.learner.policies.flow.families import StableDiffusion3
-from mobula.learner.policies.flow.policy import CONDITION, FlowPolicy, LatentSequence, StepRescoring, collate_latents
+from mobula.learner.policies.flow.policy import (
+    CONDITION,
+    Denoising,
+    FlowPolicy,
+    LatentSequence,
+    StepRescoring,
+    canary_actions,
+    collate_latents,
+)
 from mobula.learner.policies.head import Distribution, ScoringHead, token_logprobs
 from mobula.learner.policies.sde import KERNELS, FlowStep
 

@@ -30,7 +30,7 @@ from mobula.configs.overrides import SMALL_EXAMPLE
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.parity import cases
 from mobula.learner.learner import Learner
-from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.checkpoint import stored_model
 from mobula.learner.policies.tiny import write_checked
 
 if TYPE_CHECKING:

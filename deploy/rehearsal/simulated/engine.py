@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,7 @@ from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.deploy.rehearsal.simulated.machine import Cores, CpuMeter, ResponseLengths
-
-if TYPE_CHECKING:
-    from mobula.deploy.rehearsal.speeds import Speeds
+from mobula.deploy.rehearsal.speeds import Speeds
 
 _EPSILON = 1e-6  # engine steps that sums of floats may be off by
 _EPSILON_S = 1e-9  # a shorter time is no time: a clock of large values cannot advance by it

@@ -32,14 +32,14 @@ from mobula.configs.load import load_config, load_resolved
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.run import LATEST
 from mobula.deploy.doctor.this_machine import is_here
-from mobula.deploy.preflight.weights import LoadedModel
-from mobula.deploy.report.diagnose import data_checks, response_checks, reward_checks, update_checks
+from mobula.deploy.preflight.checks import LoadedModel
+from mobula.deploy.report.diagnose import data_checks, reward_checks, update_checks
 from mobula.deploy.report.diagnose.material import CHECKS, DataSurvey, Material, run_checks, survey
 from mobula.deploy.run.run_client import RUNS
 from mobula.deploy.run.run_report import report_again
 from mobula.deploy.wiring.preparation import ensure_data, load_checked
 
-MODULES = (data_checks, update_checks, reward_checks, response_checks)  # whose import has filled CHECKS
+MODULES = (data_checks, update_checks, reward_checks)  # whose import has filled CHECKS
 
 
 @dataclass(frozen=True)

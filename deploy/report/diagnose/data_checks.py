@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from math import prod
 
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
-from mobula.deploy.preflight.checks import find_mismatches
+from mobula.deploy.preflight.checks import LoadedModel, find_mismatches
 from mobula.deploy.preflight.findings import Severity
-from mobula.deploy.preflight.weights import LoadedModel
 from mobula.deploy.report.diagnose.material import (
     DataSurvey,
     Material,

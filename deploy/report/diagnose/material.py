@@ -12,23 +12,20 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from io import BytesIO
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import Row
-from mobula.actors.processors.image import decode_image, read_image
+from mobula.actors.processors.media import decode_image, read_image
 from mobula.cluster.errors import DatasetError, MobulaError, SkippedSample
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.report.run_folder import SERIOUS, Evidence, RunFinding, RunFolder, RunVerdict
 from mobula.cluster.metrics.report.samples import AnswerGroup, KeptAnswer
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.configs.schema import DataConfig, RunConfig
-
-if TYPE_CHECKING:
-    from mobula.deploy.preflight.weights import LoadedModel
+from mobula.deploy.preflight.checks import LoadedModel
 
 TRAIN = "train"
 MAX_ROWS = 20_000  # of a split

@@ -22,8 +22,15 @@ from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import MediaBatch, TokenBatch
 from mobula.learner.policies.families.audio import Qwen2Audio, Qwen25Omni
 from mobula.learner.policies.families.base import AudioFamily, Family, VideoFamily
-from mobula.learner.policies.families.qwen import Qwen3VL, Qwen3VLMoe, Qwen35, QwenVL
-from mobula.learner.policies.families.vision import VisionFamily, image_settings, method
+from mobula.learner.policies.families.vision import (
+    Qwen3VL,
+    Qwen3VLMoe,
+    Qwen35,
+    QwenVL,
+    VisionFamily,
+    image_settings,
+    method,
+)
 from mobula.learner.policies.families.vision_models import Gemma3, Glm4v, Idefics, InternVL, LlavaOneVision
 
 REFUSED = {

@@ -15,8 +15,15 @@ from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import MediaBatch, TokenBatch, joined
 from mobula.learner.policies.families.base import Arrays, AudioFamily, Clip, Size
-from mobula.learner.policies.families.qwen import QwenVL, num_grids, released_positions
-from mobula.learner.policies.families.vision import MODALITIES, check_count, method, submodel
+from mobula.learner.policies.families.vision import (
+    MODALITIES,
+    QwenVL,
+    check_count,
+    method,
+    num_grids,
+    released_positions,
+    submodel,
+)
 
 
 def num_frames(processor: ProcessorMixin, num_samples: int) -> int:

@@ -25,9 +25,10 @@ from mobula.configs.schema.rollout import SamplerKind
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.base import Arrays, Clip, EngineInputs, Size, VideoFamily
-from mobula.learner.policies.families.qwen import LongVideos, PatchProcessor, tower_inputs
 from mobula.learner.policies.families.vision import (
     Encoded,
+    LongVideos,
+    PatchProcessor,
     VisionFamily,
     changed,
     image_settings,
@@ -36,6 +37,7 @@ from mobula.learner.policies.families.vision import (
     placed,
     refuse_long,
     submodel,
+    tower_inputs,
 )
 
 

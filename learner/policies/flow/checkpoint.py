@@ -20,12 +20,9 @@ from torch import Tensor, nn
 
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.weight_sync.manifest import stored_tensors
-from mobula.learner.policies.checkpoint.reading import StoredWeights
-from mobula.learner.policies.checkpoint.saving import write_weights
-from mobula.learner.policies.checkpoint.stored import SavedDtypes
-from mobula.learner.policies.flow.denoising import Denoising, canary_actions
+from mobula.learner.policies.checkpoint import SavedDtypes, StoredWeights, write_weights
 from mobula.learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
-from mobula.learner.policies.flow.policy import LatentSequence
+from mobula.learner.policies.flow.policy import Denoising, LatentSequence, canary_actions
 
 VAE, SCHEDULER = "vae", "scheduler"
 WEIGHTS_STEM, MAX_FILE_SIZE = "diffusion_pytorch_model", "10GB"  # as in diffusers

@@ -12,9 +12,8 @@ import pytest
 import soundfile
 import torch
 
-from mobula.actors.datasets.clips import AudioInputs, encode_wav
-from mobula.actors.datasets.images import EncodedFile, ImageError
-from mobula.actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio, whole_audio
+from mobula.actors.datasets.media import AudioInputs, EncodedFile, ImageError, encode_wav
+from mobula.actors.processors.media import AudioLimits, check_audio, decode_audio, draw_sound, load_audio, whole_audio
 from mobula.cluster.errors import MediaError
 from mobula.configs.load import load_config
 

@@ -22,7 +22,7 @@ from mobula.actors.environments.base import Message
 from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
-from mobula.actors.samplers.in_process import StopStrings
+from mobula.actors.samplers.huggingface import StopStrings
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaStore

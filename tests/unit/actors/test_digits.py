@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from mobula.actors.processors.video import decode_video, load_video
+from mobula.actors.processors.media import decode_video, load_video
 from mobula.configs.load import load_config
 from mobula.examples.digits.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
 from mobula.examples.digits.digits import DigitsTask, write_digits

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from mobula.actors.datasets.images import EncodedFile
+from mobula.actors.datasets.media import EncodedFile
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.processors.image import check_image, decode_image, measure_image, read_image
+from mobula.actors.processors.media import check_image, decode_image, measure_image, read_image
 from mobula.cluster.errors import MediaError
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config

@@ -14,15 +14,14 @@ from PIL import Image
 
 from mobula.actors.datasets.conversations import read_conversations
 from mobula.actors.datasets.rows import Row
-from mobula.actors.environments.base import IMAGE_MARK, EpisodeError, Message, checked_observation, row_text
+from mobula.actors.environments.base import IMAGE_MARK, EpisodeError, Message, checked_observation, message_of, row_text
 from mobula.actors.environments.bridge import TurnBridge
-from mobula.actors.environments.wire import message_of
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.cluster.records.markup import PLACEHOLDERS, plain
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config
-from mobula.deploy.data.convert import message_record
+from mobula.deploy.data.data_command import message_record
 from mobula.learner.policies.tiny import TINY
 
 MODELS = ("qwen2.5-vl", "llava", "idefics3", "gemma3", "llama")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from mobula.actors.datasets.images import EncodedFile, ImageError, WebFile
+from mobula.actors.datasets.media import EncodedFile, ImageError, WebFile
 from mobula.actors.datasets.rows import Row, Turn
 from mobula.actors.processors import modality
 from mobula.actors.processors.chat import ChatProcessor

@@ -18,7 +18,7 @@ from mobula.actors.reference.pool import DIED, HUNG, NullReference, ReferencePoo
 from mobula.actors.reference.scorer import ReferenceScorer, num_weight_bytes, quantise
 from mobula.cluster.errors import DeadlineError, LostReplyError, ScoringError, WorkerDiedError
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.checkpoint import load_policy_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 FOLDER = Path("run/reference")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from clips import noise_frames, write_clip
 
-from mobula.actors.datasets.clips import FrameList
-from mobula.actors.processors.video import check_video, decode_video, load_video, sampled
+from mobula.actors.datasets.media import FrameList
+from mobula.actors.processors.media import check_video, decode_video, load_video, sampled
 from mobula.cluster.errors import MediaError
 from mobula.configs.load import load_config
 from mobula.configs.schema import DataConfig

@@ -261,18 +261,18 @@ import torch
 from learner_data import tiny_config
 from mobula.learner.learner import Learner
 from mobula.learner.policy_weights import export_state
-from mobula.learner.adapters.adapter import read_state, write_state
+from mobula.learner.adapters.adapter import read_adapter_state, write_adapter_state
 folder, model = Path(sys.argv[1]), Path(sys.argv[2])
 config = tiny_config(model, "learner.ema_decay=0.5")
 def read():
     learner.load(folder / "state")
     export_state(config, folder / "state", folder / f"export-{is_on}", merge=False, average=True)
-    read_state(folder / "adapter")
+    read_adapter_state(folder / "adapter")
 learner = Learner(config, 0, 1, ())
 learner.connect("")
 learner.save(folder / "state")
 learner.finish_save()
-write_state(folder / "adapter", {"factors": {"a": torch.ones(2)}})
+write_adapter_state(folder / "adapter", {"factors": {"a": torch.ones(2)}})
 read()  # imports what it needs
 sys.addaudithook(watch)
 is_on = True

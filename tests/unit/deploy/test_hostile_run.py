@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, Head, encode
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
-from mobula.deploy.cli import job_commands
+from mobula.deploy.cli import commands
 from mobula.deploy.cli.commands import app, main
 from mobula.deploy.host.terminal import PlainConsole
 from mobula.deploy.jobs.status_view import as_json, as_table
@@ -123,7 +123,7 @@ def test_status_top_and_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     shown.print(as_table(status, 1000.5))
     shown.print(as_json(status))
     assert_plain(file.getvalue(), "\\u001b]52;c;")
-    job_commands._write(f"{HOSTILE}\nstep 1\r\x1b[32mstep 2\x1b[0m\n")
+    commands._write(f"{HOSTILE}\nstep 1\r\x1b[32mstep 2\x1b[0m\n")
     assert_plain(capsys.readouterr().out, "step 1\nstep 2\n")
 
 
@@ -165,8 +165,7 @@ def test_every_command_prints_through_this_console() -> None:
     writers = {
         "cluster/runtime/ray_actors.py": "a worker's path of its log",
         "deploy/api.py": "escaped",
-        "deploy/cli/commands.py": "an escaped traceback",
-        "deploy/cli/job_commands.py": "escaped",
+        "deploy/cli/commands.py": "an escaped traceback, and escaped lines of a job",
         "deploy/host/machine.py": "JSON to the parent process",
         "deploy/host/terminal.py": "the console itself",
         "deploy/checks/gpu_check/check.py": "lines of the program",

@@ -17,9 +17,9 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.load import load_config
 from mobula.deploy.rehearsal.command import RehearseCommand, rehearse
+from mobula.deploy.rehearsal.roles import SimulatedRank, SimulatedRanks
 from mobula.deploy.rehearsal.simulated.engine import Decoder, DecodeSpeed, StoreLedger
 from mobula.deploy.rehearsal.simulated.machine import Cores, PlannedFault, RecordedLengths, read_faults, run_virtually
-from mobula.deploy.rehearsal.simulated.workers import SimulatedRank, SimulatedRanks
 from mobula.deploy.rehearsal.speeds import MeasuredRun, Speeds, _fitted, measured_speeds
 
 WORDS = (

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from mobula.cluster.errors import CheckpointError, WorkerDiedError
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
 from mobula.learner.adapters.group import AdapterGroup
-from mobula.learner.adapters.rank import AdapterRank
+from mobula.learner.adapters.ranks import AdapterRank
 
 IDS = np.array([5, 9, 11, 7, 30, 2])
 

@@ -27,10 +27,9 @@ from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import prepare
-from mobula.learner.backends.single import SingleBackend
+from mobula.learner.backends.native import SingleBackend
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
-from mobula.learner.policies.checkpoint.reading import load_policy_model
-from mobula.learner.policies.checkpoint.saving import save_policy
+from mobula.learner.policies.checkpoint import load_policy_model, save_policy
 from mobula.learner.policies.families import TextFamily, max_positions, takes_images
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import disable_dropout, load_model, recompute_blocks

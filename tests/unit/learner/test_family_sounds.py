@@ -131,7 +131,7 @@ def test_a_model_that_does_not_hear_is_refused_by_name(tmp_path: Path) -> None:
 def test_positions_of_images_beside_sounds_are_those_of_the_paper(folders: dict[str, Path], tmp_path: Path) -> None:
     """A sound counts on like text; an image has rows and columns from where it begins."""
     folder = folders["qwen2.5-omni"]
-    from mobula.learner.policies.families.qwen import released_positions
+    from mobula.learner.policies.families.vision import released_positions
 
     prompt = family_prompts(folder, tmp_path).cases["image and sound"].prompt
     image, sound = prompt.media_spans

@@ -13,7 +13,7 @@ from scored_rows import learner_of
 from transformers import AutoConfig, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
-from mobula.actors.datasets.clips import FrameList
+from mobula.actors.datasets.media import FrameList
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import MediaError

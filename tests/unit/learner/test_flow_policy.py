@@ -17,12 +17,11 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import LoRAConfig
-from mobula.learner.backends.single import SingleBackend
+from mobula.learner.backends.native import SingleBackend
 from mobula.learner.policies.adapters import adapted_modules, add_adapters, as_merged
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.denoising import canary_actions
 from mobula.learner.policies.flow.families import flow_family_at
-from mobula.learner.policies.flow.policy import FlowPolicy, LatentBatch, StepRescoring
+from mobula.learner.policies.flow.policy import FlowPolicy, LatentBatch, StepRescoring, canary_actions
 from mobula.learner.policies.loading import checkpoint_names
 from mobula.learner.policies.trained import collate_rows, row_of
 

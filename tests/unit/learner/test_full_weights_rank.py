@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
-from mobula.learner.adapters.full_weights import FullWeightsRank
+from mobula.learner.adapters.ranks import FullWeightsRank
 
 ALL = AdapterSpec(rank=0, alpha=32.0, seed=0)
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import mobula.learner.backends.fsdp2 as fsdp2
+import mobula.learner.backends.native as fsdp2
 from mobula.cluster.records.actions import TokenActions
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config

@@ -20,7 +20,7 @@ from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint
 from mobula.configs.load import ConfigError, load_config
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import AdapterPush, adapted_modules, changed_weights
-from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.checkpoint import load_policy_model
 from mobula.learner.policies.shapes import shape_of, tiny_shape
 from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import PolicyWeights

@@ -17,8 +17,7 @@ from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig, PolicyConfig
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.checkpoint.reading import load_policy_model
-from mobula.learner.policies.checkpoint.saving import save_policy
+from mobula.learner.policies.checkpoint import load_policy_model, save_policy
 from mobula.learner.policies.head import PLAIN, Distribution, token_logprobs
 from mobula.learner.policies.loading import checkpoint_names, freeze
 from mobula.learner.policies.packing import split_microbatches

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
-from mobula.learner.adapters.adapter import read_state as read_adapter
+from mobula.learner.adapters.adapter import read_adapter_state
 from mobula.learner.backends.deepspeed import TAG, DeepSpeedBackend, saved_zero_weights
 from mobula.learner.backends.sharded import (
     ShardedWriter,
@@ -31,10 +31,10 @@ from mobula.learner.backends.sharded import (
     saved_sharded_weights,
     saved_tensors,
 )
-from mobula.learner.backends.single import SingleBackend
+from mobula.learner.backends.native import SingleBackend
 from mobula.learner.optim import read_average
 from mobula.learner.policies.base import Policy
-from mobula.learner.policies.checkpoint.saving import content
+from mobula.learner.policies.checkpoint import content
 from mobula.learner.rank import load_random_state
 from mobula.learner.state_files import EARLIER_INDEX, INDEX, is_complete, read_state, write_state
 
@@ -287,7 +287,7 @@ def test_code_in_other_files_of_torch_is_refused_and_not_run(tmp_path: Path) -> 
     mark = tmp_path / "ran"
     for name, read in (
         ("rng_0.pt", lambda: load_random_state(tmp_path, 0)),
-        ("adapter.pt", lambda: read_adapter(tmp_path)),
+        ("adapter.pt", lambda: read_adapter_state(tmp_path)),
     ):
         for value in (Code(mark), {"factors": [Code(mark)]}):
             torch.save(value, tmp_path / name)

@@ -25,17 +25,18 @@ from mobula.cluster.records.media import MediaReader
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.load import load_config
 from mobula.deploy.wiring.preparation import prepare
-from mobula.learner.backends.single import SingleBackend
+from mobula.learner.backends.native import SingleBackend
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.checkpoint.reading import load_policy_model
-from mobula.learner.policies.checkpoint.saving import save_policy, write_weights
-from mobula.learner.policies.checkpoint.stored import (
+from mobula.learner.policies.checkpoint import (
     StoredModel,
     broken_ties,
+    load_policy_model,
     loaded_tensors,
     pushed_manifest,
     pushed_tensors,
+    save_policy,
     stored_model,
+    write_weights,
 )
 from mobula.learner.policies.families import unequal_window
 from mobula.learner.policies.head import PLAIN

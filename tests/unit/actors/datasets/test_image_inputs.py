@@ -21,11 +21,18 @@ from data_rows import LABEL_KEY, data_config, read_split
 from http_servers import PROXIES, media_server
 from PIL import Image
 
-from mobula.actors.datasets.clips import DownloadLimits, MediaDownloads, fetch_together
-from mobula.actors.datasets.images import EncodedFile, ImageError, ImageInputs, WebFile
+from mobula.actors.datasets.media import (
+    DownloadLimits,
+    EncodedFile,
+    ImageError,
+    ImageInputs,
+    MediaDownloads,
+    WebFile,
+    fetch_together,
+)
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import RowError, count_by_reason
-from mobula.actors.processors.image import check_image, decode_image, read_image
+from mobula.actors.processors.media import check_image, decode_image, read_image
 from mobula.cluster.errors import MediaError
 from mobula.configs.load import load_config
 

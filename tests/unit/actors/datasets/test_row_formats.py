@@ -15,17 +15,16 @@ from data_rows import data_config, read_split
 from PIL import Image
 from typer.testing import CliRunner
 
-from mobula.actors.datasets.clips import DownloadLimits, MediaDownloads, VideoInputs
 from mobula.actors.datasets.conversations import read_conversations
 from mobula.actors.datasets.formats.records import FORMATS
-from mobula.actors.datasets.images import ImageError
+from mobula.actors.datasets.media import DownloadLimits, ImageError, MediaDownloads, VideoInputs
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import Row, Turn, count_by_reason
 from mobula.cluster.errors import DatasetError
 from mobula.configs.load import load_config
 from mobula.configs.schema import DataConfig
 from mobula.deploy.cli import app
-from mobula.deploy.data.convert import message_record
+from mobula.deploy.data.data_command import message_record
 from mobula.deploy.preflight.rows import ROWS, find_in_rows, row_notes
 
 IMAGE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mobula.actors.datasets.mixture import CURRICULA, PERIOD, epoch_order, quotas_of, shares_of, windowed_order
 from mobula.actors.datasets.open_split import curriculum_of, open_split
 from mobula.actors.datasets.prompts import InDriver, PreflightReport, PromptSource, preflight
-from mobula.actors.datasets.readers.base import BlockCache
+from mobula.actors.datasets.readers.files import BlockCache
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.trajectory import Prompt

@@ -22,7 +22,7 @@ from PIL import Image
 from mobula.actors.datasets.conversations import read_conversations
 from mobula.actors.datasets.formats.base import text_of
 from mobula.actors.datasets.readers.arrow import fingerprint_of
-from mobula.actors.datasets.readers.base import without_nulls
+from mobula.actors.datasets.readers.files import without_nulls
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import DatasetError
 

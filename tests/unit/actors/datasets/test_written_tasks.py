@@ -14,7 +14,7 @@ from PIL import Image
 
 from mobula.actors.datasets.conversations import read_conversations
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.processors.audio import AudioLimits, check_audio
+from mobula.actors.processors.media import AudioLimits, check_audio
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.deploy.wiring.preparation import ensure_data

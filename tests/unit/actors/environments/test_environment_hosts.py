@@ -22,11 +22,19 @@ import uvicorn
 from episode_data import HANG_S, episode_config
 from PIL import Image
 
-from mobula.actors.environments.base import Action, EpisodeError, Reset, Step, ToolCall
+from mobula.actors.environments.base import (
+    Action,
+    EpisodeError,
+    Reset,
+    Step,
+    ToolCall,
+    action_to_json,
+    step_from_json,
+    step_to_json,
+)
 from mobula.actors.environments.hosts.pool import EnvironmentPool, RemoteEnvironment
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.environments.server import CallBody, EnvironmentServer, make_app
-from mobula.actors.environments.wire import action_to_json, step_from_json, step_to_json
 from mobula.cluster.errors import DatasetError
 from mobula.configs.load import load_config
 from mobula.configs.schema.data import EnvironmentConfig

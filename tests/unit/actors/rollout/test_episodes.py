@@ -20,8 +20,7 @@ from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.actor import MediaBatcher
-from mobula.actors.rollout.demonstrations import Demonstration, Demonstrations
-from mobula.actors.rollout.episodes import EpisodeRunner
+from mobula.actors.rollout.episodes import Demonstration, Demonstrations, EpisodeRunner
 from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.errors import DatasetError, EnvironmentFailedError
 from mobula.cluster.records.actions import TokenActions

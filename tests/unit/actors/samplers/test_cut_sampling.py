@@ -15,8 +15,7 @@ from learner_data import image, prompt, tiny_config
 from transformers import AutoTokenizer
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.huggingface import HuggingFaceSampler
-from mobula.actors.samplers.in_process import StopStrings
+from mobula.actors.samplers.huggingface import HuggingFaceSampler, StopStrings
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.partial_response import Attempt, SampledSequence
@@ -24,7 +23,7 @@ from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.checkpoint import load_policy_model
 from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy

@@ -22,9 +22,8 @@ from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at
-from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
+from mobula.learner.policies.flow.policy import Denoising, FlowPolicy, StepRescoring
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.learner.policies.trained import collate_rows, row_of
 from mobula.learner.weight_publisher import WeightPublisher

@@ -43,7 +43,7 @@ from mobula.cluster.metrics.report.samples import repeated_words
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.deploy.pages.charts import guard_charts
+from mobula.deploy.pages.report import guard_charts
 
 NUM_GROUPS = 8
 

@@ -41,9 +41,16 @@ from mobula.cluster.metrics.summary import (
     wilson_interval,
 )
 from mobula.configs.load import load_config
-from mobula.deploy.pages.charts import MAX_POINTS, Chart, accuracy_chart, curve
-from mobula.deploy.pages.page import write_bytes, write_duration, write_number
-from mobula.deploy.pages.report import write_report
+from mobula.deploy.pages.report import (
+    MAX_POINTS,
+    Chart,
+    accuracy_chart,
+    curve,
+    write_bytes,
+    write_duration,
+    write_number,
+    write_report,
+)
 from mobula.deploy.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
 from mobula.deploy.run.run_report import headline
 

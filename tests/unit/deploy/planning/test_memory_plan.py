@@ -33,7 +33,7 @@ from mobula.deploy.planning.memory import (
     worker_memory,
 )
 from mobula.deploy.planning.plan_command import GIB, changed, plan_memory, planned_engine, refuse_shortfalls, remedies
-from mobula.learner.backends import fsdp2
+from mobula.learner.backends import native
 from mobula.learner.policies.shapes import shape_of_values
 from mobula.rewards.functions import BUILT_IN
 
@@ -138,7 +138,7 @@ def test_a_service_for_all_weights_is_offered_no_settings_of_runs() -> None:
 
 
 def test_small_gradients_are_whole_between_micro_batches() -> None:
-    assert MAX_WHOLE_GRADIENT_BYTES == fsdp2.MAX_WHOLE_GRADIENT_BYTES
+    assert MAX_WHOLE_GRADIENT_BYTES == native.MAX_WHOLE_GRADIENT_BYTES
     words, shape = ("resources=eight_gpu_split", "policy.lora.rank=16"), shape_7b()
     num = sum(spec.num_bytes // 4 for spec in trained_parameters(config(*words), shape))
     assert 4 * num < MAX_WHOLE_GRADIENT_BYTES

@@ -20,11 +20,17 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.records.media import MediaReader, MediaStore
 from mobula.configs.load import load_config
 from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_rows
-from mobula.deploy.preflight.checks import check_packing, find_mismatches
+from mobula.deploy.preflight.checks import (
+    LoadedModel,
+    check_packing,
+    check_weights,
+    find_mismatches,
+    find_unusable,
+    refuse,
+)
 from mobula.deploy.preflight.findings import PreflightFinding, Severity
-from mobula.deploy.preflight.weights import LoadedModel, check_weights, find_unusable, refuse
 from mobula.deploy.wiring.preparation import checkpoint_folder, load_checked
-from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.checkpoint import stored_model
 from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 
 REFUSED = PreflightFinding("policy.model", "policy.model has no weights", "download it again")

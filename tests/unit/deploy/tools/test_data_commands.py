@@ -16,12 +16,18 @@ from data_rows import read_split
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from mobula.actors.processors.audio import AudioLimits, decode_audio, load_audio
-from mobula.actors.processors.image import decode_image, read_image
-from mobula.actors.processors.video import decode_video, load_video
+from mobula.actors.processors.media import (
+    AudioLimits,
+    decode_audio,
+    decode_image,
+    decode_video,
+    load_audio,
+    load_video,
+    read_image,
+)
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
-from mobula.deploy.data.inspect import histogram
+from mobula.deploy.data.data_command import histogram
 
 LIMITS = load_config(["experiment=digits"]).data
 

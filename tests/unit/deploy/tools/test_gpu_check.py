@@ -28,13 +28,13 @@ from mobula.deploy.checks.gpu_check.check import (
     table,
 )
 from mobula.deploy.checks.gpu_check.roles import Context, overrides
-from mobula.deploy.checks.gpu_check.throughput import allocated_bytes
 from mobula.deploy.checks.gpu_check.training import (
     FLOW_SAMPLER_WORDS,
     PACKING_WORDS,
     PRETRAINED_WORDS,
     SHARDING_WORDS,
     SPLIT,
+    allocated_bytes,
 )
 
 MACHINE = CheckedMachine("cpu", "x86_64 with 2 cores", 0, "3.12.0", {"torch": "2.11.0"})

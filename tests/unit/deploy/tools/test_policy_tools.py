@@ -21,11 +21,9 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.serve.conversations import Conversations, LocalPolicy
-from mobula.deploy.serve.policy import ChatBody, ChatMessage, make_app, settings_of
+from mobula.deploy.serve.policy import ChatBody, ChatMessage, Conversations, LocalPolicy, make_app, settings_of
 from mobula.deploy.training_service.captured import captured_rows
-from mobula.deploy.training_service.inputs import ChatImages, ImageChunk, InputBuilder
-from mobula.deploy.training_service.messages import count_tokens, read_call
+from mobula.deploy.training_service.messages import ChatImages, ImageChunk, InputBuilder, count_tokens, read_call
 from mobula.deploy.training_service.tenants import ServiceLimits
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import TINY

@@ -24,8 +24,16 @@ from mobula.cluster.serving import Address
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossResult
 from mobula.configs.load import load_config
 from mobula.deploy.training_service.execution import ModelQueue, Scheduler
-from mobula.deploy.training_service.inputs import Chunk, ImageChunk, InputBuilder, PlacedImage, TextChunk
-from mobula.deploy.training_service.messages import count_tokens, read_call, write_result
+from mobula.deploy.training_service.messages import (
+    Chunk,
+    ImageChunk,
+    InputBuilder,
+    PlacedImage,
+    TextChunk,
+    count_tokens,
+    read_call,
+    write_result,
+)
 from mobula.deploy.training_service.serving import serve
 from mobula.deploy.training_service.store import Database, Kind, ModelRecord, PendingSample, RequestRecord
 from mobula.deploy.training_service.tenants import RequestError, Tenants

@@ -18,7 +18,7 @@ from mobula.configs.schema import RunConfig
 from mobula.learner.batch import LearnerItem, fetch_items
 from mobula.learner.critic import ScalarHead, ValueModel, ValueRow, collate_rows
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.checkpoint import load_policy_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 CPU = torch.device("cpu")

@@ -1,8 +1,9 @@
 r"""The row formats: the columns of a record, and its conversion to a `Draft`.
 
-All formats share the media columns (`images` or `image`, one or a list; `videos`, `audios`) and the columns of
-chat turns, whose names are of OpenAI's API, TRL, LLaMA-Factory, Swift, Axolotl, OpenRLHF, verl, NeMo RL and torchtune;
-a field in none of the lists below is counted as unread. Other columns, and those of an object `metadata`, are passed to reward functions.
+All formats share the media columns (`images` or `image`, one or a list; `videos`, `audios`) and the columns of chat
+turns, whose names are of OpenAI's API, TRL, LLaMA-Factory, Swift, Axolotl, OpenRLHF, verl, NeMo RL and torchtune. A
+field in none of the lists below is counted as unread. Other columns, and those of an object `metadata`, are passed to
+reward functions.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig, RunConfig
-from mobula.learner.backends.sharded import ShardedWriter, load_sharded
 from mobula.learner.backends.native import SingleBackend
+from mobula.learner.backends.sharded import ShardedWriter, load_sharded
 from mobula.learner.learner import Learner
 from mobula.learner.optim import NOT_HIDDEN, OPTIMIZERS, MuonWithAdamW, NullAverage, WeightAverage, read_average
 from mobula.learner.policies.base import Policy

@@ -24,6 +24,7 @@ from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
 from mobula.learner.adapters.adapter import read_adapter_state
 from mobula.learner.backends.deepspeed import TAG, DeepSpeedBackend, saved_zero_weights
+from mobula.learner.backends.native import SingleBackend
 from mobula.learner.backends.sharded import (
     ShardedWriter,
     load_sharded,
@@ -31,7 +32,6 @@ from mobula.learner.backends.sharded import (
     saved_sharded_weights,
     saved_tensors,
 )
-from mobula.learner.backends.native import SingleBackend
 from mobula.learner.optim import read_average
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint import content

@@ -44,7 +44,7 @@ train-pretrained: environment
 # What a change most likely breaks: everything short, and one job of each capability (marker `core`).
 PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 OUT = load or families or matrix or exhaustive
-QUICK = core or not (slow or $(OUT))
+QUICK = core and not exhaustive or not (slow or $(OUT))
 test: environment
 	$(PYTEST) -m "$(QUICK)" $(ARGS)
 

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
@@ -59,17 +60,33 @@ DOOR, ROOM = Path(__file__), Path(__file__).parent / "support" / "jobs.py"  # fi
 
 DURATIONS = Path(__file__).parent / "durations.json"  # tests/support/durations.py writes it
 SLOW_S = 2.0
-SHARED = ("tests/integration/", "tests/contract/")  # tests of one file share a job, a cluster or an engine
+CONTRACT = "tests/contract/"
+SHARED = ("tests/integration/", CONTRACT)  # tests of one file share a job, a cluster or an engine
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # markers are set before -m selects by them
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Marks slow tests, and takes long files first, so that no worker of xdist waits at the end for another."""
     durations = json.loads(DURATIONS.read_text(encoding="utf-8"))
     slow = {name for name, seconds in durations.items() if seconds > SLOW_S}
-    slow_files = {name.partition("::")[0] for name in slow if name.startswith(SHARED)}
+    slow_files = {file_of(name) for name in slow if name.startswith(SHARED)}
     for item in items:
-        if item.nodeid in slow or item.nodeid.partition("::")[0] in slow_files:
+        if item.nodeid in slow or file_of(item.nodeid) in slow_files:
             item.add_marker("slow")
+    yield
+    seconds = Counter[str]()
+    for item in items:
+        seconds[unit_of(item.nodeid)] += durations.get(item.nodeid, 0)
+    items.sort(key=lambda item: -seconds[unit_of(item.nodeid)])
+
+
+def unit_of(test: str) -> str:
+    """The tests that stay side by side: those of a file, and all contract tests, which share engines."""
+    return CONTRACT if test.startswith(CONTRACT) else file_of(test)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

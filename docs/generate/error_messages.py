@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from docs.generate.markdown import write_page
@@ -47,7 +48,8 @@ def kinds() -> tuple[str, ...]:
     return (ConfigError.__name__, *own)
 
 
-def messages() -> list[ErrorMessage]:
+@cache
+def messages() -> tuple[ErrorMessage, ...]:
     """Returns the messages of all packages without duplicates, ordered by kind and text."""
     templates = {
         message
@@ -55,7 +57,7 @@ def messages() -> list[ErrorMessage]:
         for path in sorted((ROOT / package).rglob("*.py"))
         for message in messages_of(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
     }
-    return sorted(templates, key=lambda message: (message.kind, message.text.lower(), message.path))
+    return tuple(sorted(templates, key=lambda message: (message.kind, message.text.lower(), message.path)))
 
 
 def messages_of(source: str, path: str) -> Iterator[ErrorMessage]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 from docs.generate.markdown import with_block, write_page
@@ -44,15 +45,20 @@ ROWS = (  # preset, nodes, GPUs of each
 
 
 @cache
-def shapes() -> dict[str, ModelShape]:
-    """The models of the tables by name, built on torch's meta device, which takes a second each."""
-    known = yaml.safe_load(MODELS.read_text(encoding="utf-8"))
-    return {name: shape_of_values(values) for name, values in known.items()}
+def models() -> dict[str, dict[str, Any]]:
+    """The settings of the tables' models by name, smallest model first."""
+    return yaml.safe_load(MODELS.read_text(encoding="utf-8"))
+
+
+@cache
+def shape_of(name: str) -> ModelShape:
+    """A model of the tables, built on torch's meta device, which takes a second or more."""
+    return shape_of_values(models()[name])
 
 
 def text() -> str:
     """The whole block, markers included."""
-    known, parts = shapes(), [BEGIN]
+    known, parts = {name: shape_of(name) for name in models()}, [BEGIN]
     parts += _table("prompts of 2,048 tokens, responses of 1,024", known, ())
     parts += _table("prompts of 4,096 tokens, responses of 8,192", known, LONG)
     return "\n".join([*parts, "", END])

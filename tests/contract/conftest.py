@@ -39,11 +39,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 
 
 @pytest.fixture(scope="package")
-def engines(local_ray: str, models: dict[str, Model]) -> Iterator[dict[str, Engine]]:
-    """Every engine, loaded side by side."""
+def engines(request: pytest.FixtureRequest, local_ray: str, models: dict[str, Model]) -> Iterator[dict[str, Engine]]:
+    """The engines that the chosen tests name, loaded side by side."""
+    chosen = {item.callspec.params.get("engine_name") for item in request.session.items if hasattr(item, "callspec")}
     started = {
         name: start_actor(models[model], kind, index, SkippingActor)
         for index, (name, (kind, model)) in enumerate(ENGINES.items())
+        if name in chosen
     }
 
     async def load() -> None:

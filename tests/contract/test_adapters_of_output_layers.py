@@ -12,7 +12,7 @@ from engines import TEMPERATURE, open_model, start_actor
 
 from mobula.learner.policies.tiny import write_tiny
 
-pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROUNDING = 1e-4  # of float32, through factors that change log-probs by about 1
 SERVING = ("sampler.adapters.max_served=3", "sampler.adapters.max_in_batch=2", "sampler.adapters.max_rank=8")

@@ -123,7 +123,7 @@ async def test_logprobs_are_the_learners_own_on_text_one_and_two_images_mixed(en
     assert found.max() <= 2e-5
 
 
-@pytest.mark.parametrize("engine_name", ["vllm-tied", "huggingface"])
+@pytest.mark.parametrize("engine_name", [pytest.param("vllm-tied", marks=pytest.mark.exhaustive), "huggingface"])
 async def test_the_load_is_that_of_the_requests_under_way(engine: Engine) -> None:
     before = await engine.handle.engine_load.remote()
     running = [asyncio.ensure_future(engine.sample(p, num_samples=40, max_tokens=300)) for p in engine.model.prompts]

@@ -33,7 +33,7 @@ def adapters(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Adapters
     return write_adapters(model, NAMES, tmp_path_factory.mktemp("adapters"))
 
 
-@pytest.fixture(scope="module", params=["vllm", "huggingface"])
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.exhaustive), "huggingface"])
 def engine(request: pytest.FixtureRequest, model: Model, adapters: Adapters, local_ray: str) -> Iterator[Engine]:
     engine = start_actor(model, request.param, 0)
 

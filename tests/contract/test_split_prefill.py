@@ -24,9 +24,9 @@ TIGHT = (
 )
 
 
-@pytest.fixture
-def engine_name() -> str:
-    return "vllm-untied"
+@pytest.fixture(params=["vllm-untied"])
+def engine_name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from jobs import Job
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
-pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
 
-pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 8
 

@@ -107,7 +107,6 @@ def covering(victims: Sequence[str]) -> list[Fault]:
     ]
 
 
-@pytest.mark.core
 def test_a_failure_of_any_role_at_any_moment_costs_nothing_but_time(tmp_path: Path, local_ray: str) -> None:
     """Two at a time where it can be, at different moments: an interchangeable worker, and a learner rank."""
     workers, ranks = covering(VICTIMS[:3]), covering(VICTIMS[3:])

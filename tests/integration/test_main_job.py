@@ -232,6 +232,7 @@ def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resume
     )
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(resumed: Job) -> None:
     """Its journal is correct, and its trajectory log has every step."""
     resumed.finish(resumed.start_command("replay", str(resumed.run_folder)))

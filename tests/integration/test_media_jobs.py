@@ -150,7 +150,6 @@ def finished(tmp_path: Path, preset: str, also: Callable[[Job], None] | None = N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.core
 def test_a_flow_model_is_trained_and_its_pipeline_written(tmp_path: Path) -> None:
     finished(tmp_path, "laptop_overlapped")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -31,6 +34,14 @@ from mobula.learner.policies.shapes import ModelShape, shape_of_config
 from mobula.learner.policies.tiny import TINY
 from mobula.learner.policies.tiny.writing import MAX_POSITIONS, VISION_TEMPLATE, build_tokenizer
 from mobula.rewards.models.reward_model import classifier_class
+
+USUAL_FAMILIES = ("qwen2.5-vl", "qwen3.5", "gemma3", "internvl3")
+"""Windows; linear attention; masks of images; tiles."""
+
+
+def families(names: Iterable[str], usual: Collection[str] = USUAL_FAMILIES) -> list[ParameterSet]:
+    """Parameters of a test of model families: `make test` takes the usual ones, the exhaustive lane the others."""
+    return [pytest.param(name, marks=() if name in usual else pytest.mark.exhaustive) for name in names]
 
 
 def qwen_config(*, hidden: int, layers: int, intermediate: int | None = None) -> Qwen2_5_VLConfig:

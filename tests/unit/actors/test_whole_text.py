@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoints import write_text_policy
+from tiny_checkpoints import families, write_text_policy
 from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, write_tokenizer
 from transformers import ByT5Tokenizer
 
@@ -39,7 +40,14 @@ def chat_of(folder: Path) -> ChatProcessor:
     return ChatProcessor(str(folder), config.data, config.sampler, MediaStore(lambda one: one, 1), keep_files=False)
 
 
-@pytest.fixture(scope="module", params=[(kind, name) for kind in TOKENIZERS for name in TEMPLATES], ids="-".join)
+USUAL = set(zip(cycle(TOKENIZERS), TEMPLATES, strict=False))  # every template, and every kind of tokenizer
+PAIRS = [
+    pytest.param(pair, marks=() if pair in USUAL else pytest.mark.exhaustive, id="-".join(pair))
+    for pair in product(TOKENIZERS, TEMPLATES)
+]
+
+
+@pytest.fixture(scope="module", params=PAIRS)
 def chat(request: pytest.FixtureRequest, folder: Path) -> ChatProcessor:
     write_tokenizer(folder, *request.param)
     made = chat_of(folder)
@@ -249,7 +257,7 @@ def test_a_tokenizer_without_offsets_is_refused(folder: Path, tmp_path: Path) ->
         chat_of(tmp_path)
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", families(TINY))
 def test_tiny_models_have_the_tokens_of_their_own_processor(family: str, tmp_path: Path) -> None:
     model = TINY[family](tmp_path / "model")
     config = load_config(["experiment=digits", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])

@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("on_path", [True, False])
+@pytest.mark.parametrize("on_path", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_commands_work_in_a_project_with_files_of_such_names(project: Path, on_path: bool) -> None:
     words = ["-m", "mobula.deploy.cli", "show-config", "experiment=digits"]
     shown = run(words, project, str(project) if on_path else "")

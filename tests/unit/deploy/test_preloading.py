@@ -41,7 +41,6 @@ def run(command: str, script: Path, folder: Path, *, threads: int = 1) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_workers_are_forked_with_their_modules_and_have_everything_else_of_their_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from learner_data import group, prompt
 from scored_rows import family_prompts
-from tiny_checkpoints import write_text_policy
+from tiny_checkpoints import families, write_text_policy
 from transformers import AutoTokenizer, masking_utils
 
 from mobula.cluster.records.actions import KeptSets, LatentActions
@@ -105,9 +105,7 @@ def test_kept_sets_are_cut_without_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.families
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "qwen2.5-vl" else [pytest.mark.exhaustive]) for name in IMAGES]
-)
+@pytest.mark.parametrize("name", families(IMAGES, ["qwen2.5-vl"]))
 def test_images_and_sounds_are_computed_without_the_host_but_for_transformers(tmp_path: Path, name: str) -> None:
     if name == "smolvlm":
         pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
@@ -124,9 +122,7 @@ def test_images_and_sounds_are_computed_without_the_host_but_for_transformers(tm
     assert "/transformers/" in frames[-1] and WAITS[name] in frames[-1]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "sd3" else [pytest.mark.exhaustive]) for name in TINY_FLOW]
-)
+@pytest.mark.parametrize("name", families(TINY_FLOW, ["sd3"]))
 def test_denoising_steps_are_computed_without_the_host(tmp_path: Path, name: str) -> None:
     from flow_run import DENOISING, encoded_prompts
 

@@ -14,7 +14,7 @@ from learner_data import tiny_config
 from PIL import Image
 from safetensors.torch import load_file
 from scored_rows import family_prompts, kept_bytes, learner_of
-from tiny_checkpoints import write_text_policy
+from tiny_checkpoints import families, write_text_policy
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -132,13 +132,10 @@ def test_a_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
     assert max_positions(str(model)) is None, "the engine works it out"
 
 
-USUAL = ("qwen2.5-vl", "gemma3", "qwen3.5")  # windows; masks of images; linear attention
 ANSWER = range(20, 36)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.exhaustive]) for name in TINY]
-)
+@pytest.mark.parametrize("name", families(TINY))
 def test_recomputed_blocks_keep_less_and_give_the_same_gradients(name: str, tmp_path: Path) -> None:
     if name == "smolvlm":
         pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")

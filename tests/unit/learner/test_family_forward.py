@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scored_rows import FamilyPrompts, family_prompts, learner_of
+from tiny_checkpoints import USUAL_FAMILIES, families
 
 from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from mobula.cluster.records.trajectory import MediaSpan, Prompt
@@ -21,6 +22,7 @@ from mobula.learner.policies.token import TokenPolicy
 CPU = torch.device("cpu")
 ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)
 SHOWN = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama")]
+FORWARD = (*USUAL_FAMILIES, "qwen2.5-omni", "qwen3")
 TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
 
 
@@ -67,7 +69,7 @@ def batch(rows: list[TokenSequence]):
     return collate(rows, MediaReader(timeout_s=1, max_items=12), CPU)
 
 
-@pytest.mark.parametrize("folder", TINY, indirect=True)
+@pytest.mark.parametrize("folder", families(TINY, FORWARD), indirect=True)
 @torch.no_grad()
 def test_ids_and_log_probs_equal_the_familys_own(folder: Path, asked: FamilyPrompts, policy: TokenPolicy) -> None:
     assert sum(p.numel() for p in policy.parameters()) < 3_000_000
@@ -95,7 +97,7 @@ def test_ids_and_log_probs_equal_the_familys_own(folder: Path, asked: FamilyProm
         )
 
 
-@pytest.mark.parametrize("folder", SHOWN, indirect=True)
+@pytest.mark.parametrize("folder", families(SHOWN, FORWARD), indirect=True)
 def test_the_tower_runs_once_a_batch_and_every_parameter_gets_a_gradient(
     asked: FamilyPrompts, policy: TokenPolicy
 ) -> None:
@@ -148,7 +150,7 @@ def test_positions_of_images_are_those_of_the_papers(policy: TokenPolicy) -> Non
     assert found[:, 1].tolist() == [list(range(11))] * 3
 
 
-@pytest.mark.parametrize("folder", [name for name in SHOWN if name != "llava"], indirect=True)
+@pytest.mark.parametrize("folder", families([name for name in SHOWN if name != "llava"]), indirect=True)
 def test_parts_and_media_tokens_are_there(folder: Path, asked: FamilyPrompts, policy: TokenPolicy) -> None:
     family = family_at(str(folder))
     names = list(checkpoint_names(policy.model).values())

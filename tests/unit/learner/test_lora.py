@@ -12,6 +12,7 @@ from one_learner import connected_learner, copied, largest_difference
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import ValidationError
 from safetensors.numpy import load_file
+from tiny_checkpoints import USUAL_FAMILIES, families
 from transformers import AutoTokenizer
 
 from mobula.actors.reference.scorer import ReferenceScorer
@@ -31,7 +32,10 @@ SCALE = 6.0 / 4
 ALONE = "weight_sync.payload=adapters"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="untied", marks=pytest.mark.exhaustive), pytest.param(True, id="tied")],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0, tie_word_embeddings=request.param)
 
@@ -214,7 +218,7 @@ KINDS = {  # where a block is no q, k, v, o, gate, up and down
 NUMBER = {"qwen3.5": 3 * len(HYBRID) + 4 + 4 * 3}  # three of its four blocks attend linearly
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", families(TINY, (*USUAL_FAMILIES, "glm4v")))
 def test_rank_alone_adapts_the_linear_layers_of_the_decoder(name: str, tmp_path: Path) -> None:
     folder = write_tiny(name, tmp_path / "model", tie_word_embeddings=True)
     config = load_config(["experiment=own", f"policy.model={folder}", "data.path=none", "policy.lora.rank=4"])

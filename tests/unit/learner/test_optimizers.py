@@ -182,7 +182,10 @@ DECAY = 0.75
 AVERAGE = f"learner.ema_decay={DECAY}"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="untied", marks=pytest.mark.exhaustive), pytest.param(True, id="tied")],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0, tie_word_embeddings=request.param)
 

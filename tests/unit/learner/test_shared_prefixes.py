@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_data import image, prompt
 from scored_rows import assert_equal, family_prompts, scores_of, text_prompts, tree
-from tiny_checkpoints import write_text_policy
+from tiny_checkpoints import families, write_text_policy
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
@@ -63,9 +63,7 @@ def test_rows_of_text_that_share_prefixes_are_single_rows(tmp_path: Path, name: 
 
 
 @pytest.mark.families
-@pytest.mark.parametrize(
-    "name", [n if n in EVERY_RUN else pytest.param(n, marks=[pytest.mark.exhaustive]) for n in FAMILIES]
-)
+@pytest.mark.parametrize("name", families(FAMILIES, EVERY_RUN))
 def test_rows_with_media_that_share_prefixes_are_single_rows(tmp_path: Path, name: str) -> None:
     """Images of several sizes, videos and sounds, in prompts with and without."""
     if name == "smolvlm":

@@ -16,7 +16,7 @@ from learner_data import random_groups, tiny_config
 from loaded_ranks import LORA, load_all
 from one_learner import connected_learner
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import write_text_policy
+from tiny_checkpoints import families, write_text_policy
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -73,7 +73,7 @@ def check_equal(folder: Path, expected: State) -> StoredModel:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", [name for name in TINY if name != "qwen3-vl-moe"])  # stored transposed
+@pytest.mark.parametrize("name", families(name for name in TINY if name != "qwen3-vl-moe"))  # stored transposed
 def test_a_saved_model_has_the_names_and_tensors_of_a_push(tmp_path: Path, name: str, tied: bool) -> None:
     stored = check_equal(*changed(tmp_path, name, lambda state: state, tied=tied))
     assert not stored.left_out
@@ -179,7 +179,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", families(TINY))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_read_by_rows_equals_one_that_transformers_loads(
     tmp_path: Path, name: str, tied: bool, dtype: torch.dtype
@@ -414,7 +414,7 @@ def probabilities(model: nn.Module) -> Mapping[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", families(TINY))
 def test_dropout_of_a_checkpoint_is_off_in_training(tmp_path: Path, name: str) -> None:
     first, second, model = trained_twice(with_dropout(write_tiny(name, tmp_path / "m")))
     assert torch.equal(first, second)

@@ -201,6 +201,7 @@ def smollm_tokenizer(smollm_folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(smollm_folder, local_files_only=True)
 
 
+@pytest.mark.slow
 @installed
 def test_weights_are_those_of_the_package(smollm: PreTrainedModel) -> None:
     """Q4_1 by hand: 32 values a block, a scale and a minimum in float16, low halves of 16 bytes before high ones."""
@@ -217,6 +218,7 @@ def test_weights_are_those_of_the_package(smollm: PreTrainedModel) -> None:
     assert smollm.lm_head.weight.data_ptr() == smollm.model.embed_tokens.weight.data_ptr()
 
 
+@pytest.mark.slow
 @installed
 def test_the_model_answers_and_ends_its_turn(
     smollm: PreTrainedModel, smollm_tokenizer: PreTrainedTokenizerBase
@@ -229,6 +231,7 @@ def test_the_model_answers_and_ends_its_turn(
     assert smollm_tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
+@pytest.mark.slow
 @installed
 def test_the_tokenizer_splits_digits_before_spaces(smollm_tokenizer: PreTrainedTokenizerBase) -> None:
     assert smollm_tokenizer.tokenize("12 + 345\n  6") == ["1", "2", "Ġ+", "Ġ", "3", "4", "5", "ĊĠĠ", "6"]
@@ -243,6 +246,7 @@ def test_the_tokenizer_splits_digits_before_spaces(smollm_tokenizer: PreTrainedT
     )
 
 
+@pytest.mark.slow
 @installed
 def test_the_checkpoint_is_not_marked_as_quantised_and_stays(smollm_folder: Path, smollm: PreTrainedModel) -> None:
     config = AutoConfig.from_pretrained(smollm_folder, local_files_only=True)
@@ -273,6 +277,7 @@ def test_the_missing_package_is_named_with_the_command(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @installed
 def test_a_smolvlm_has_the_decoder_and_the_media_tokens_of_the_released_one(tmp_path: Path) -> None:
     folder = PRETRAINED["smolvlm-smollm2"].write(tmp_path / "smolvlm", seed=1)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_surface
+from tiny_checkpoints import families
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -386,9 +387,7 @@ MULTIMODAL = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama")
 
 
 @pytest.mark.families
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "qwen2.5-vl" else [pytest.mark.exhaustive]) for name in MULTIMODAL]
-)
+@pytest.mark.parametrize("name", families(MULTIMODAL, ["qwen2.5-vl"]))
 def test_inputs_of_the_memory_profile_can_be_made(tmp_path: Path, name: str) -> None:
     if name == "smolvlm":
         pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")

@@ -27,7 +27,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-@pytest.fixture(scope="module", params=["memory", "network"])
+@pytest.fixture(scope="module", params=["memory", pytest.param("network", marks=pytest.mark.exhaustive)])
 def same_host(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

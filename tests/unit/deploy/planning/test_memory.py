@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
-from docs.generate.scaling_guide import GPU_GB, LONG, MODELS, ROWS, shapes
+from docs.generate.scaling_guide import GPU_GB, LONG, ROWS, models, shape_of
 from scored_rows import kept_bytes
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
 from vllm import AsyncEngineArgs
@@ -173,7 +172,12 @@ def test_no_microbatch_of_shared_prompts_is_larger_than_estimated() -> None:
             assert len(prompts) <= largest.patches // media_patches(run, shape) + 2, "prompts are up to a sixth shorter"
 
 
-CASES = [(row, model) for row in (*ROWS, ("gpu_1", 1, 1)) for model in yaml.safe_load(MODELS.read_text())]
+SMALL_MODELS = ("Qwen3 0.6B", "Qwen2.5-VL 3B")
+CASES = [
+    pytest.param(row, model, marks=() if model in SMALL_MODELS else pytest.mark.exhaustive)
+    for row in (*ROWS, ("gpu_1", 1, 1))
+    for model in models()
+]
 VLLM_DEFAULT = AsyncEngineArgs.gpu_memory_utilization
 
 
@@ -233,7 +237,7 @@ def others(plan: MemoryPlan, total: int) -> int:
 def test_an_engine_starts_and_restarts_with_its_share_beside_the_other_roles(
     row: tuple[str, int, int], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = planned(row, shapes()[model])
+    found = planned(row, shape_of(model))
     if found is None:
         pytest.skip("no GPU of docs/scaling.md holds it")
     total, _, plan = found
@@ -253,7 +257,7 @@ def test_the_default_of_vllm_is_refused_beside_a_learner() -> None:
 
 
 def test_the_cache_takes_what_the_plan_leaves() -> None:
-    shape = shapes()["Qwen2.5-VL 3B"]
+    shape = shape_of("Qwen2.5-VL 3B")
     words = ("resources=gpu_1", "policy.lora.rank=16")
     small, large = (plan_memory(engine_config(*words), shape, described_nodes(f"1x1x{size}GB")) for size in (48, 80))
     assert large.engine is not None and small.engine is not None
@@ -266,7 +270,7 @@ def test_the_cache_takes_what_the_plan_leaves() -> None:
 
 
 def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None:
-    shape = shapes()["Qwen3 0.6B"]
+    shape = shape_of("Qwen3 0.6B")
     words = ("resources=gpu_1", *LONG, "learner=single")
     engine = plan_memory(engine_config(*words), shape, described_nodes("1x1x48GB")).engine
     assert engine is not None
@@ -281,7 +285,7 @@ def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None
 
 
 def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
-    shape, nodes = shapes()["Qwen2.5-VL 3B"], described_nodes("1x2x141GB")
+    shape, nodes = shape_of("Qwen2.5-VL 3B"), described_nodes("1x2x141GB")
     alone = plan_memory(engine_config("resources=two_gpu"), shape, nodes).engine
     assert alone is not None and (alone.kv_cache_bytes, alone.memory_bytes > 100e9) == (0, True)
     fixed = plan_memory(
@@ -291,7 +295,7 @@ def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
 
 
 def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = shapes()["Qwen2.5-VL 3B"]
+    shape = shape_of("Qwen2.5-VL 3B")
     words = ("resources=gpu_1", "policy.lora.rank=16", "sampler.vllm.gpu_memory_fraction=0.3")
     engine = plan_memory(engine_config(*words), shape, described_nodes("1x1x80GB")).engine
     assert engine is not None and engine.memory_bytes <= 0.3 * 80e9
@@ -299,7 +303,7 @@ def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cache_that_does_not_fit_is_a_shortfall_of_the_plan() -> None:
-    shape = shapes()["Qwen2.5-VL 3B"]
+    shape = shape_of("Qwen2.5-VL 3B")
     plan = plan_memory(engine_config("resources=gpu_1"), shape, described_nodes("1x1x24GB"))
     assert [demand.place for demand in plan.shortfalls] == ["GPU 0"]
     least = 8 * sequence_bytes(engine_config("resources=gpu_1"), shape, 3072)
@@ -308,18 +312,18 @@ def test_a_cache_that_does_not_fit_is_a_shortfall_of_the_plan() -> None:
 
 def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_joins_late() -> None:
     found = engine_config("resources=one_gpu_colocated", "sampler.vllm.kv_cache_bytes=4294967296")
-    engine = worker_memory(found, shapes()["Qwen3 0.6B"], "rollout")
+    engine = worker_memory(found, shape_of("Qwen3 0.6B"), "rollout")
     assert [engine.device[phase].get(KV_CACHE, 0) for phase in (TRAINING, SYNC, SAMPLING)] == [0, 0, 4 * GIB]
-    assert "joining" not in engine.device and worker_memory(found, shapes()["Qwen3 0.6B"], "learner").device["joining"]
+    assert "joining" not in engine.device and worker_memory(found, shape_of("Qwen3 0.6B"), "learner").device["joining"]
     assert engine.context == engine.device[TRAINING][CONTEXT]
 
 
 def test_memory_that_is_not_known_is_asked_for() -> None:
     nodes = [replace(node, gpu_bytes=None) for node in described_nodes("1x2x80GB")]
     with pytest.raises(PreflightError, match="set it and sampler.vllm.max_num_seqs"):
-        plan_memory(engine_config("resources=two_gpu"), shapes()["Qwen3 0.6B"], nodes)
+        plan_memory(engine_config("resources=two_gpu"), shape_of("Qwen3 0.6B"), nodes)
     given = engine_config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=8")
-    assert plan_memory(given, shapes()["Qwen3 0.6B"], nodes).shortfalls == ()
+    assert plan_memory(given, shape_of("Qwen3 0.6B"), nodes).shortfalls == ()
 
 
 @pytest.mark.parametrize("key", ["kv_cache_bytes", "max_num_seqs"])
@@ -345,7 +349,7 @@ def judge(engine: str) -> str:
 def test_a_judge_is_planned_with_its_share_of_the_gpu(engine: str, share: float) -> None:
     found = engine_config("resources=two_gpu", "resources.learner.num_gpus=0.7", SERVICE, judge(engine))
     nodes: tuple[PlannedNode, ...] = described_nodes("1x2x80GB")
-    plan = plan_memory(found, shapes()["Qwen3 0.6B"], nodes)
+    plan = plan_memory(found, shape_of("Qwen3 0.6B"), nodes)
     worker = plan.placement.of_role("reward.judge")[0]
     learner = plan.by_role["learner"]
     demand = next(d for d in plan.demands if d.place == f"GPU {worker.gpus[0]}")

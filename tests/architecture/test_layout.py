@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import pytest
-from sources import Source, parse, sources
+from sources import ROOT, Source, parse, sources
 
 # Packages that still have a cycle: {package: which}. Keep it empty.
 LOOPS: dict[str, str] = {}
@@ -96,3 +98,10 @@ def test_no_modules_of_the_configuration_import_each_other() -> None:
 def test_a_cycle_is_seen(files: dict[str, str], num: int) -> None:
     graph = arrows([parse(path, text) for path, text in files.items()])["cluster"]
     assert len(cycles(graph)) == num
+
+
+@pytest.mark.parametrize("words", [("format", "--diff"), ("check",)], ids=["format", "check"])
+def test_ruff_would_change_nothing(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "ruff", *words, "--quiet", "--no-cache", "."]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -82,7 +82,7 @@ async def test_the_in_flight_request_gets_a_response_while_it_grows_with_the_ver
     """Two pushes arrive while the group is sampled; vLLM takes them in the middle, the other sampler afterwards.
 
     Only what came with the group's last output is not reported. That is a chunk and, where the actor's process did not
-    get to read for a while, whatever vLLM put together with it (test_no_token_is_lost has the bound of one chunk).
+    get to read for a while, whatever vLLM put together with it (test_nothing_is_lost has the bound of one chunk).
     """
     prompt, settings = engine.model.probe, SamplingSettings(6, TEMPERATURE, 300, seed=5)
     with engine.in_flight_requests.held(prompt, settings) as in_flight:

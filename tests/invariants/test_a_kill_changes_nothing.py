@@ -15,7 +15,7 @@ from fakes import FakePrompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from metrics_data import FakeClock, make_metrics
-from runs import Run
+from runs import Run, audited, audited_run
 
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.records.trajectory import GroupOutcome, Prompt
@@ -273,3 +273,54 @@ def test_what_learns_from_groups_as_they_arrive_knows_the_same_after_kills(
         whole = Observed(setting, base / "whole")
         asyncio.run(whole.run.go())
         assert last.learned == whole.learned
+
+
+AUDITED_STEPS = 4
+
+
+async def left_by_kill(go: Callable[[], Any], num_turns: int, folder: Path, left: Path) -> None:
+    """Lets the run continue for so many turns of the loop; `left` is what a kill leaves of `folder` then."""
+    going = asyncio.ensure_future(go())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+        if going.done():
+            break
+    shutil.copytree(folder, left)
+    going.cancel()
+    await asyncio.wait([going])
+
+
+@settings(max_examples=40)
+@given(
+    kills=st.lists(st.integers(1, 400), min_size=1, max_size=3),
+    max_staleness=st.integers(0, 2),
+    interval=st.integers(0, 2),
+    torn=st.integers(0, 30),
+)
+def test_the_audit_of_a_killed_run_passes_and_counts_its_parts(
+    tmp_path_factory: pytest.TempPathFactory, kills: list[int], max_staleness: int, interval: int, torn: int
+) -> None:
+    base = tmp_path_factory.mktemp("kills")
+    shape: dict[str, Any] = {
+        "total_steps": AUDITED_STEPS,
+        "max_staleness": max_staleness,
+        "checkpoint_interval": interval,
+    }
+    for number, num_turns in enumerate(kills):
+        folder, left = base / str(number), base / str(number + 1)
+        run, _ = audited_run(folder, **shape)
+        asyncio.run(left_by_kill(run.go, num_turns, folder, left))
+        with (left / "audit.jsonl").open("ab") as chain:
+            chain.write(b'{"seq":1,"previous":"00000000000000'[:torn])
+        assert audited(left).findings == []
+        assert audited(left).has_torn_end == (torn > 0)
+    folder = base / str(len(kills))
+    run, audit = audited_run(folder, **shape)
+    assert asyncio.run(run.go()) == AUDITED_STEPS
+    audit.ended("done", AUDITED_STEPS)
+    result = audited(folder)
+    assert result.findings == []
+    assert [part.status for part in result.history.parts] == [*[None] * len(kills), "done"]
+    assert [sorted(step.groups) for step in result.history.steps.values()] == [
+        sorted(ids) for ids in run.learner.weights
+    ]

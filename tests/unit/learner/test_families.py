@@ -13,7 +13,7 @@ import torch
 from learner_data import tiny_config
 from PIL import Image
 from safetensors.torch import load_file
-from scored_rows import family_prompts, kept_bytes, learner_of
+from scored_rows import FamilyPrompts, family_prompts, kept_bytes, learner_of
 from tiny_checkpoints import families, write_text_policy
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
@@ -21,16 +21,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.errors import PreflightError, PromptError
 from mobula.cluster.records.media import MediaReader, MediaStore
 from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.preparation import prepare
+from mobula.deploy.preflight.decisions import with_row_layout
+from mobula.deploy.wiring.preparation import Prepared, prepare
+from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.backends.native import SingleBackend
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.checkpoint import load_policy_model, save_policy
-from mobula.learner.policies.families import TextFamily, max_positions, takes_images
+from mobula.learner.policies.families import TextFamily, family_at, max_positions, takes_images
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import disable_dropout, load_model, recompute_blocks
 from mobula.learner.policies.tiny import QWEN3_VL_MOE, TINY, write_tiny, write_tiny_qwen2_5_vl
@@ -257,3 +260,102 @@ def test_the_experts_of_a_layer_are_in_its_own_unit(tmp_path: Path) -> None:
     assert [len(found) for found in holding] == [1] * len(experts)
     assert len({id(found[0]) for found in holding}) == len(experts)
     assert all(isinstance(found[0], GradientCheckpointingLayer) for found in holding)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def gemma3_folder(tmp_path_factory) -> Path:
+    return write_tiny("gemma3", tmp_path_factory.mktemp("tiny") / "gemma3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def asked(gemma3_folder: Path) -> FamilyPrompts:
+    return family_prompts(gemma3_folder, gemma3_folder.parent)
+
+
+def logprobs(gemma3_folder: Path, asked: FamilyPrompts, case: str, *words: str) -> np.ndarray:
+    """The learner's, of a case's prompt."""
+    policy = TokenPolicy(
+        load_model(str(gemma3_folder), torch.float32, "sdpa"),
+        with_row_layout(run_of(gemma3_folder, *words)).learner,
+    )
+    batch = collate([TokenSequence.of_prompt(asked.cases[case].prompt)], MediaReader(timeout_s=1, max_items=8), CPU)
+    with torch.no_grad():
+        return policy(batch, PLAIN).logprobs[0].numpy()
+
+
+def chat_of(run: RunConfig, device: str = "cpu") -> ChatProcessor:
+    store = MediaStore(lambda media: media, run.data.media_cache_bytes)
+    return ChatProcessor(run.policy.model, run.data, run.sampler, store, keep_files=False, device=device)
+
+
+def run_of(gemma3_folder: Path, *words: str) -> RunConfig:
+    return load_config(["experiment=digits", f"policy.model={folder}", "policy.tiny=none", *words])
+
+
+def test_tokens_of_an_image_see_each_other(gemma3_folder: Path, asked: FamilyPrompts, monkeypatch) -> None:
+    both_ways = logprobs(gemma3_folder, asked, "two images")
+    monkeypatch.setattr("mobula.learner.policies.families.vision_models.Gemma3.decoder_inputs", lambda *_: {})
+    assert np.abs(both_ways - logprobs(gemma3_folder, asked, "two images")).max() > 1e-3
+
+
+def test_a_blank_line_is_one_token_with_the_line_end_before_it(asked: FamilyPrompts) -> None:
+    ids, [span] = (asked.cases["one image"].prompt.expanded_ids, asked.cases["one image"].prompt.media_spans)
+    tokens = asked.processor._tokenizer.convert_ids_to_tokens(ids[span.start - 1 : span.end + 1].tolist())
+    assert tokens == ["\n\n\n", "<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>", "\n\n"]
+
+
+@pytest.mark.parametrize("words", [["learner.packing=true"], ["learner.packing=true", "policy.attention=sdpa"]])
+def test_images_in_packed_rows_are_refused_and_text_is_not(
+    gemma3_folder: Path, asked: FamilyPrompts, words: list[str]
+) -> None:
+    np.testing.assert_allclose(
+        logprobs(gemma3_folder, asked, "text", *words),
+        logprobs(gemma3_folder, asked, "text"),
+        atol=1e-5,
+    )
+    with pytest.raises(ValueError, match=r"Gemma 3, .* mask .*policy\.attention=sdpa, learner\.packing=false"):
+        logprobs(gemma3_folder, asked, "one image", *words)
+
+
+def test_images_are_refused_with_vllm_on_cpu_alone(gemma3_folder: Path, asked: FamilyPrompts, tmp_path: Path) -> None:
+    asked.cases["one image"].images[0].save(tmp_path / "a.png")
+    row = Row("r", "<image>?", "4", "4", (tmp_path / "a.png",))
+    on_cpu = chat_of(run_of(gemma3_folder))
+    with pytest.raises(PromptError, match=r"resources\.device=cpu and sampler=vllm.*use a GPU, or sampler=huggingface"):
+        on_cpu.check(row)
+    assert on_cpu.check(Row("r", "What?", "4", "4")) > 0
+    assert not on_cpu.takes_images
+    for chat in (
+        chat_of(run_of(gemma3_folder), "cuda"),
+        chat_of(run_of(gemma3_folder, "sampler=huggingface")),
+    ):
+        assert chat.check(row) > 10
+    assert family_at(str(gemma3_folder)).needs_gate
+
+
+async def test_the_transformers_sampler_sees_images_as_the_learner_does(
+    gemma3_folder: Path, asked: FamilyPrompts
+) -> None:
+    run = run_of(gemma3_folder, "sampler=huggingface")
+    chat = chat_of(run)
+    prepared = Prepared(run, gemma3_folder, checkpoint_manifest(gemma3_folder, "float32"), chat, None, {})
+    sampler = HuggingFaceSampler(engine_settings(prepared, 0))
+    await sampler.start()
+    for case in ("text", "one image", "same image twice"):
+        prompt = asked.cases[case].prompt
+        found = await sampler.prompt_logprobs(prompt, [handle.reference for handle in prompt.media])
+        np.testing.assert_allclose(found, logprobs(gemma3_folder, asked, case), atol=1e-5)
+    await sampler.close()
+
+
+def test_pan_and_scan_is_refused(gemma3_folder: Path, tmp_path: Path) -> None:
+    at = write_tiny("gemma3", tmp_path / "model")
+    file = at / "processor_config.json"
+    settings = json.loads(file.read_text())
+    settings["image_processor"]["do_pan_and_scan"] = True
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="do_pan_and_scan=true"):
+        chat_of(run_of(at), "cuda")

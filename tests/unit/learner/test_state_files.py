@@ -15,12 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from learner_data import random_groups, tiny_config
+from one_learner import connected_learner
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError
+from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.configs.load import load_config
 from mobula.learner.adapters.adapter import read_adapter_state
 from mobula.learner.backends.deepspeed import TAG, DeepSpeedBackend, saved_zero_weights
@@ -35,11 +39,12 @@ from mobula.learner.backends.sharded import (
 from mobula.learner.optim import read_average
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint import content
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policy_weights import saved_checksum
 from mobula.learner.rank import load_random_state
 from mobula.learner.state_files import EARLIER_INDEX, INDEX, is_complete, read_state, write_state
 
 RECORDED = Path(__file__).parents[2] / "support" / "recorded_states"  # by torch 2.13 and DeepSpeed 0.19.8
-STATE_PREFIX = "model.model."
 
 
 class Half(Policy):
@@ -364,3 +369,53 @@ def test_a_state_is_the_same_behind_two_ranks_three_and_one(tmp_path: Path) -> N
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
+
+
+EPOCH = 1
+
+LORA = "policy.lora.rank=4"
+
+PUSHES = {
+    "weights": (),
+    "bfloat16": ("resources.dtype=bfloat16",),
+    "delta": ("weight_sync.payload=delta", "resources.dtype=bfloat16"),
+    "merged": (LORA,),
+    "adapters": (LORA, "weight_sync.payload=adapters"),
+    "frozen": ("policy.freeze=[visual.]",),
+    "average": ("learner.ema_decay=0.5",),
+}
+
+
+class Nowhere:
+    """A transfer group without receivers."""
+
+    def broadcast(self, buffer: torch.Tensor, what: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.mark.parametrize("name", PUSHES)
+def test_a_checkpoint_has_the_checksum_of_its_push_alone(model: Path, tmp_path: Path, name: str) -> None:
+    config = tiny_config(model, *PUSHES[name])
+    learner = connected_learner(config)
+    learner.begin_rl()
+    learner.weights._groups[EPOCH] = Nowhere()  # type: ignore[assignment]
+    groups = random_groups(AutoTokenizer.from_pretrained(model), 3, 4)
+    pushed, saved = [], []
+    for version in range(3):
+        if version > 0:
+            learner.update(groups, version)
+        step = VersionStep(version, version - 1 if version else None, is_last=True)
+        sent = learner.send_weights(1 << 16, EPOCH, step if name == "delta" else None)
+        folder = tmp_path / f"{version}"
+        learner.save(folder)
+        learner.finish_save()
+        pushed.append(f"{sent.checksum:032x}")
+        saved.append(saved_checksum(config, folder))
+    assert saved == pushed
+    assert len(set(saved)) == 3

@@ -273,15 +273,7 @@ def test_the_whole_truth_scores_1(separator: str) -> None:
         ((A, A, B, C, SUM), 1),
         ((A, B, B, SUM), 3),
         ((A, A.replace("7", "3"), C, SUM), 3),
-    ],
-)
-def test_each_statement_in_its_place_has_a_fourth_of_the_credit(sentences: tuple[str, ...], num_right: int) -> None:
-    assert listed(*sentences).value == num_right / 4
-
-
-@pytest.mark.parametrize(
-    ("sentences", "num_right"),
-    [
+        # more words never earn more
         ((A, B, C, SUM, SUM), 2),  # no sum, as there are two, and one sentence too many
         ((A, B, C, "The sum is 11.", SUM), 2),
         ((A, B, C, *(f"The sum is {n}." for n in range(20))), 0),
@@ -303,7 +295,7 @@ def test_each_statement_in_its_place_has_a_fourth_of_the_credit(sentences: tuple
         (("." * 10_000,), 0),
     ],
 )
-def test_more_words_never_earn_more(sentences: tuple[str, ...], num_right: int) -> None:
+def test_each_statement_in_its_place_has_a_fourth_of_the_credit(sentences: tuple[str, ...], num_right: int) -> None:
     assert listed(*sentences).value == num_right / 4
 
 

@@ -26,7 +26,6 @@ from mobula.cluster.weight_sync.transport import Rendezvous, RendezvousStore, Tr
 from mobula.learner.weight_publisher import WeightPublisher
 
 CPU = torch.device("cpu")
-Meet = Callable[..., list[TransferGroup]]
 
 
 @pytest.fixture(autouse=True)

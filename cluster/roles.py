@@ -51,7 +51,7 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """The result of one learner update. `metrics` are means over the global batch, reduced over all ranks."""
+    """The result of one learner update. `metrics` are equal on all ranks: means over minibatches, maxima, counts."""
 
     version: int
     metrics: Mapping[str, float]

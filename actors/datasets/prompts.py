@@ -92,7 +92,7 @@ class PromptSource(Generic[R, P]):
     prompt's id contains its epoch and position, so a checkpoint stores only `cursor` and the ids of prompts that were
     returned and not trained yet:
 
-        >>> source.restore(cursor=saved.cursor, pending=[*saved.in_flight, *saved.pending])
+        >>> source.restore(cursor=saved.cursor, pending=saved.pending)
         >>> source.next()  # first the pending prompts, then prompts from the cursor on
     """
 

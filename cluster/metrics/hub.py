@@ -1,4 +1,4 @@
-"""MetricsHub: collects values, times the start and feeds the sinks."""
+"""Metrics: collects values, times the start and feeds the sinks."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class StepRecord:
 
     `seconds` holds each timed phase, `total` and `other` (total less all phases); `staleness` maps a lag in versions to
     trained tokens; `components` maps a reward component to its mean; `counters` are cumulative; `correlations` are
-    those of `step_values.correlations`.
+    those of the function `correlations`.
     """
 
     step: int

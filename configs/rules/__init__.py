@@ -1,4 +1,4 @@
-"""Rules between sections of a run's configuration: one module for each module of the schema.
+"""Rules between sections of a run's configuration: one module for each subject.
 
 A rule returns what is wrong, with the value got and the next action, or None. Most rules are a condition and a message
 (`RuleRow`); the others are functions. All rules are checked, so that a user reads every contradiction at once.

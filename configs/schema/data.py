@@ -240,7 +240,7 @@ class EnvironmentConfig(Section):
     """The environment of multi-turn episodes (docs/environments.md). Needs `data.kind=environment`."""
 
     name: Annotated[str, NOT_EMPTY]
-    """`none`, a built-in environment or adapter (docs/environments.md lists them), or user code: `module:Class` or
+    """`none`, a built-in environment or adapter (docs/tasks.md lists them), or user code: `module:Class` or
     `FILE.py:Class`."""
     options: dict[str, Any]
     """Arguments of the environment."""

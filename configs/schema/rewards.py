@@ -29,7 +29,7 @@ class RewardComponent(Section):
     name: str
     """The component's name in metrics and reports."""
     function: str
-    """A built-in function (docs/algorithms.md lists them), or user code: `module:function` or `FILE.py:function`."""
+    """A built-in function (docs/rewards.md lists them), or user code: `module:function` or `FILE.py:function`."""
     weight: float
     """The weight in the sum, unless a recipe overrides it. 0 measures the component without rewarding it."""
     trained: bool = True

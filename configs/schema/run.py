@@ -230,7 +230,7 @@ class TimeoutsConfig(Section):
     reward_s: Seconds = 30.0
     """Scoring one group."""
     reference_s: Seconds = 120.0
-    """Reference log-probs of one step's groups."""
+    """Reference log-probs of one step's groups, and loading the frozen policy."""
     update_s: Seconds = 300.0
     """One learner update."""
     checkpoint_s: Seconds = 120.0

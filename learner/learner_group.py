@@ -20,7 +20,7 @@ from mobula.cluster.errors import (
 )
 from mobula.cluster.guard.guard import KLScale
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
-from mobula.cluster.recovery.lost_ranks import Errors, RaisedLoss
+from mobula.cluster.recovery.lost_ranks import Errors, RaiseLostRank
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.row_stream import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes, run_all
@@ -56,7 +56,7 @@ class ModelRanks:
         self._spawn = spawn
         self.workers: Sequence[Any] = spawn()
         self._timeouts = timeouts
-        self.losses = RaisedLoss()
+        self.lost_ranks = RaiseLostRank()
         self.is_started = False
         self.num_calls = 0  # calls in progress
         self.num_restarts = 0
@@ -90,8 +90,8 @@ class ModelRanks:
         )
 
     async def _each(self, call: RankCall, timeout_s: float, what: str, harmless: Errors = ()) -> list[Any]:
-        """Calls all ranks and returns their results. `harmless` is as in `RaisedLoss.call`."""
-        return await self.losses.call(
+        """Calls all ranks and returns their results. `harmless` is as in `RaiseLostRank.call`."""
+        return await self.lost_ranks.call(
             lambda: self._answers([call(worker) for worker in self.workers], timeout_s, what), harmless
         )
 
@@ -151,7 +151,7 @@ class RankGroup(ModelRanks):
         what = f"to copy its state for {folder}"
         await self._of_groups(lambda w: w.save.remote(folder), self._timeouts.checkpoint_s, what)
         self._saved_by = self.num_restarts
-        await self.losses.copied()
+        await self.lost_ranks.copied()
 
     async def finish_save(self) -> bool:
         """Waits until every rank has written its copy, if there is one. Returns False if it was lost with a rank."""
@@ -172,11 +172,11 @@ class RankGroup(ModelRanks):
         timeout_s, what = self._timeouts.checkpoint_s, f"to load {folder} as version {version}"
         await self._of_groups(lambda w: w.restore.remote(folder, version), timeout_s, what)
         self.version = version
-        self.losses.moved(version, folder)
+        self.lost_ranks.moved(version, folder)
 
     async def _of_groups(self, call: RankCall, timeout_s: float, what: str) -> list[Any]:
         """Calls the ranks of all groups; returns the result of rank 0 of each."""
-        return await self.losses.call(lambda: run_all(*(g._all(call, timeout_s, what) for g in self.groups)))
+        return await self.lost_ranks.call(lambda: run_all(*(g._all(call, timeout_s, what) for g in self.groups)))
 
 
 class LearnerGroup(RankGroup):
@@ -229,8 +229,8 @@ class LearnerGroup(RankGroup):
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         """Runs one step, which increments the version."""
-        report = await self.losses.call(lambda: self.step(groups))
-        self.losses.trained(report.version, groups)
+        report = await self.lost_ranks.call(lambda: self.step(groups))
+        self.lost_ranks.trained(report.version, groups)
         return report
 
     async def step(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
@@ -299,11 +299,11 @@ class LearnerGroup(RankGroup):
         )
 
     async def manifest(self) -> Manifest:
-        return await self.losses.call(lambda: self._first(lambda w: w.manifest.remote(), "to list its weights"))
+        return await self.lost_ranks.call(lambda: self._first(lambda w: w.manifest.remote(), "to list its weights"))
 
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         what = f"to open transfer epoch {epoch}"
-        rendezvous: Rendezvous = await self.losses.call(
+        rendezvous: Rendezvous = await self.lost_ranks.call(
             lambda: self._first(lambda w: w.open_transfer.remote(epoch, num_receivers), what)
         )
         self._opened.add(epoch)
@@ -321,7 +321,7 @@ class LearnerGroup(RankGroup):
             await self._answers(calls, rendezvous.timeout_s, f"to join transfer epoch {epoch}")
 
         try:
-            await self.losses.call(join, harmless=(DeadlineError,))
+            await self.lost_ranks.call(join, harmless=(DeadlineError,))
         except DeadlineError as error:
             raise WeightSyncError(f"transfer group of epoch {epoch} did not form: {error}") from error
 
@@ -352,7 +352,7 @@ class LearnerGroup(RankGroup):
             version, *_ = await self._answers(versions, self._timeouts.update_s, "to gather its weights")
             return version, [calls[n % len(calls)][1 + n] for n in range(num_buckets)]
 
-        return await self.losses.call(export)
+        return await self.lost_ranks.call(export)
 
     async def export(self, folder: Path) -> None:
         await self._all(lambda w: w.export.remote(folder), self._timeouts.checkpoint_s, f"to export to {folder}")
@@ -377,7 +377,7 @@ class LearnerGroup(RankGroup):
             own = zip(self.workers, map(as_argument, portions), strict=True)
             return (await self._answers([call(w, argument) for w, argument in own], self._timeouts.update_s, what))[0]
 
-        return await self.losses.call(calls)
+        return await self.lost_ranks.call(calls)
 
     def _stored(self, examples: Sequence[SharedExample]) -> tuple[Any, Sequence[Portion | None]]:
         """Stores examples of the warm start; returns a reference to their outlines, and the portion of each rank."""

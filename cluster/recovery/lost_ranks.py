@@ -1,4 +1,4 @@
-"""Policies for the loss of a rank: raise it, restart the ranks before the next call, or restore them and repeat."""
+"""What follows the loss of a rank: raise it, restart the ranks before the next call, or restore them and repeat."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class RestorableRanks(Protocol):
     async def step(self, groups: Sequence[ScoredGroup]) -> UpdateReport: ...
 
 
-class RaisedLoss:
-    """The policy of ranks that are not restarted: the error of a lost rank is raised by the call."""
+class RaiseLostRank:
+    """Of ranks that are not restarted: the error of a lost rank is raised by the call."""
 
     is_restarting = False  # whether all ranks are being restarted
 
@@ -84,8 +84,8 @@ class RaisedLoss:
         """Called when the ranks have loaded an older state, in `folder`, which became `version`."""
 
 
-class RestartedRanks(RaisedLoss):
-    """Starts lost ranks again before the next call. They have no state: the caller loads it. A call that fails, but
+class RestartedRanks(RaiseLostRank):
+    """Of the training service: starts lost ranks again before the next call. They have no state: the caller loads it. A call that fails, but
     not because of its arguments, means that a rank is lost or waits in a collective for a lost rank."""
 
     def __init__(self, respawn: Callable[[], Awaitable[None]]) -> None:
@@ -112,8 +112,8 @@ class RestartedRanks(RaisedLoss):
 
 
 @dataclass(eq=False)
-class RestoredRanks(RaisedLoss):
-    """Restarts all ranks from their newest checkpoint when one is dead or does not answer, and repeats the failed call.
+class RestoredRanks(RaiseLostRank):
+    """Of a run: restarts all ranks from their newest checkpoint when one is dead or does not answer, and repeats the call.
 
     The other ranks cannot continue without the state of the lost rank. So all ranks load the newest complete checkpoint
     and repeat the later steps with the same groups. An update is a function of state and groups, so this gives the same

@@ -121,7 +121,7 @@ def build_controller(
     weights.on_published.append(partial(_after_push, prepared, inference, metrics))
     weights.on_published.append(audit.pushed)
     weights.on_admitted.append(audit.admitted)
-    training.learner.losses.observers.append(audit)
+    training.learner.lost_ranks.observers.append(audit)
     weights.on_arrived.append(
         parity_gate(config, prepared.processor, training.learner, inference.rollouts.receivers, tolerance)
     )
@@ -269,7 +269,7 @@ def _regenerator(
         on_lost=run.retried,
         on_replaced=run.audit.regenerated,
     )
-    training.learner.losses.recall = regenerator.recall
+    training.learner.lost_ranks.recall = regenerator.recall
     return regenerator
 
 
@@ -389,7 +389,7 @@ def build_offline_controller(
     """Builds the main loop of an offline job and its collaborators. Prepares the held-out rows: call it in a thread,
     since the event loop serves the processor workers."""
     config, metrics = run.config, run.metrics
-    training.learner.losses.observers.append(run.audit)
+    training.learner.lost_ranks.observers.append(run.audit)
     held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)
     rows = [stored(row, 0, put) for row in held_out.prompts]
     identity = {

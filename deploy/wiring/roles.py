@@ -427,7 +427,7 @@ def spawn_learner(
 
 def restored_ranks(learner: LearnerGroup, config: RunConfig, on_lost: Callable[[str], None]) -> list[Watched]:
     """Lets the ranks restart from the newest checkpoint after a loss; returns each rank for the supervisor."""
-    learner.losses = RestoredRanks(
+    learner.lost_ranks = RestoredRanks(
         learner,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
         budget=RestartBudget(restart_policy(config)),
@@ -469,7 +469,7 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
 
 
 def rank_statuses(learner: LearnerGroup) -> list[WorkerStatus]:
-    if learner.losses.is_restarting:
+    if learner.lost_ranks.is_restarting:
         state = WorkerState.WAITING
     else:
         state = WorkerState.SERVING if learner.is_started else WorkerState.STARTING
@@ -524,4 +524,4 @@ def watched_rank(ranks: RankGroup, index: int, learner: LearnerGroup, config: Ru
     async def close() -> None:
         await stop(ranks.workers[index], timeout_s=config.timeouts.stop_s, what=name)
 
-    return Watched(name, ping, close, on_lost=learner.losses.lose)
+    return Watched(name, ping, close, on_lost=learner.lost_ranks.lose)

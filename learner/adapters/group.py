@@ -30,7 +30,7 @@ class AdapterGroup(ModelRanks):
     def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, put: Callable[[Any], Any]) -> None:
         super().__init__(spawn, timeouts, "learner")
         self._put = put
-        self.losses = RestartedRanks(self.respawn)
+        self.lost_ranks = RestartedRanks(self.respawn)
 
     async def create(self, adapter: str, spec: AdapterSpec) -> None:
         await self._each(

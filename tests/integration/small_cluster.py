@@ -181,7 +181,7 @@ class SmallRun:
             on_lost=self._lost,
         )
         self._learner = LearnerGroup(self._spawn_ranks, CONFIG.timeouts, ray.put)
-        self._learner.losses = RestoredRanks(
+        self._learner.lost_ranks = RestoredRanks(
             self._learner,
             newest=lambda: newest_learner_state(self.folder / "checkpoints"),
             budget=RestartBudget(POLICY),
@@ -270,7 +270,7 @@ class SmallRun:
         regenerator = GroupRegenerator(
             self.replay, groups, dispatcher.sample_again, timeout_s=OBJECT_S, on_lost=on_lost
         )
-        self._learner.losses.recall = regenerator.recall
+        self._learner.lost_ranks.recall = regenerator.recall
         return regenerator
 
     def _records(
@@ -326,7 +326,7 @@ class SmallRun:
                 if self._learner.workers[index] is asked:
                     raise
 
-        return Watched(f"learner/{index}", ping, _nothing, self._learner.losses.lose)
+        return Watched(f"learner/{index}", ping, _nothing, self._learner.lost_ranks.lose)
 
     def _spawn(self, role: type, name: str, *args: Any, max_concurrency: int = 1, **settings: Any) -> Any:
         options = self.shape.options_of(name)

@@ -66,7 +66,7 @@ async def test_groups_lost_before_their_copy_before_their_update_and_after_it_ar
             _lose_some_before_their_score(run, nowhere)
             _lose_some_before_their_update(run, nowhere)
         if version == RESTORED_AT:
-            trained = run._learner.losses._trained
+            trained = run._learner.lost_ranks._trained
             trained[:] = [(made, [replace(group, group=nowhere) for group in groups]) for made, groups in trained]
             assert max(made for made, _ in trained) == RESTORED_AT
             os.kill(run.saboteur.process_id("learner/1"), signal.SIGKILL)

@@ -68,7 +68,7 @@ class OfflineRun:
         )
         self.rows = RowStream(source, lambda value: value, self.reference, total_steps=config.num_steps)
         checkpoints = config.run_folder / CHECKPOINTS_FOLDER
-        self.ranks.losses = RestoredRanks(
+        self.ranks.lost_ranks = RestoredRanks(
             self.ranks,
             newest=partial(newest_learner_state, checkpoints),
             budget=RestartBudget(restart_policy(config)),

@@ -124,7 +124,7 @@ class Bench:
         self.checkpoint: tuple[int, Path] | None = None
         self.lost: list[str] = []
         self.learner = group(self.ranks)
-        self.learner.losses = self.policy = RestoredRanks(
+        self.learner.lost_ranks = self.policy = RestoredRanks(
             self.learner,
             newest=lambda: self.checkpoint,
             budget=RestartBudget(policy),
@@ -398,7 +398,7 @@ async def test_observers_see_each_step_once_and_each_restart() -> None:
             self.append(("restored", version))
 
     bench, seen = Bench(), Seen()
-    bench.learner.losses.observers.append(seen)
+    bench.learner.lost_ranks.observers.append(seen)
     await bench.save()
     await bench.train("0/0/s")
     bench.ranks.dies_in["update"] = 1

@@ -85,8 +85,10 @@ class RaiseLostRank:
 
 
 class RestartedRanks(RaiseLostRank):
-    """Of the training service: starts lost ranks again before the next call. They have no state: the caller loads it. A call that fails, but
-    not because of its arguments, means that a rank is lost or waits in a collective for a lost rank."""
+    """Of the training service: starts lost ranks again before the next call. They have no state: the caller loads it.
+
+    A call that fails, but not because of its arguments, means that a rank is lost or waits in a collective for one.
+    """
 
     def __init__(self, respawn: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class RestartedRanks(RaiseLostRank):
 
 @dataclass(eq=False)
 class RestoredRanks(RaiseLostRank):
-    """Of a run: restarts all ranks from their newest checkpoint when one is dead or does not answer, and repeats the call.
+    """Of a run: restarts all ranks from their newest checkpoint when one is dead or hangs, and repeats the call.
 
     The other ranks cannot continue without the state of the lost rank. So all ranks load the newest complete checkpoint
     and repeat the later steps with the same groups. An update is a function of state and groups, so this gives the same

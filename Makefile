@@ -9,7 +9,7 @@ NOW := $(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 unless = $(if $(filter $(1)=%,$(ARGS)),,$(1)=$(2))
 
-.PHONY: environment harness verifiers tinker-cookbook peers train train-pretrained test test-all types benchmark clean
+.PHONY: environment harness verifiers tinker-cookbook peers train train-pretrained test test-all types pages benchmark clean
 
 environment:
 	@./deploy/environment.sh
@@ -68,6 +68,11 @@ types: environment
 	@ln -sfn $(CURDIR)/deploy/package/mobula/__init__.py build/types/mobula/__init__.py
 	@for name in actors cluster configs deploy examples learner rewards; do ln -sfn $(CURDIR)/$$name build/types/mobula/; done
 	.venv/bin/mypy $(ARGS)
+
+# The pages that are written from the code; tests compare them.
+PAGES = configuration metric_tables error_messages support_tables checked_machines measured scaling_guide
+pages: environment
+	@for page in $(PAGES); do .venv/bin/python -m docs.generate.$$page || exit 1; done
 
 benchmark: environment
 	.venv/bin/python -m benchmarks $(ARGS)

@@ -292,7 +292,7 @@ def chat_of(run: RunConfig, device: str = "cpu") -> ChatProcessor:
 
 
 def run_of(gemma3_folder: Path, *words: str) -> RunConfig:
-    return load_config(["experiment=digits", f"policy.model={folder}", "policy.tiny=none", *words])
+    return load_config(["experiment=digits", f"policy.model={gemma3_folder}", "policy.tiny=none", *words])
 
 
 def test_tokens_of_an_image_see_each_other(gemma3_folder: Path, asked: FamilyPrompts, monkeypatch) -> None:

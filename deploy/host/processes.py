@@ -42,7 +42,12 @@ def run_logged(
         if not _ends_within(handle, timeout_s):
             raise TimeoutError(f"{command[0]} was not done within {timeout_s:g} s")
     finally:
-        _end_group(process.pid, handle)
+        # The leader is not reaped yet, so the id of its group cannot be reused.
+        if not _ends_within(handle, 0.0):
+            os.killpg(process.pid, signal.SIGTERM)
+            _ends_within(handle, HEEDS_WITHIN_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         os.close(handle)
         code = process.wait()
     return code
@@ -70,15 +75,6 @@ def _git(*arguments: str) -> str:
     except (OSError, TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _end_group(pid: int, handle: int) -> None:
-    """Ends the rest of the group. The leader is not reaped yet, so the group id cannot be reused."""
-    if not _ends_within(handle, 0.0):
-        os.killpg(pid, signal.SIGTERM)
-        _ends_within(handle, HEEDS_WITHIN_S)
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _ends_within(handle: int, timeout_s: float) -> bool:

@@ -14,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mobula.cluster.errors import PreflightError, RunOverError
-from mobula.cluster.workers.status import InFlightSummary, RunStatus, WorkerState, WorkerStatus
+from mobula.cluster.workers.status import RunStatus, WorkerState, WorkerStatus
 from mobula.deploy.run.run_client import RunAddress, statuses
 
 if TYPE_CHECKING:
-    from mobula.cluster.roles import ReplayStats
+    pass
 
 
 def show_top(run: RunAddress, console: Console, *, interval_s: float, timeout_s: float) -> str:
@@ -77,8 +77,16 @@ def _lines(status: RunStatus, now: float) -> Iterator[Text]:
         yield _line("speed", f"{progress.step_s:.1f} s a step{tokens}, about {left} left")
     if age_s > LATE_S:
         yield Text(f"this was {age_s:.0f} s ago: the driver is busy, or hangs", style="yellow")
-    yield from _in_flight_lines(status.in_flight)
-    yield from _replay_lines(status.replay)
+    in_flight, replay = status.in_flight, status.replay
+    if in_flight.oldest_id is not None:
+        oldest = f"{in_flight.oldest_id} for {in_flight.oldest_age_s:.1f} s"
+        yield _line("sampling", f"{in_flight.num_prompts} prompts, {oldest}")
+    bytes_shown = f"{replay.num_bytes / MIB:.1f} MiB"
+    yield _line("replay", f"{replay.num_ready} ready, {replay.num_taken} taken, {bytes_shown}")
+    if replay.oldest_id is not None:
+        yield _line("oldest", f"{replay.oldest_id}, for {replay.oldest_age_s:.1f} s")
+    if replay.num_rejected:
+        yield _line("rejected", ", ".join(f"{reason} {n}" for reason, n in sorted(replay.num_rejected.items())))
     if status.object_store is not None:
         used, total = status.object_store.used_bytes, status.object_store.total_bytes
         lag = f"event loop up to {1000 * status.loop_lag_s:.0f} ms late"
@@ -92,21 +100,6 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _in_flight_lines(in_flight: InFlightSummary) -> Iterator[Text]:
-    if in_flight.oldest_id is not None:
-        oldest = f"{in_flight.oldest_id} for {in_flight.oldest_age_s:.1f} s"
-        yield _line("sampling", f"{in_flight.num_prompts} prompts, {oldest}")
-
-
-def _replay_lines(replay: ReplayStats) -> Iterator[Text]:
-    bytes_shown = f"{replay.num_bytes / MIB:.1f} MiB"
-    yield _line("replay", f"{replay.num_ready} ready, {replay.num_taken} taken, {bytes_shown}")
-    if replay.oldest_id is not None:
-        yield _line("oldest", f"{replay.oldest_id}, for {replay.oldest_age_s:.1f} s")
-    if replay.num_rejected:
-        yield _line("rejected", ", ".join(f"{reason} {n}" for reason, n in sorted(replay.num_rejected.items())))
 
 
 def _line(label: str, text: str) -> Text:

@@ -254,9 +254,11 @@ def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[Evaluation
 
 def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Chart]:
     """Returns the other charts in reading order, without empty charts. `unit` is the unit of response lengths."""
+    rewards = {"chosen": MetricName.CHOSEN_REWARD, "rejected": MetricName.REJECTED_REWARD, "margin": MetricName.MARGIN}
+    series = [curve(label, n, _values(steps, name)) for n, (label, name) in enumerate(rewards.items(), start=1)]
     charts = [
         _reward(steps),
-        _preference(steps),
+        Chart("preference", "Chosen and rejected answers", MetricName.MARGIN.help, series),
         _turns(steps),
         _single(steps, MetricName.LOSS, "Loss", 5),
         _single(steps, MetricName.KL, "KL to the reference", 4),
@@ -303,12 +305,6 @@ def _with_error(record: StepRecord, name: MetricName) -> Point:
     return Point(record.step, value, value - error, value + error)
 
 
-def phases_chart(steps: Sequence[StepRecord]) -> Chart:
-    series = [curve(phase_label(name), colour, values) for name, colour, values in _phase_seconds(steps)]
-    text = "Wall time of each step, split by what it was spent on. Steps that take far longer than most are cut off."
-    return Chart("seconds", "Seconds per phase", text, series, "s", is_stacked=True)
-
-
 def phase_label(name: str) -> str:
     """Returns the label of a phase; an unknown phase keeps its name."""
     return _PHASE_LABELS.get(name, name)
@@ -349,12 +345,6 @@ def _turns(steps: Sequence[StepRecord]) -> Chart:
     return Chart("turns", "Reward of turns", text, series)
 
 
-def _preference(steps: Sequence[StepRecord]) -> Chart:
-    names = {"chosen": MetricName.CHOSEN_REWARD, "rejected": MetricName.REJECTED_REWARD, "margin": MetricName.MARGIN}
-    series = [curve(label, n, _values(steps, name)) for n, (label, name) in enumerate(names.items(), start=1)]
-    return Chart("preference", "Chosen and rejected answers", MetricName.MARGIN.help, series)
-
-
 def _single(steps: Sequence[StepRecord], name: MetricName, title: str, colour: int) -> Chart:
     return Chart(name, title, name.help, [curve(title.lower(), colour, _values(steps, name))], name.unit)
 
@@ -374,14 +364,6 @@ def _values(steps: Sequence[StepRecord], name: MetricName) -> list[tuple[int, fl
 
 STEPS_FILE, EVALUATIONS_FILE = "metrics.csv", "eval_metrics.csv"
 Cell = float | int | str
-
-
-def write_tables(folder: Path, run: RunFolder) -> None:
-    """Writes both files, with a column for each number of any row; missing numbers are empty."""
-    suites = {HELD_OUT: run.evaluations, **run.suites}
-    write_atomically(folder / STEPS_FILE, table([_step(record) for record in run.steps]))
-    rows = [_evaluation(record) for records in suites.values() for record in records]
-    write_atomically(folder / EVALUATIONS_FILE, table(rows))
 
 
 def table(rows: Sequence[Mapping[str, Cell]]) -> str:
@@ -420,7 +402,11 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
     run = read_run_folder(run_folder)
     run = run if summary is None else replace(run, summary=summary)
     text = render_report(run, read_sheets(run_folder), read_videos(run_folder))
-    write_tables(run_folder, run)
+    # Tables have a column for each number of any row; missing numbers are empty.
+    suites = {HELD_OUT: run.evaluations, **run.suites}
+    write_atomically(run_folder / STEPS_FILE, table([_step(record) for record in run.steps]))
+    rows = [_evaluation(record) for records in suites.values() for record in records]
+    write_atomically(run_folder / EVALUATIONS_FILE, table(rows))
     path = run_folder / REPORT_FILE
     write_atomically(path, text.encode("utf-8", errors="replace").decode("utf-8"))
     return path
@@ -432,6 +418,12 @@ def render_report(
     """Renders the report as HTML. All data is escaped; only our own script may run, allowed by its hash."""
     status, unit = run.summary.status if run.summary else _UNFINISHED, unit_of([run])
     pair = BeforeAfter.of(run.evaluations)
+    phases = [curve(phase_label(name), colour, values) for name, colour, values in _phase_seconds(run.steps)]
+    text = "Wall time of each step, split by what it was spent on. Steps that take far longer than most are cut off."
+    tokens: Counter[int] = Counter()
+    for record in run.steps:
+        tokens.update(record.staleness)
+    whole = sum(tokens.values())
     return render(
         "report.html.j2",
         run=run,
@@ -448,9 +440,9 @@ def render_report(
         accuracy=accuracy_chart(run.steps, run.evaluations),
         curves=[*guard_charts(run.steps, run.guard), *curves(run.steps, unit)],
         unit=unit,
-        phases=phases_chart(run.steps),
+        phases=Chart("seconds", "Seconds per phase", text, phases, "s", is_stacked=True),
         shares=_phase_shares(run),
-        staleness=_staleness_rows(run),
+        staleness=[(lag, n, 100 * n / whole) for lag, n in sorted(tokens.items()) if whole],
         tallies=_tallies(run),
         faults=_fault_rows(run.faults)[-_MAX_FAULT_ROWS:],
         num_faults=len(run.faults),
@@ -525,15 +517,6 @@ def _phase_shares(run: RunFolder) -> list[tuple[str, int, float, float]]:
         (phase_label(name), colour, totals[name], 100 * totals[name] / whole)
         for name, colour in phase_colours(run.steps).items()
     ]
-
-
-def _staleness_rows(run: RunFolder) -> list[tuple[int, int, float]]:
-    """Returns (lag, tokens, per cent of all trained tokens)."""
-    tokens: Counter[int] = Counter()
-    for record in run.steps:
-        tokens.update(record.staleness)
-    whole = sum(tokens.values())
-    return [(lag, n, 100 * n / whole) for lag, n in sorted(tokens.items()) if whole]
 
 
 def _tallies(run: RunFolder) -> list[tuple[str, list[tuple[str, int]]]]:

@@ -110,11 +110,6 @@ def step_rows(config: RunConfig) -> int:
     return ceil(rows * config.learner.sequence_parallel / config.resources.learner.num_workers)
 
 
-def logprob_rows(config: RunConfig, targets: int) -> int:
-    """Returns the number of targets with logits in memory at once; the backward pass recomputes a chunk's logits."""
-    return min(targets, config.learner.logprob_chunk_tokens)
-
-
 def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> tuple[int, int]:
     """Bytes on the device and in host memory that one forward and backward pass of `batch` keeps, logits left out."""
     is_autocast = config.learner.backend != "fsdp2" and config.resources.dtype != "float32"
@@ -136,17 +131,10 @@ def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> t
     return device + pixels, host
 
 
-def scoring_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> int:
-    """Bytes of one forward pass without gradients, logits left out: one block at a time."""
-    value = DTYPE_BYTES[config.resources.dtype]
-    towers = [(shape.text, batch.tokens)] + ([] if shape.vision is None else [(shape.vision, batch.patches)])
-    widest = max(tokens * (3 * t.hidden + t.attention_width + 3 * t.intermediate) * value for t, tokens in towers)
-    return widest + batch.patches * shape.pixels_per_patch * PATCH_CHANNELS * FLOAT32
-
-
 def logits_bytes(config: RunConfig, shape: ModelShape, targets: int) -> int:
-    """Returns the bytes of logits, log-probs and entropy terms of `targets`, all float32 [targets, vocabulary]."""
-    return logprob_rows(config, targets) * shape.vocab * (1 + HEAD_COPIES) * FLOAT32
+    """Returns the bytes of logits, log-probs and entropy terms of `targets`, all float32 [targets, vocabulary]; the
+    backward pass recomputes a chunk's logits."""
+    return min(targets, config.learner.logprob_chunk_tokens) * shape.vocab * (1 + HEAD_COPIES) * FLOAT32
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -560,9 +548,13 @@ def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
 def _reference(config: RunConfig, shape: ModelShape) -> dict[str, int]:
     batch = Microbatch.of(config, shape)
     num_policies = 1 + len(config.algorithm.distillation.teachers)  # of about the size of the policy
+    value = DTYPE_BYTES[config.resources.dtype]
+    # A forward pass without gradients holds one block at a time.
+    towers = [(shape.text, batch.tokens)] + ([] if shape.vision is None else [(shape.vision, batch.patches)])
+    widest = max(tokens * (3 * t.hidden + t.attention_width + 3 * t.intermediate) * value for t, tokens in towers)
     return {
         "weights": num_policies * _frozen_weights(config, shape),
-        "activations": scoring_bytes(config, shape, batch),
+        "activations": widest + batch.patches * shape.pixels_per_patch * PATCH_CHANNELS * FLOAT32,
         "logits": logits_bytes(config, shape, batch.targets),
     }
 

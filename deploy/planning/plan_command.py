@@ -208,7 +208,8 @@ def _in_hosts(
         memory = by_role[worker.role]
         total[worker.node_id] += sum(memory.host.values()) + (memory.peak if is_cpu else 0)
         names[worker.node_id].append(worker.name)
-    total[nodes[0].node_id] += driver_bytes(config)
+    # The driver: its libraries, the images that it keeps processed, and the replay buffer.
+    total[nodes[0].node_id] += DRIVER_PROCESS + config.data.media_cache_bytes + config.replay.max_bytes
     for node in nodes:
         total[node.node_id] += config.resources.object_store_bytes if node.node_id in names else 0
     return [
@@ -216,11 +217,6 @@ def _in_hosts(
         for node in nodes
         if total[node.node_id]
     ]
-
-
-def driver_bytes(config: RunConfig) -> int:
-    """The driver: its libraries, the images that it keeps processed, and the replay buffer."""
-    return DRIVER_PROCESS + config.data.media_cache_bytes + config.replay.max_bytes
 
 
 NUM_SHOWN = 3

@@ -88,7 +88,13 @@ def find_unusable(key: str, folder: Path) -> Iterator[PreflightFinding]:
         yield PreflightFinding(key, f"{key}={folder} is quantised ({method}): it cannot be trained here", UNQUANTISED)
     elif not any(folder.glob("*.safetensors")):
         yield from _find_other_formats(key, folder)
-        yield from _find_pickled(key, folder)
+        files = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+        if files:
+            yield PreflightFinding(
+                key,
+                f"{key}={folder} has its weights as pickles ({files[0]}), and safetensors alone are read",
+                "load it with transformers and save it again (save_pretrained)",
+            )
     else:
         yield from _find_quantised_tensors(key, folder)
     if (folder / "adapter_config.json").is_file():
@@ -175,16 +181,6 @@ def _find_quantised_tensors(key: str, folder: Path) -> Iterator[PreflightFinding
 def _is_packed(name: str, tensor: StoredTensor) -> bool:
     """Whether a weight does not consist of floating-point numbers that can be trained; buffers are no weights."""
     return tensor.dtype not in FLOATING and "weight" in name.rpartition(".")[2]
-
-
-def _find_pickled(key: str, folder: Path) -> Iterator[PreflightFinding]:
-    files = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
-    if files:
-        yield PreflightFinding(
-            key,
-            f"{key}={folder} has its weights as pickles ({files[0]}), and safetensors alone are read",
-            "load it with transformers and save it again (save_pretrained)",
-        )
 
 
 def _find_other_formats(key: str, folder: Path) -> Iterator[PreflightFinding]:

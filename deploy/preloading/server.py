@@ -73,7 +73,12 @@ def run(connection: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
-    _set_up_libraries()
+    import numpy as np
+    import torch
+
+    # As these libraries did when they were imported: they read the number of threads and seeded generators.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    np.random.seed(random.getrandbits(32))  # the generator of code that asks for no other
     script = request["arguments"][0]
     sys.argv[:] = request["arguments"]
     sys.path[0] = os.path.dirname(script)
@@ -81,15 +86,6 @@ def run(connection: socket.socket) -> None:
     gc.enable()
     runpy.run_path(script, run_name="__main__")
     sys.exit()
-
-
-def _set_up_libraries() -> None:
-    """Repeats what libraries did when they were imported: they read the number of threads and seeded generators."""
-    import numpy as np
-    import torch
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    np.random.seed(random.getrandbits(32))  # the generator of code that asks for no other
 
 
 if __name__ == "__main__":

@@ -187,7 +187,8 @@ class SimulatedRank:
     async def update(
         self, groups: Sequence[ScoredGroup], version: int, *, portion: Portion | None = None, **more: Any
     ) -> UpdateReport:
-        self._ranks.borrowed += _num_references(groups, portion)
+        pairs = [(g.group, g.reference_logprobs) for g in groups] if portion is None else portion.references.values()
+        self._ranks.borrowed += sum(reference is not None for pair in pairs for reference in pair)
         await self._ranks.update(groups, version)
         self._version = version
         return UpdateReport(version, {} if self._index else _metrics(groups))
@@ -294,11 +295,6 @@ class SimulatedRewards(SimulatedWorker):
         draw = random.Random(group.prompt.prompt_id)
         outcomes = tuple({name: Score(float(draw.random() < 0.5)) for name in names} for _ in range(group.num_siblings))
         return GroupOutcomes(label, tuple(f"#{n}" for n in range(len(outcomes))), outcomes)
-
-
-def _num_references(groups: Sequence[ScoredGroup], portion: Portion | None) -> int:
-    pairs = [(g.group, g.reference_logprobs) for g in groups] if portion is None else portion.references.values()
-    return sum(reference is not None for pair in pairs for reference in pair)
 
 
 def row_tokens(summary: GroupSummary) -> int:

@@ -173,7 +173,11 @@ def _lines(result: Audit) -> Iterator[tuple[str, str]]:
     for number, part in enumerate(history.parts, start=1):
         yield f"part {number}", _part_text(part)
     yield from _trained_lines(history)
-    yield from _push_lines(history)
+    weights = {record.body["weights"] for record in history.pushes if record.body.get("weights")}
+    yield "pushes", f"{len(history.pushes)}, of {len(weights) or 'unknown'} different weights"
+    for engine, counts in sorted(history.receipts.items()):
+        joined = f", joined {history.num_admitted[engine]} times by checksum" if history.num_admitted[engine] else ""
+        yield f"  {engine}", ", ".join(f"{how} {num}" for how, num in sorted(counts.items())) + joined
     for version, saved in sorted(history.checkpoints.items()):
         yield "checkpoint", _checkpoint_text(version, saved, history.descent(version))
     for version, record in sorted(history.rollbacks.items()):
@@ -230,14 +234,6 @@ def _trained_lines(history: History) -> Iterator[tuple[str, str]]:
     )
     allowed = "unknown" if staleness.max_allowed is None else staleness.max_allowed
     yield "staleness", f"{lags or 'no token'}; mean {staleness.mean:.3f}, max {staleness.max} of {allowed} allowed"
-
-
-def _push_lines(history: History) -> Iterator[tuple[str, str]]:
-    weights = {record.body["weights"] for record in history.pushes if record.body.get("weights")}
-    yield "pushes", f"{len(history.pushes)}, of {len(weights) or 'unknown'} different weights"
-    for engine, counts in sorted(history.receipts.items()):
-        joined = f", joined {history.num_admitted[engine]} times by checksum" if history.num_admitted[engine] else ""
-        yield f"  {engine}", ", ".join(f"{how} {num}" for how, num in sorted(counts.items())) + joined
 
 
 def _checkpoint_text(version: int, saved: SavedCheckpoint, descent: Descent) -> str:

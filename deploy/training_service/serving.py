@@ -68,7 +68,11 @@ def serve(
     """Serves until SIGTERM or SIGINT. `model_name` is a further name of the base model; `announce` receives the URL."""
     listener = address.listen(tenants, "--tenants")
     _refuse_unfit(config, tenants)
-    prepared = served_model(config)
+    require_model(config)
+    if config.sampler.is_flow or config.sampler.draws_tokens:
+        raise PreflightError(f"sampler={config.sampler.kind} makes images, not text: use sampler=vllm or huggingface")
+    refuse_too_small_cache(config)
+    prepared = prepare_base(config, ray.put)
     with file_access(config, folder), cluster_spawner(prepared, folder / LOGS) as (prepared, spawner):
         service, roles = make_service(prepared, spawner, folder, model_name)
         service.on_failure = _end_soon
@@ -102,14 +106,6 @@ def _refuse_unfit(config: RunConfig, tenants: Tenants) -> None:
 def _end_soon() -> None:
     """Ends the server after the clients that wait for results have their answers."""
     asyncio.get_running_loop().call_later(ANSWER_S, signal.raise_signal, signal.SIGTERM)
-
-
-def served_model(config: RunConfig) -> Prepared:
-    require_model(config)
-    if config.sampler.is_flow or config.sampler.draws_tokens:
-        raise PreflightError(f"sampler={config.sampler.kind} makes images, not text: use sampler=vllm or huggingface")
-    refuse_too_small_cache(config)
-    return prepare_base(config, ray.put)
 
 
 @contextmanager

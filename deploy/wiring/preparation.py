@@ -205,12 +205,21 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
 
 
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
-    _refuse_served_adapters(config)
+    served = config.sampler.adapters
+    if served.are_on:
+        raise PreflightError(
+            f"sampler.adapters.max_served={served.max_served} freezes the weights of the engines for `mobula "
+            "serve-training`, and a run pushes new ones: leave it out"
+        )
     check_user_code(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     loaded = load_checked(config, media)
     refuse(find_mismatches(config, loaded))
-    teacher_folder, teachers = _checked_teachers(config)
+    folders = {key: checkpoint_folder(key, name) for key, name in named_teachers(config).items()}
+    for key, folder in folders.items():
+        check_teacher(config, folder, key)
+    labels = config.algorithm.distillation.teachers if folders else ()
+    teacher_folder, teachers = folders.get(TEACHER), {label: folders[f"{TEACHER}s.{label}"] for label in labels}
     ensure_data(config)
     config = with_decisions(config)
     processor, basis = loaded.processor, (config, loaded.folder, loaded.checkpoint)
@@ -258,12 +267,21 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
     stored, dtype = None, config.resources.dtype
     if config.sampler.is_flow:
         checkpoint = checkpoint_manifest(model_folder, dtype)
-        _check_flow(checkpoint, config)
+        flow_checkpoint(config).latent_shape(Denoising.of(config.sampler.flow))
+        if config.policy.lora.is_on:
+            adapted_modules(checkpoint, config.policy)
     else:
         family_at(config.policy.model)  # names an unsupported model type in its error
         stored = stored_model(model_folder, score_class(model_folder) if config.offline.job == "reward_model" else None)
         checkpoint = stored.in_dtype(dtype)
-        _check_dtype(config)
+        dtypes = family_at(config.policy.model).engine_dtypes_on_cpu
+        resources, is_vllm = config.resources, config.sampler.kind is SamplerKind.VLLM
+        if resources.device == "cpu" and is_vllm and resources.dtype not in dtypes:
+            raise PreflightError(
+                f"policy.model={config.policy.model} is of the model type {model_type_at(config.policy.model)}, which "
+                f"vLLM on CPU computes in {' and '.join(dtypes)} alone, and resources.dtype is {resources.dtype}: set "
+                f"resources.dtype={dtypes[0]}, or sampler=huggingface"
+            )
         _check_window(config)
         _check_answers(config)
         _check_trained(checkpoint, config.policy)
@@ -314,17 +332,6 @@ def _splits(evaluation: EvaluationConfig) -> list[str]:
     return list(dict.fromkeys(used))
 
 
-def _check_dtype(config: RunConfig) -> None:
-    dtypes = family_at(config.policy.model).engine_dtypes_on_cpu
-    resources, is_vllm = config.resources, config.sampler.kind is SamplerKind.VLLM
-    if resources.device == "cpu" and is_vllm and resources.dtype not in dtypes:
-        raise PreflightError(
-            f"policy.model={config.policy.model} is of the model type {model_type_at(config.policy.model)}, which vLLM "
-            f"on CPU computes in {' and '.join(dtypes)} alone, and resources.dtype is {resources.dtype}: set "
-            f"resources.dtype={dtypes[0]}, or sampler=huggingface"
-        )
-
-
 def _check_window(config: RunConfig) -> None:
     """Checks that vLLM and transformers use the same attention window, or that all sequences fit into it."""
     samples = config.sampler.kind is SamplerKind.VLLM and config.offline.job == "none"
@@ -363,12 +370,6 @@ def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
         )
 
 
-def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
-    flow_checkpoint(config).latent_shape(Denoising.of(config.sampler.flow))
-    if config.policy.lora.is_on:
-        adapted_modules(checkpoint, config.policy)
-
-
 def _check_positions(config: RunConfig) -> None:
     most, supervised, offline = max_positions(config.policy.model), config.algorithm.supervised, config.offline
     lengths = {
@@ -383,14 +384,6 @@ def _check_positions(config: RunConfig) -> None:
                 f"{key}={length} is more than the {most} positions of policy.model={config.policy.model}: set "
                 f"{key}={most} or less{others}"
             )
-
-
-def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
-    folders = {key: checkpoint_folder(key, name) for key, name in named_teachers(config).items()}
-    for key, folder in folders.items():
-        check_teacher(config, folder, key)
-    labels = config.algorithm.distillation.teachers if folders else ()
-    return folders.get(TEACHER), {label: folders[f"{TEACHER}s.{label}"] for label in labels}
 
 
 def ensure_model(config: RunConfig) -> Path:
@@ -464,15 +457,6 @@ def _refuse_broken_config(key: str, folder: Path) -> None:
         raise PreflightError(
             f"{key}={folder} has a config.json that cannot be used ({reason}): download it again, "
             f"or {_name_another(key)}"
-        )
-
-
-def _refuse_served_adapters(config: RunConfig) -> None:
-    served = config.sampler.adapters
-    if served.are_on:
-        raise PreflightError(
-            f"sampler.adapters.max_served={served.max_served} freezes the weights of the engines for `mobula "
-            "serve-training`, and a run pushes new ones: leave it out"
         )
 
 

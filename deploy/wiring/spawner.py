@@ -46,11 +46,6 @@ _logger = logging.getLogger(__name__)
 GROUP_LABEL = "ray.io/node-group"  # label of nodes that an autoscaler (cluster launcher, KubeRay) started
 
 
-def has_autoscaler() -> bool:
-    """Whether a live node of the connected cluster belongs to a group of an autoscaler."""
-    return any(node["Alive"] and GROUP_LABEL in node["Labels"] for node in ray.nodes())
-
-
 class Autoscaler:
     """The pending request of one run for a cluster size.
 
@@ -63,7 +58,7 @@ class Autoscaler:
 
     def ask(self, bundles: Sequence[Mapping[str, float]]) -> str:
         """Requests a cluster that holds all `bundles` at a time. Returns the result as a sentence for the user."""
-        if not has_autoscaler():
+        if not any(node["Alive"] and GROUP_LABEL in node["Labels"] for node in ray.nodes()):
             return "The cluster has no autoscaler that could add a node"
         request_resources(bundles=[dict(bundle) for bundle in bundles])
         self._has_asked = True

@@ -46,15 +46,6 @@ def check_torch_cuda(context: Context) -> Figures:
     (x @ b.to(device)).square().sum().backward()
     expected = 2 * (a.double() @ b.double()) @ b.double().T
     assert x.grad is not None and torch.allclose(x.grad.cpu().double(), expected, rtol=1e-3, atol=1.0)
-    _collective(device)
-    if context.is_cuda:
-        driver = torch.cuda.get_device_properties(0)
-        figures |= {"compute_capability": f"{driver.major}.{driver.minor}", "memory_mib": driver.total_memory >> 20}
-        figures |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    return figures
-
-
-def _collective(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -63,6 +54,11 @@ def _collective(device: torch.device) -> None:
         assert ones.tolist() == [1.0] * 4
     finally:
         dist.destroy_process_group()
+    if context.is_cuda:
+        driver = torch.cuda.get_device_properties(0)
+        figures |= {"compute_capability": f"{driver.major}.{driver.minor}", "memory_mib": driver.total_memory >> 20}
+        figures |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return figures
 
 
 # tokens, vocabulary, width, tokens in a chunk

@@ -443,21 +443,17 @@ def check_throughput(context: Context) -> Figures:
     )
     model = open_checkpoint(context, written, *own)
     groups = _random_groups(model, NUM_PROMPTS[context.device], num_tokens)
-    planned = _planned_bytes(context, model, own)
+    # What `mobula plan` says of a learner that trains on rows this long, without the CUDA context.
+    longest = f"data.max_prompt_tokens={model.prompts[0].num_tokens}"
+    config = load_config(context.words(*overrides(*own), f"policy.model={model.folder}", longest))
+    parts = worker_memory(config, shape_of(str(model.folder)), "learner").device[TRAINING]
+    planned = sum(size for name, size in parts.items() if name != CONTEXT)
     allocated = allocated_bytes(context, lambda: _step_seconds(context, model, groups))
     assert allocated <= MOST_OF_PLAN * planned, (
         f"the learner allocates {allocated / MIB:.4g} MiB, of which mobula plan says {planned / MIB:.4g}"
     )
     memory = {"planned_mib": planned / MIB, "allocated_mib": allocated / MIB, "allocated_of_plan": allocated / planned}
     return {**_learner_figures(context, model, groups), **memory, **asyncio.run(_sampler_figures(model, num_tokens))}
-
-
-def _planned_bytes(context: Context, model: Model, own: tuple[str, ...]) -> int:
-    """`mobula plan`'s learner while it trains on rows as long as those of `_groups`, without the CUDA context."""
-    longest = f"data.max_prompt_tokens={model.prompts[0].num_tokens}"
-    config = load_config(context.words(*overrides(*own), f"policy.model={model.folder}", longest))
-    parts = worker_memory(config, shape_of(str(model.folder)), "learner").device[TRAINING]
-    return sum(size for name, size in parts.items() if name != CONTEXT)
 
 
 def allocated_bytes(context: Context, work: Callable[[], object]) -> int:

@@ -109,7 +109,12 @@ class Decoder:
         try:
             await group.done
         except asyncio.CancelledError:
-            self._drop(group)
+            self.settle()
+            self._queue = deque(entry for entry in self._queue if entry[-1] is not group)
+            self._active = [entry for entry in self._active if entry[-1] is not group]
+            heapq.heapify(self._active)
+            self._fill()
+            self._follow()
             raise
         return self._tokens_by_version(group)
 
@@ -135,7 +140,13 @@ class Decoder:
         stalled_s = min(passed_s, self._stall_s)
         self._stall_s = 0.0 if self._stall_s - stalled_s < _EPSILON_S else self._stall_s - stalled_s
         self._step += (passed_s - stalled_s) / self._step_s()
-        self._end_due()
+        while self._active and self._active[0][0] <= self._step + max(_EPSILON, _EPSILON_S / self._step_s()):
+            _, _, sibling, group = heapq.heappop(self._active)
+            self.num_tokens += group.lengths[sibling]
+            group.num_left -= 1
+            if group.num_left == 0 and not group.done.done():
+                group.done.set_result(None)
+            self._fill()
 
     def replan(self) -> None:
         if self._timer is not None:
@@ -162,15 +173,6 @@ class Decoder:
     def _step_s(self) -> float:
         return self.speed.of(len(self._active)) * self.slow_down / self.cores.speed
 
-    def _end_due(self) -> None:
-        while self._active and self._active[0][0] <= self._step + max(_EPSILON, _EPSILON_S / self._step_s()):
-            _, _, sibling, group = heapq.heappop(self._active)
-            self.num_tokens += group.lengths[sibling]
-            group.num_left -= 1
-            if group.num_left == 0 and not group.done.done():
-                group.done.set_result(None)
-            self._fill()
-
     def _fill(self) -> None:
         while self._queue and len(self._active) < self._num_slots:
             sibling, group = self._queue.popleft()
@@ -180,14 +182,6 @@ class Decoder:
             span = (self._step, self._step + group.lengths[sibling])
             group.spans[sibling] = span
             heapq.heappush(self._active, (span[1], next(self._numbers), sibling, group))
-
-    def _drop(self, group: _Group) -> None:
-        self.settle()
-        self._queue = deque(entry for entry in self._queue if entry[-1] is not group)
-        self._active = [entry for entry in self._active if entry[-1] is not group]
-        heapq.heapify(self._active)
-        self._fill()
-        self._follow()
 
     def _tokens_by_version(self, group: _Group) -> Counter[int]:
         starts = [start for start, _ in self._version_starts]

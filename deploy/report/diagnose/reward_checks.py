@@ -14,7 +14,7 @@ from mobula.cluster.guard.signs import script_mix
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
 from mobula.cluster.metrics.report.samples import MAX_ANSWER_CHARACTERS, AnswerGroup, KeptAnswer
-from mobula.cluster.metrics.step_records import LENGTH, TINY, BeforeAfter, EvaluationRecord
+from mobula.cluster.metrics.step_records import LENGTH, TINY, BeforeAfter
 from mobula.configs.schema import RunConfig
 from mobula.deploy.report.diagnose.material import (
     MIN_POINTS,
@@ -549,7 +549,7 @@ def check_sampling(material: Material) -> RunFinding:
     pairs = [
         (evaluation.accuracy, sampled)
         for evaluation in (material.run.evaluations if material.run else ())
-        if _is_greedy(evaluation, config.evaluation.temperature)
+        if float(evaluation.identity.get("temperature", config.evaluation.temperature)) == 0
         and (sampled := steps.get(evaluation.version + 1)) is not None
     ]
     if not pairs or config.sampler.is_flow:
@@ -568,7 +568,3 @@ def check_sampling(material: Material) -> RunFinding:
     if sampled - greedy >= FAR and greedy <= LOST * sampled:
         return finding(RunVerdict.WARNING, measured, numbers, OTHER_ROWS, (), ("reward_exploitation",))
     return finding(RunVerdict.OK, measured, numbers)
-
-
-def _is_greedy(evaluation: EvaluationRecord, configured: float) -> bool:
-    return float(evaluation.identity.get("temperature", configured)) == 0

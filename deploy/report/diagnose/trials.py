@@ -168,19 +168,15 @@ def _pairs(groups: Sequence[TrialGroup]) -> Iterator[tuple[TrialGroup, Prompt]]:
     right = [group for group in groups if group.prompt.media and max(group.advantages, default=0) >= 0]
     for index, group in enumerate(right):
         for other in right[index + 1 :] + right[:index]:
-            if _can_swap(group.prompt, other.prompt):
-                yield group, replace(group.prompt, media=other.prompt.media)
+            shown, swapped = group.prompt, other.prompt
+            if (
+                shown.media_spans == swapped.media_spans
+                and [handle.num_bytes for handle in shown.media] == [handle.num_bytes for handle in swapped.media]
+                and shown.media != swapped.media
+                and shown.references != swapped.references
+            ):
+                yield group, replace(shown, media=swapped.media)
                 break
-
-
-def _can_swap(prompt: Prompt, other: Prompt) -> bool:
-    """Whether two prompts of different labels have different pictures of the same sizes at the same places."""
-    return (
-        prompt.media_spans == other.media_spans
-        and [handle.num_bytes for handle in prompt.media] == [handle.num_bytes for handle in other.media]
-        and prompt.media != other.media
-        and prompt.references != other.references
-    )
 
 
 RATES_NAME = "learning_rate_scan"

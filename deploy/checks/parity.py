@@ -70,7 +70,11 @@ class Case:
 def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
     """Returns the cases that the processor's family supports, with at most `most` images each, written to `folder`."""
     paths = [_image(folder / f"image{n}.png", n, size) for n, size in enumerate(SIZES)]
-    shots, waves = _shots(folder) if processor.videos.limit else [], []
+    shots, waves = [], []
+    if processor.videos.limit:
+        seeds = iter(range(len(SIZES), len(SIZES) + sum(NUM_FRAMES)))
+        for num in NUM_FRAMES:
+            shots.append(tuple(_image(folder / f"frame{n}.png", n, SIZES[0]) for n in islice(seeds, num)))
     if processor.sounds.limit:
         waves = [_tones(length, seed) for seed, length in enumerate(SOUND_LENGTHS)]
     files = [EncodedFile(encode_wav(wave, SOUND_RATE), f"sound {n}") for n, wave in enumerate(waves)]
@@ -114,11 +118,6 @@ def _tones(length: int, seed: int) -> np.ndarray:
     random, times = np.random.default_rng(seed), np.arange(length) / SOUND_RATE
     pitches = random.uniform(200, 3000, 3)
     return (np.sin(2 * np.pi * pitches[:, None] * times).mean(0) + random.normal(0, 0.05, length)).astype(np.float32)
-
-
-def _shots(folder: Path) -> list[tuple[Path, ...]]:
-    seeds = iter(range(len(SIZES), len(SIZES) + sum(NUM_FRAMES)))
-    return [tuple(_image(folder / f"frame{n}.png", n, SIZES[0]) for n in islice(seeds, num)) for num in NUM_FRAMES]
 
 
 def _opened(path: Path) -> Image.Image:

@@ -123,11 +123,6 @@ def _is_held(path: Path, holder: Holder | None, watch_s: float) -> bool:
     if is_alive is not None:
         return is_alive
     _logger.warning("%s names %s: watching it for up to %g s", path, holder or "no process yet", watch_s)
-    return _changes_within(path, holder, watch_s)
-
-
-def _changes_within(path: Path, holder: Holder | None, watch_s: float) -> bool:
-    """Whether the holder writes a heartbeat; False also if the file is removed or gets another holder."""
     first, deadline = _beat_of(path), time.monotonic() + watch_s
     while time.monotonic() < deadline:
         time.sleep(min(1.0, watch_s / 10))

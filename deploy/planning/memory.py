@@ -284,8 +284,10 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
     shared = _shared(config) if kind == "learner" else {}
     pushed = _pushed_copy(config, shape, kind) if config.weight_sync.payload == "delta" else {}
     device = {phase: {**parts, **shared.get("cuda", {})} for phase, parts in memory.device.items()}
+    if config.resources.device == "cuda" and any(device.values()):
+        device = {phase: {**parts, CONTEXT: CUDA_CONTEXT} for phase, parts in device.items()}
     return WorkerMemory(
-        _with_context(config, device),
+        device,
         {"process": processes * _process(config, role), **extra, **memory.host, **shared.get("cpu", {}), **pushed},
         memory.gpu_share,
     )
@@ -362,13 +364,6 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]
         with refusing():
             trained = adapter_manifest(shape.manifest, unfrozen, shape).tensors
     return [spec for spec in trained if not spec.name.startswith(starts)]
-
-
-def has_unsharded_gradients(config: RunConfig, batch: Microbatch, trained: list[TensorSpec]) -> bool:
-    """Whether a rank keeps whole gradients between micro-batches: FSDP2 exchanges small ones with the last one only."""
-    num_trained = sum(prod(spec.shape) for spec in trained)
-    is_small = FLOAT32 * num_trained <= MAX_WHOLE_GRADIENT_BYTES
-    return config.learner.backend == "fsdp2" and is_small and step_rows(config) > batch.rows
 
 
 def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
@@ -479,11 +474,9 @@ def _state(
         case "fsdp2":
             root = shape.num_parameters - shape.num_in_blocks  # gathered while the policy's forward runs
             gathered = (root + GATHERED_BLOCKS * shape.largest_block) * compute if num_ranks > 1 else 0
-            kept = (
-                num_trained
-                if has_unsharded_gradients(config, batch, trained)
-                else min(num_trained, root + GATHERED_BLOCKS * shape.largest_block)
-            )
+            kept = min(num_trained, root + GATHERED_BLOCKS * shape.largest_block)
+            if FLOAT32 * num_trained <= MAX_WHOLE_GRADIENT_BYTES and step_rows(config) > batch.rows:
+                kept = num_trained  # small gradients are exchanged with the last micro-batch only
             gradients = value * num_trained / num_ranks + (FLOAT32 * kept if num_ranks > 1 else 0)
             return ceil(held / num_ranks) + gathered, ceil(gradients), ceil(moments / num_ranks)
         case _:
@@ -578,9 +571,3 @@ def _staging(config: RunConfig, shape: ModelShape) -> int:
 
 def _phases(parts: Parts) -> dict[str, Parts]:
     return dict.fromkeys(PHASES, parts)
-
-
-def _with_context(config: RunConfig, device: Mapping[str, Parts]) -> dict[str, Parts]:
-    if config.resources.device != "cuda" or not any(device.values()):
-        return dict(device)
-    return {phase: {**parts, CONTEXT: CUDA_CONTEXT} for phase, parts in device.items()}

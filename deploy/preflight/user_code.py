@@ -28,30 +28,25 @@ def check_user_code(config: RunConfig) -> None:
     """
     with refusing():
         _check_reward_functions(config)
-        _check_other_parts(config)
+        if not config.offline.is_on:
+            PolicyObjective(config.algorithm)
+            Credit(config)
+        optimizer_maker(config.learner)
+        sampler_maker(config.sampler.kind, config.sampler.kind_options)
+        processor_maker(config)
+        data_writer(config.data)
+        for source in (config.data, *config.data.mixture.sources.values()):
+            if is_user_code(source.kind) or source.kind in READERS:
+                reader_of(source, config.data.kind_options)
+            format_of(source, config.data.row_format_options)
+        for name in config.metrics.trackers:
+            if is_user_code(name):
+                tracker(name)
 
 
 def data_writer(config: DataConfig) -> Callable[[Path], object]:
     """The function that `data.writer` names, with `data.writer_options`."""
     return chosen({"none": lambda folder: None}, config.writer, "data.writer", ("folder",), config.writer_options)
-
-
-def _check_other_parts(config: RunConfig) -> None:
-    """Raises: ValueError: the first error."""
-    if not config.offline.is_on:
-        PolicyObjective(config.algorithm)
-        Credit(config)
-    optimizer_maker(config.learner)
-    sampler_maker(config.sampler.kind, config.sampler.kind_options)
-    processor_maker(config)
-    data_writer(config.data)
-    for source in (config.data, *config.data.mixture.sources.values()):
-        if is_user_code(source.kind) or source.kind in READERS:
-            reader_of(source, config.data.kind_options)
-        format_of(source, config.data.row_format_options)
-    for name in config.metrics.trackers:
-        if is_user_code(name):
-            tracker(name)
 
 
 def _check_reward_functions(config: RunConfig) -> None:

@@ -94,7 +94,12 @@ def show(console: Console, page: Rehearsal) -> None:
         console.print("no role at twice the speed gives more than 2 % steps/h")
     if sweep.sizes:
         console.print(_size_table(sweep.sizes))
-        console.print(_first_limit(sweep.sizes))
+        first, last = next((size for size in sweep.sizes if size.broken), None), sweep.sizes[-1]
+        if first is None:
+            console.print(f"nothing breaks up to {last.num_engines} engines and {last.num_ranks} ranks")
+        else:
+            where = f"{first.num_engines} engines and {first.num_ranks} ranks"
+            console.print(f"first limit, at {where}: {'; '.join(first.broken)}")
     if sweep.ended:
         console.print(sweep.ended)
     console.print(
@@ -196,14 +201,6 @@ def _size_table(larger: Sequence[Size]) -> Table:
             "; ".join(size.broken),
         )
     return table
-
-
-def _first_limit(larger: Sequence[Size]) -> str:
-    first = next((size for size in larger if size.broken), None)
-    if first is None:
-        last = larger[-1]
-        return f"nothing breaks up to {last.num_engines} engines and {last.num_ranks} ranks"
-    return f"first limit, at {first.num_engines} engines and {first.num_ranks} ranks: {'; '.join(first.broken)}"
 
 
 MEASURED_PROMPTS = 32  # prompts whose mean length is that of a measured run

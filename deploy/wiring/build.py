@@ -113,7 +113,10 @@ def build_controller(
     informing = InformingLog(JudgedLog(guard, responses) if guard else responses)
     on_result = partial(record_evaluation, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, informing, training.replay.journal)
-    probe, others = probe_prompt(prepared)
+    # An early held-out prompt with an image, else the first, compares engines and learner.
+    prompts = prepared.fixed_prompts(config.evaluation.split, PROBE_CANDIDATES).prompts
+    probe = next((prompt for prompt in prompts if prompt.media), prompts[0])
+    others = [prompt for prompt in prompts if prompt is not probe]
     tolerance = tolerance_of(config)
     weights = _weights(prepared, inference, training, probe, others, tolerance)
     _measure_fresh(config, probe, inference, training)
@@ -316,14 +319,6 @@ def _weights(
     )
     inference.rollouts.admit_with(weights.admit)
     return weights
-
-
-def probe_prompt(prepared: Prepared) -> tuple[Prompt, list[Prompt]]:
-    """Returns the prompt for comparing engines and learner: an early held-out prompt with an image, else the first; and
-    the other early held-out prompts."""
-    prompts = prepared.fixed_prompts(prepared.config.evaluation.split, PROBE_CANDIDATES).prompts
-    probe = next((prompt for prompt in prompts if prompt.media), prompts[0])
-    return probe, [prompt for prompt in prompts if prompt is not probe]
 
 
 def _on_sampled(metrics: Metrics, summary: GroupSummary) -> None:

@@ -244,18 +244,13 @@ def check_groups(material: Material) -> RunFinding:
     if right is not None and wrong is not None:
         numbers |= {"right_late": right, "wrong_late": wrong}
         measured += f" (late: {right:.1%} right, {wrong:.1%} wrong)"
-    verdict = _verdict_groups(material, early, late)
-    return finding(verdict, measured, numbers, _action_groups(material, right, wrong), _by_difficulty(material))
-
-
-def _verdict_groups(material: Material, early: float, late: float) -> RunVerdict:
-    if early >= MOST and late >= MOST:
-        return RunVerdict.FAULT
     if late < MANY:
-        return RunVerdict.OK
-    if material.is_learning:  # solved groups are uniform
-        return RunVerdict.NOTICE
-    return RunVerdict.WARNING
+        verdict = RunVerdict.OK
+    elif early >= MOST and late >= MOST:
+        verdict = RunVerdict.FAULT
+    else:  # solved groups are uniform
+        verdict = RunVerdict.NOTICE if material.is_learning else RunVerdict.WARNING
+    return finding(verdict, measured, numbers, _action_groups(material, right, wrong), _by_difficulty(material))
 
 
 def _action_groups(material: Material, right: float | None, wrong: float | None) -> str:

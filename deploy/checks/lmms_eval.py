@@ -200,7 +200,11 @@ def evaluate(options: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, 
     command = command_line(options)
     versions = _versions(options.environment, environment)
     started = datetime.now(UTC)
-    folder = _new_folder(options.output, started)
+    folder = options.output.absolute() / started.strftime("%Y-%m-%dT%H-%M-%S-%fZ")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be made ({error.strerror}): give another --output") from error
     announce(f"lmms-eval runs, see {folder / LOG}")
     begin = time.monotonic()
     _run(options, command, environment, folder)
@@ -330,15 +334,6 @@ def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]
         last = ended.stderr.strip().splitlines()[-1:]
         raise PreflightError(f"{environment} is not whole ({' '.join(last)}): make it with `make harness`")
     return json.loads(ended.stdout)
-
-
-def _new_folder(output: Path, started: datetime) -> Path:
-    folder = output.absolute() / started.strftime("%Y-%m-%dT%H-%M-%S-%fZ")
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise PreflightError(f"{folder} cannot be made ({error.strerror}): give another --output") from error
-    return folder
 
 
 def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], folder: Path) -> None:

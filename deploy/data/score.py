@@ -106,7 +106,6 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _line(report: dict[str, Any], lengths: Sequence[str]) -> str:
-    """Formats the report in one line; `lengths` names the components that may read the length of a response."""
     accuracy, num_scored = report["accuracy"], report["num_scored"]
     line = f"{report['num_records']:,} records"
     if num_scored:

@@ -96,7 +96,6 @@ def _is_token() -> bool:
 
 
 def _token_source() -> str:
-    """Returns the location of the token, in Ray's search order."""
     if os.environ.get(TOKEN):
         return TOKEN
     named = os.environ.get(TOKEN_PATH)

@@ -232,15 +232,11 @@ def _torch(software: CudaSoftware) -> Flaw:
         f"{software.torch} for CUDA {software.torch_cuda} can use {software.torch_gpus} of {len(software.gpus)} GPUs"
     )
     least = LEAST_DRIVER.get(int(software.torch_cuda.partition(".")[0]), 0)
-    if major_of(software.driver) < least:
+    major = re.match(r"\d+", software.driver)
+    if (int(major[0]) if major else 0) < least:
         action = f"install a driver of version {least} or later, or NVIDIA's package cuda-compat"
         return Flaw("torch", f"{detail} with driver {software.driver}", action)
     return Flaw("torch", detail, "run `python -c 'import torch; torch.zeros(1).cuda()'` to see why")
-
-
-def major_of(driver: str) -> int:
-    match = re.match(r"\d+", driver)
-    return int(match[0]) if match else 0
 
 
 def main() -> None:

@@ -12,9 +12,4 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 from ray._private import services
 
-
-def _as_it_is(host: str) -> str:
-    return host
-
-
-services.resolve_ip_for_localhost = _as_it_is
+services.resolve_ip_for_localhost = lambda host: host

@@ -183,7 +183,6 @@ def _refuse(folder: Path, holder: Holder | None) -> NoReturn:
 
 
 def _stop_of(job: str) -> str:
-    """Returns the command that stops a scheduler's job; empty without a job."""
     kind, _, number = job.rpartition(" ")
     return {"": "", SLURM: f"scancel {number}", RAY: f"mobula stop {number} --address http://HEAD:8265"}[kind]
 

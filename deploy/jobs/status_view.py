@@ -126,7 +126,6 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
 
 
 def _vitals(workers: tuple[WorkerStatus, ...]) -> Table:
-    """Resource usage of each process that has answered, and the load of its engine."""
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "node"):
         table.add_column(name, no_wrap=True)

@@ -317,7 +317,6 @@ def phase_colours(steps: Sequence[StepRecord]) -> dict[str, int]:
 
 
 def _phase_seconds(steps: Sequence[StepRecord]) -> list[tuple[str, int, list[tuple[int, float]]]]:
-    """Returns per phase the colour and (step, seconds); 0 s for a step without the phase."""
     return [
         (name, colour, [(r.step, r.phases[name] if name in r.phases else 0.0) for r in steps])
         for name, colour in phase_colours(steps).items()
@@ -352,7 +351,6 @@ def _single(steps: Sequence[StepRecord], name: MetricName, title: str, colour: i
 def _pair(
     steps: Sequence[StepRecord], key: str, title: str, unit: str, names: Sequence[MetricName], is_log: bool = False
 ) -> Chart:
-    """Returns the chart of a mean and the largest value; `names` are those of both."""
     mean, largest = names
     series = [curve("largest", 2, _values(steps, largest), keeps_peaks=True), curve("mean", 1, _values(steps, mean))]
     return Chart(key, title, mean.help + (" (logarithmic axis)" if is_log else ""), series, unit, is_log=is_log)
@@ -455,7 +453,6 @@ def render_report(
 
 
 def _facts(run: RunFolder) -> list[Fact]:
-    """Returns the numbers of the headline; without a summary, the number of steps alone."""
     if run.summary is None:
         return [("steps", f"{len(run.steps):,}", "")]
     s, unit = run.summary, unit_of([run])

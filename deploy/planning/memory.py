@@ -441,7 +441,6 @@ def _text_matrices(shape: ModelShape) -> list[TensorSpec]:
 
 
 def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
-    """Returns the memory of a critic rank: a learner rank that trains every weight, without logits."""
     lora = config.policy.lora.model_copy(update={"rank": 0})
     whole = config.policy.model_copy(update={"freeze": (), "lora": lora})
     in_float32 = config.learner.model_copy(update={"master_dtype": "float32"})

@@ -200,7 +200,6 @@ def _peak(workers: Sequence[WorkerMemory], gpu_bytes: int | None, phases: Iterab
 def _in_hosts(
     config: RunConfig, placement: PlacementPlan, by_role: Mapping[str, WorkerMemory], nodes: Sequence[PlannedNode]
 ) -> list[Demand]:
-    """Returns the host-memory demand: workers on each node, plus driver and object store on the first node."""
     is_cpu = config.resources.device == "cpu"
     total: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)

@@ -152,7 +152,6 @@ def check_weights(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightF
 
 
 def _quantisation(settings: dict[str, Any], folder: Path) -> str:
-    """Returns the quantisation method of a checkpoint; empty if it is not quantised."""
     parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
     for part in parts:
         for name in QUANTISED_KEYS:
@@ -285,7 +284,6 @@ def check_images(config: RunConfig, chat: ChatProcessor) -> Iterator[PreflightFi
 
 
 def _problem(chat: ChatProcessor, turns: Sequence[tuple[str, str]], *, is_open: bool = True) -> str:
-    """Returns the reason why the template cannot render these turns; empty if it can."""
     try:
         text = chat.render(turns, is_open=is_open)
     except PromptError as error:

@@ -102,7 +102,6 @@ def _padded_because(config: RunConfig, families: Mapping[str, Family]) -> str:
 
 
 def _unshared_because(config: RunConfig, policy: Family, name: str) -> str:
-    """Returns why prompts are not shared; empty if they are, or no key asks for it."""
     if not config.learner.shares_prompts:
         return ""
     if config.sampler.draws_tokens:

@@ -50,7 +50,6 @@ def data_writer(config: DataConfig) -> Callable[[Path], object]:
 
 
 def _check_reward_functions(config: RunConfig) -> None:
-    """Imports each reward function of the user in an isolated process."""
     users = [component for component in config.rewards.components if is_user_code(component.function)]
     if config.offline.is_on or not users:
         return

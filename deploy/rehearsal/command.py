@@ -76,7 +76,10 @@ def show(console: Console, page: Rehearsal) -> None:
     for line in _headline(stage, page.source):
         console.print(line)
     console.print(_step_table(result))
-    console.print(_role_table(stage, result))
+    table, num_workers = Table("role", "workers", "busy", title="utilisation"), _workers(stage)
+    for role, busy in result.utilisation.items():
+        table.add_row(role, str(num_workers.get(role, 0)), f"{busy:.0%}")
+    console.print(table)
     staleness = ", ".join(f"{lag}: {share:.0%}" for lag, share in result.staleness.items())
     console.print(f"staleness of trained tokens, in versions: {staleness}")
     console.print(demand_table(page.memory.demands))
@@ -163,13 +166,6 @@ def _step_table(result: Result) -> Table:
         start += seconds
         bar = " " * first + "#" * max(1, last - first)
         table.add_row(phase, f"{seconds:.2f}", f"{seconds / result.step_s:.0%}", bar)
-    return table
-
-
-def _role_table(stage: RehearsalStage, result: Result) -> Table:
-    table = Table("role", "workers", "busy", title="utilisation")
-    for role, share in result.utilisation.items():
-        table.add_row(role, str(_workers(stage).get(role, 0)), f"{share:.0%}")
     return table
 
 
@@ -315,7 +311,6 @@ def _lengths(config: RunConfig, command: RehearseCommand) -> ResponseLengths:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides the log lines of simulated workers below errors."""
     logger = logging.getLogger("mobula")
     level = logger.level
     logger.setLevel(logging.ERROR)

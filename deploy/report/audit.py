@@ -248,7 +248,6 @@ def _checkpoint_text(version: int, saved: SavedCheckpoint, descent: Descent) -> 
 
 
 def _comparison_lines(history: History) -> Iterator[tuple[str, str]]:
-    """How far the run is equal to the run that it reproduces."""
     found = reproduced(history)
     if found is None:
         return

@@ -165,7 +165,6 @@ def _interval(values: Sequence[float]) -> Interval:
 
 
 def _course(line: ComparedRuns) -> tuple[str, ...]:
-    """Returns runs, steps, wall time, throughput and length of a line, as means over its runs."""
     summaries = [run.summary for run in line.runs if run.summary is not None]
     rates = [s.samples_per_s for s in summaries if s.samples_per_s is not None]
     lengths = [s.response_length for s in summaries if s.response_length is not None]

@@ -287,7 +287,9 @@ def _holders(record: RunRecord) -> list[MarkedProcess]:
 def _dead_records(runs: Path) -> list[RunRecord]:
     """Dead drivers by their records: in the session folders of private clusters, and in run folders."""
     records: set[RunRecord] = set()
-    for path in (*_ray_folder().glob(f"session_*/{SESSION_FILE}"), *runs.glob(f"*/{RECORD_FILE}")):
+    named = [os.environ[variable] for variable in ("RAY_TMPDIR", "TMPDIR") if variable in os.environ]
+    ray_folder = Path(*named[:1] or ["/tmp"]) / "ray"
+    for path in (*ray_folder.glob(f"session_*/{SESSION_FILE}"), *runs.glob(f"*/{RECORD_FILE}")):
         try:
             records.add(RunRecord.read(path))
         except (OSError, ValueError):
@@ -350,8 +352,3 @@ def _remove_group_there(address: str, group_id: str) -> None:
 def _is_dead(mark: RunMark) -> bool:
     """Whether the driver belonged to this machine and is gone; drivers of other machines count as alive."""
     return mark.driver.is_here and not mark.driver.is_alive
-
-
-def _ray_folder() -> Path:
-    named = [os.environ[variable] for variable in ("RAY_TMPDIR", "TMPDIR") if variable in os.environ]
-    return Path(*named[:1] or ["/tmp"]) / "ray"

@@ -215,7 +215,6 @@ def start(config: RunConfig, *, seed: int, plays_itself: bool, has_policy: bool,
 
 
 async def _said(policy: LocalPolicy, messages: Sequence[Message]) -> str:
-    """Raises: ValueError: the conversation cannot be put to the model."""
     config = policy.config
     settings = replace(sampling_settings(config), num_samples=1, seed=config.seed + len(messages), keeps_sets=False)
     try:

@@ -443,7 +443,6 @@ class Samplers:
         await asyncio.shield(self._served[record.path])
 
     def _is_served(self, path: str) -> bool:
-        """Whether the engines serve the weights or are loading them."""
         task = self._served.get(path)
         return task is not None and not (task.done() and (task.cancelled() or task.exception()))
 

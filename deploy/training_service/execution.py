@@ -286,7 +286,6 @@ class Execution:
             return _failed(str(error), "user")
 
     async def _finish(self, finished: Sequence[tuple[ModelQueue, RequestRecord, RequestOutcome]]) -> None:
-        """Records outcomes, then gives them to the clients."""
         await self.database.finish([(request, outcome) for _, request, outcome in finished])
         for queue, request, outcome in finished:
             queue.pop(request)

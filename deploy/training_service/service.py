@@ -297,7 +297,6 @@ class TrainingService:
         return first.request_id
 
     def _is_active(self, queue: ModelQueue) -> bool:
-        """Whether the session of a model lives, or it has requests that are not finished."""
         idle_s = time.monotonic() - self._seen[queue.record.session_id]
         return bool(queue.requests) or idle_s < self.limits.session_idle_s
 
@@ -347,19 +346,15 @@ class TrainingService:
         self.on_failure()
 
     async def _clean(self) -> None:
-        """Removes idle adapters from the learner, and expired checkpoints."""
         while True:
             await asyncio.sleep(CLEANING_S)
             for queue in list(self._queues.values()):
                 if queue.loaded_in != NOT_LOADED and not self._is_active(queue):
                     await self._park(queue)
-            for record in [*self.checkpoints.expired(), *self._unused()]:
+            limit_s = UNUSED_IDLES * self.limits.session_idle_s
+            superseded = [r for r in self.checkpoints.superseded() if self.samplers.idle_s(r) > limit_s]
+            for record in [*self.checkpoints.expired(), *superseded]:
                 await self.remove_checkpoint(record)
-
-    def _unused(self) -> list[CheckpointRecord]:
-        """Returns weights of sampling sessions that later ones supersede and that no request has used for long."""
-        limit_s = UNUSED_IDLES * self.limits.session_idle_s
-        return [r for r in self.checkpoints.superseded() if self.samplers.idle_s(r) > limit_s]
 
     async def _park(self, queue: ModelQueue) -> None:
         if queue.is_busy or queue.requests:
@@ -373,7 +368,6 @@ class TrainingService:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Returns the first error in a group of errors, however nested."""
     return _cause(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 

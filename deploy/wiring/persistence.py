@@ -73,14 +73,6 @@ RUN_ID_FILE = "run_id"  # in the run folder: name and id of the run
 _logger = logging.getLogger(__name__)
 
 
-def build_audit(config: RunConfig, key: SigningKey | None = None) -> RunAudit:
-    """Returns the audit of a run, which continues the chain of an earlier part. `key` signs its records."""
-    folder = config.run_folder
-    if not config.metrics.audit:
-        return RunAudit()
-    return RunAudit(ChainWriter(folder, close_s=config.timeouts.stop_s, key=key), folder, folder / CHECKPOINTS_FOLDER)
-
-
 def build_metrics(
     config: RunConfig,
     console: Console,
@@ -212,7 +204,10 @@ def run_context(
 ) -> RunContext:
     """Returns the context of a run that resumes at `version`; `key` signs its audit, and `sinks` get its records."""
     tracer = build_tracer(config.tracing, config.name, config.run_folder)
-    audit = build_audit(config, key)
+    audit, folder = RunAudit(), config.run_folder
+    if config.metrics.audit:  # continues the chain of an earlier part
+        chain = ChainWriter(folder, close_s=config.timeouts.stop_s, key=key)
+        audit = RunAudit(chain, folder, folder / CHECKPOINTS_FOLDER)
     metrics = build_metrics(config, console, version, sinks, tracer, start_up, audit)
     stop = StopRequest(deadline_s=config.timeouts.stop_checkpoint_s, progress=metrics.progress)
     return RunContext(config, metrics, stop, tracer, audit)

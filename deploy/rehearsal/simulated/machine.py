@@ -196,13 +196,6 @@ class _Job:
             self.done.set_result(None)
 
 
-class ResponseLengths(Protocol):
-    """Response lengths by prompt. The same prompt has the same lengths in every run of one seed."""
-
-    def of(self, prompt_id: str, num_siblings: int) -> np.ndarray:
-        """Returns the tokens of each sibling, int64 [num_siblings]."""
-
-
 @dataclass(frozen=True)
 class LognormalLengths:
     """Lognormal lengths, cut at the length limit of the engine."""
@@ -213,6 +206,7 @@ class LognormalLengths:
     seed: int
 
     def of(self, prompt_id: str, num_siblings: int) -> np.ndarray:
+        """Returns the tokens of each sibling, int64 [num_siblings]."""
         normal = _generator(self.seed, prompt_id).standard_normal(num_siblings)
         return np.clip(self.median * np.exp(self.sigma * normal), 1, self.max_tokens).astype(np.int64)
 
@@ -228,6 +222,9 @@ class RecordedLengths:
     def of(self, prompt_id: str, num_siblings: int) -> np.ndarray:
         drawn = _generator(self.seed, prompt_id).choice(np.asarray(self.recorded, dtype=np.int64), num_siblings)
         return np.clip(drawn, 1, self.max_tokens)
+
+
+ResponseLengths = LognormalLengths | RecordedLengths  # equal for equal prompts in every run of one seed
 
 
 def _generator(seed: int, prompt_id: str) -> np.random.Generator:

@@ -95,7 +95,7 @@ NUM_SHOWN = 5
 def check_duplicates(material: Material) -> RunFinding:
     """Share of training rows with the question and the pictures of another row."""
     train = _data(material).train
-    share = train.num_repeated / max(1, train.num_read)
+    share = (train.num_read - len(train.rows)) / max(1, train.num_read)
     numbers = {"repeated_fraction": share, "num_rows": float(train.num_rows), "num_read": float(train.num_read)}
     measured = f"{share:.1%} of {train.num_read} training rows repeat the question and the pictures of another row"
     largest = sorted(train.rows.values(), key=len, reverse=True)[:NUM_SHOWN]

@@ -62,11 +62,6 @@ class SplitSurvey:
     def num_read(self) -> int:
         return sum(map(len, self.rows.values()))
 
-    @property
-    def num_repeated(self) -> int:
-        """Rows whose fingerprint occurred before."""
-        return self.num_read - len(self.rows)
-
 
 @dataclass(frozen=True)
 class DataSurvey:
@@ -299,11 +294,6 @@ class Material:
         before = self.steps[-max(1, len(self.steps) // 4) - 1 :][0].counters if len(self.steps) > 1 else {}
         earlier = before[name] if name in before else {}
         return {reason: num - earlier.get(reason, 0) for reason, num in self.count(name).items()}
-
-    @property
-    def num_late_samples(self) -> int:
-        late = self.steps[-max(1, len(self.steps) // 4) :]
-        return int(sum(step.values[MetricName.NUM_SAMPLES] for step in late))
 
     @property
     def num_samples(self) -> int:

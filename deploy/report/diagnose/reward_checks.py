@@ -292,7 +292,8 @@ COMPARISONS = ("another value", "too far from every reference", "over budget", "
 def check_parser(material: Material) -> RunFinding:
     """Share of the responses of the last quarter for which the component of accuracy found no answer."""
     component = material.config.rewards.accuracy_component
-    num = material.num_late_samples
+    late = material.steps[-max(1, len(material.steps) // 4) :]
+    num = int(sum(step.values[MetricName.NUM_SAMPLES] for step in late))
     if num == 0:
         return unmeasured("no response was trained")
     prefix = f"{component}: "

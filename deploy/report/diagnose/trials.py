@@ -7,7 +7,6 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from mobula.deploy.data.replay import VERSION_ZERO, learner_place  # isort: skip  (sets what ray reads when imported)
 
@@ -19,7 +18,6 @@ from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVe
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup, Trajectory
 from mobula.cluster.replay.buffer import LiveGroups
-from mobula.cluster.roles import UpdateReport
 from mobula.cluster.runtime.object_store import fetch
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import run_lock
@@ -32,16 +30,6 @@ from mobula.deploy.wiring.spawner import Spawner
 from mobula.learner.learner_group import LearnerGroup
 
 SPREAD_FLOOR = 1e-6
-
-
-class TrialLearner(Protocol):
-    """The learner of a trial: `LearnerGroup`, or anything with these three methods."""
-
-    async def load(self, folder: Path) -> int: ...
-
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport: ...
-
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ class TrialGroup:
         return int(np.argmax(self.advantages))
 
 
-async def response_logprob(learner: TrialLearner, prompt: Prompt, trajectory: Trajectory) -> float:
+async def response_logprob(learner: LearnerGroup, prompt: Prompt, trajectory: Trajectory) -> float:
     """Returns the mean log-prob of the tokens of a response after `prompt`, at temperature 1."""
     actions = trajectory.actions
     assert isinstance(actions, TokenActions), "trials score tokens"
@@ -84,7 +72,7 @@ MEMORISE_NUM_UPDATES = 16
 ENOUGH = 0.1  # nat a token
 
 
-async def memorise(learner: TrialLearner, groups: Sequence[TrialGroup]) -> RunFinding:
+async def memorise(learner: LearnerGroup, groups: Sequence[TrialGroup]) -> RunFinding:
     """Trains `NUM_UPDATES` steps on one group: of the first whose rewards differ, the one with the least likely best
     response."""
     mixed = [group for group in groups if not group.is_uniform][:NUM_CANDIDATES]
@@ -125,7 +113,7 @@ NUM_SHOWN = 3  # pairs in the evidence
 FETCH_S = 30.0
 
 
-async def ablate_pictures(learner: TrialLearner, groups: Sequence[TrialGroup]) -> RunFinding:
+async def ablate_pictures(learner: LearnerGroup, groups: Sequence[TrialGroup]) -> RunFinding:
     """Compares the log-prob of each group's best response with its own pictures and with those of another prompt."""
     pairs = list(_pairs(groups))[:MAX_PAIRS]
     if len(pairs) < MIN_PAIRS:
@@ -157,7 +145,6 @@ async def ablate_pictures(learner: TrialLearner, groups: Sequence[TrialGroup]) -
 
 
 def _thumbnails(prompt: Prompt) -> list[bytes]:
-    """Returns small PNGs of the pictures of a prompt; none of media without a reference."""
     references = [handle.reference for handle in prompt.media if handle.reference is not None]
     media = fetch(references, timeout_s=FETCH_S, what=f"the pictures of {prompt.sample_id}")
     return [each.thumbnail for each in media if each.thumbnail]
@@ -184,11 +171,11 @@ FACTORS = (0.1, 1.0, 10.0)
 MIN_GROUPS, NUM_HELD_OUT = 8, 8
 RATES_NUM_UPDATES = 4
 FAR = 10.0
-Start = Callable[[float], Awaitable[TrialLearner]]
+Start = Callable[[float], Awaitable[LearnerGroup]]
 """Starts a learner whose learning rate is the configured one times a factor."""
 
 
-async def gain(learner: TrialLearner, groups: Sequence[TrialGroup]) -> tuple[float, float]:
+async def gain(learner: LearnerGroup, groups: Sequence[TrialGroup]) -> tuple[float, float]:
     """Returns the gain of `NUM_UPDATES` steps on one half of the groups for the other half, and its standard error.
 
     The gain of a group is the mean of advantage times change of the log-prob of its responses, in nat a token: the
@@ -205,7 +192,7 @@ async def gain(learner: TrialLearner, groups: Sequence[TrialGroup]) -> tuple[flo
     return float(np.mean(gains)), float(np.std(gains, ddof=1) / math.sqrt(len(gains)))
 
 
-async def _logprobs(learner: TrialLearner, group: TrialGroup) -> np.ndarray:
+async def _logprobs(learner: LearnerGroup, group: TrialGroup) -> np.ndarray:
     """Returns float64 [N]: the mean log-prob of each response, in nat a token."""
     return np.array([await response_logprob(learner, group.prompt, each) for each in group.trajectories])
 

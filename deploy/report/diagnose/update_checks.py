@@ -150,7 +150,6 @@ def check_weights(material: Material) -> RunFinding:
 
 
 def _limit(material: Material) -> float:
-    """Returns the configured limit of the gap, in nat."""
     limits = material.config.supervision.max_logprob_gap
     return limits.float32 if material.config.resources.dtype == "float32" else limits.bfloat16
 

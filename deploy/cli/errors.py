@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import typer
 
@@ -35,7 +34,8 @@ def explained(when_interrupted: str = GO_ON) -> Iterator[None]:
         _complain(error)
         raise typer.Exit(USER_ERROR) from error
     except MobulaError as error:
-        _complain(_with_log(error, log_failure(error)))
+        log = log_failure(error)
+        _complain(f"{error}" if log is None else f"{error}; traceback and earlier faults: {log}")
         raise typer.Exit(GUARDED if isinstance(error, RewardHackingError) else FAILED) from error
     except KeyboardInterrupt as error:
         _complain(f"interrupted: {when_interrupted}")
@@ -45,10 +45,6 @@ def explained(when_interrupted: str = GO_ON) -> Iterator[None]:
     except Exception as error:
         log_failure(error)
         raise
-
-
-def _with_log(error: MobulaError, log: Path | None) -> str:
-    return f"{error}" if log is None else f"{error}; traceback and earlier faults: {log}"
 
 
 def _complain(message: object) -> None:

@@ -113,11 +113,16 @@ def step_rows(config: RunConfig) -> int:
 def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> tuple[int, int]:
     """Bytes on the device and in host memory that one forward and backward pass of `batch` keeps, logits left out."""
     is_autocast = config.learner.backend != "fsdp2" and config.resources.dtype != "float32"
-    towers = [(shape.text, batch.tokens, _text_block(shape, config.resources.dtype, is_autocast))]
-    if shape.vision is not None:
-        towers.append((shape.vision, batch.patches, _vision_block(shape.vision, config.resources.dtype, is_autocast)))
+    text, vision, stored = shape.text, shape.vision, DTYPE_BYTES[config.resources.dtype]
+    block = _block(text, stored, is_autocast)
+    if any(spec.name.endswith("q_norm.weight") for spec in shape.manifest.tensors):
+        block += (text.num_heads + text.num_kv_heads) * text.head_dim * (FLOAT32 + stored)
+    towers = [(text, batch.tokens, block)]
+    if vision is not None:
+        block = _block(vision, stored, is_autocast) + WINDOW_COPIES * vision.hidden * stored
+        towers.append((vision, batch.patches, block))
     device = host = 0
-    value = FLOAT32 if is_autocast else DTYPE_BYTES[config.resources.dtype]
+    value = FLOAT32 if is_autocast else stored
     mode = config.learner.activation_checkpointing
     for tower, tokens, block in towers:
         inputs = tokens * tower.num_layers * tower.hidden * value
@@ -151,18 +156,6 @@ def engine_bytes(config: RunConfig, shape: ModelShape) -> int:
         patches = media_patches(config, shape)
         widest = max(widest, patches * (3 * vision.hidden + vision.attention_width + 3 * vision.intermediate) * value)
     return widest + num_seqs * shape.vocab * HEAD_COPIES * FLOAT32
-
-
-def _text_block(shape: ModelShape, dtype: str, is_autocast: bool) -> int:
-    text, value = shape.text, DTYPE_BYTES[dtype]
-    has_head_norms = any(spec.name.endswith("q_norm.weight") for spec in shape.manifest.tensors)
-    head_norms = (text.num_heads + text.num_kv_heads) * text.head_dim * (FLOAT32 + value) if has_head_norms else 0
-    return _block(text, value, is_autocast) + head_norms
-
-
-def _vision_block(vision: TowerShape, dtype: str, is_autocast: bool) -> int:
-    value = DTYPE_BYTES[dtype]
-    return _block(vision, value, is_autocast) + WINDOW_COPIES * vision.hidden * value
 
 
 def _block(tower: TowerShape, value: int, is_autocast: bool) -> int:

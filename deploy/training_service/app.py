@@ -29,7 +29,6 @@ from mobula.deploy.training_service.store import (
     ModelRecord,
     RequestOutcome,
     SamplingSession,
-    Session,
 )
 from mobula.deploy.training_service.tenants import RefusedRequestError, RequestError, tenant_of
 
@@ -292,7 +291,14 @@ def _add_listings(app: FastAPI, service: TrainingService) -> None:
     @app.get("/api/v1/sessions/{session_id}")
     async def get_session(session_id: str, request: Request) -> Response:
         tenant = tenant_of(request)
-        return JSONResponse(_session(service, service.session(session_id, tenant), tenant))
+        session = service.session(session_id, tenant)
+        content = {
+            "training_run_ids": [run.model_id for run in service.models(tenant) if run.session_id == session_id],
+            "sampler_ids": service.samplers.of_session(session_id),
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
+        return JSONResponse(content)
 
     @app.get("/api/v1/whoami")
     async def whoami(request: Request) -> Response:
@@ -406,16 +412,6 @@ def _sign(key: bytes, ends: int, path: str, file: str) -> str:
 
 def _path(model_id: str, kind: str, name: str) -> str:
     return f"{SCHEME}{model_id}/{kind}/{name}"
-
-
-def _session(service: TrainingService, session: Session, tenant: str) -> dict[str, Any]:
-    runs = [record.model_id for record in service.models(tenant) if record.session_id == session.session_id]
-    return {
-        "training_run_ids": runs,
-        "sampler_ids": service.samplers.of_session(session.session_id),
-        "user_metadata": session.user_metadata,
-        "display_name": session.display_name,
-    }
 
 
 def _run(service: TrainingService, record: ModelRecord) -> dict[str, Any]:

@@ -314,13 +314,9 @@ def check_parser(material: Material) -> RunFinding:
     )
     verdict = by_share(max(share, failed_share), fault=0.9, warning=0.3, notice=0.05)
     action = PARSER_ACTION if share >= failed_share else FAILURE_ACTION
-    return finding(verdict, measured, numbers, action, _pairs_shown(material))
-
-
-def _pairs_shown(material: Material) -> tuple[Evidence, ...]:
-    component = material.config.rewards.accuracy_component
-    unread = [answer for answer in reversed(material.kept_answers) if component in answer.reasons]
-    return tuple(Evidence(f"{answer.reasons[component]}: {answer.text!r}") for answer in unread[:NUM_SHOWN])
+    unread = [answer for answer in reversed(material.kept_answers) if component in answer.reasons][:NUM_SHOWN]
+    evidence = tuple(Evidence(f"{answer.reasons[component]}: {answer.text!r}") for answer in unread)
+    return finding(verdict, measured, numbers, action, evidence)
 
 
 FALLS = (

@@ -264,7 +264,11 @@ def compare(arguments: Sequence[str], output: Path, json_output: Path | None, by
     if json_output is not None:
         text = json.dumps([strict(asdict(row)) for row in rows], indent=2, allow_nan=False)
         write_atomically(json_output, text + "\n")
-    console.print(_view(rows))
+    view = Table("suite", "setting", "runs", "before", "after", "mean", "best")
+    for row in rows:
+        cells = (row.before, row.after, row.mean, row.best)
+        view.add_row(row.suite, row.label, str(row.num_runs), *("–" if cell is None else str(cell) for cell in cells))
+    console.print(view)
     console.print(f"comparison: {output}", soft_wrap=True)
 
 
@@ -286,9 +290,3 @@ def _run(name: str) -> RunFolder:
         raise PreflightError(f"run {folder} cannot be read: {error}") from error
 
 
-def _view(rows: Sequence[SuiteAccuracy]) -> Table:
-    view = Table("suite", "setting", "runs", "before", "after", "mean", "best")
-    for row in rows:
-        cells = (row.before, row.after, row.mean, row.best)
-        view.add_row(row.suite, row.label, str(row.num_runs), *("–" if cell is None else str(cell) for cell in cells))
-    return view

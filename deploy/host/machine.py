@@ -214,7 +214,6 @@ def flaws(software: CudaSoftware) -> Iterator[Flaw]:
 
 
 def refuse_flaws(machines: Mapping[str, CudaSoftware]) -> None:
-    """Refuses machines on whose GPUs a run would fail, with every reason."""
     lines = [
         f"{name}: {flaw.title}: {flaw.detail}: {flaw.action}"
         for name, software in machines.items()

@@ -143,7 +143,6 @@ class ProcessId:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the start of a process of this machine."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self.start_ticks / os.sysconf("SC_CLK_TCK")
 
     @property

@@ -306,7 +306,6 @@ def _with_error(record: StepRecord, name: MetricName) -> Point:
 
 
 def phase_label(name: str) -> str:
-    """Returns the label of a phase; an unknown phase keeps its name."""
     return _PHASE_LABELS.get(name, name)
 
 

@@ -11,8 +11,6 @@ import typer
 
 @dataclass(frozen=True, kw_only=True)
 class RehearseCommand:
-    """The options of `mobula rehearse`."""
-
     overrides: Annotated[
         list[str],
         typer.Argument(metavar="[KEY=VALUE]...", help="The words of the run, e.g. experiment=own resources=multi_node"),

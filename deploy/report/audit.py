@@ -110,7 +110,7 @@ def refuse_other_weights(config: RunConfig, folder: Path) -> None:
 
 
 def as_json(result: Audit) -> dict[str, Any]:
-    history, staleness = result.history, staleness_of(result.history)
+    history, staleness, found = result.history, staleness_of(result.history), reproduced(result.history)
     return {
         "is_closed": result.is_closed,
         "is_signed": result.is_signed,
@@ -134,7 +134,7 @@ def as_json(result: Audit) -> dict[str, Any]:
         "receipts": {engine: dict(counts) for engine, counts in sorted(history.receipts.items())},
         "num_admitted": dict(history.num_admitted),
         "parts": [_part_json(part) for part in history.parts],
-        "reproduces": _reproduced_json(history),
+        "reproduces": None if found is None else {"run": str(found[0]), **(asdict(found[1]) if found[1] else {})},
         "guard": [dict(record.body) for record in (*history.guarded.values(), *history.rollbacks.values())],
         "checkpoints": {
             str(version): {
@@ -145,14 +145,6 @@ def as_json(result: Audit) -> dict[str, Any]:
             for version, saved in sorted(history.checkpoints.items())
         },
     }
-
-
-def _reproduced_json(history: History) -> dict[str, Any] | None:
-    found = reproduced(history)
-    if found is None:
-        return None
-    folder, compared = found
-    return {"run": str(folder), **({} if compared is None else asdict(compared))}
 
 
 def _part_json(part: Part) -> dict[str, Any]:

@@ -46,8 +46,6 @@ _Values = Mapping[int, float]  # by step or version
 
 @dataclass(frozen=True)
 class ComparedRuns:
-    """Runs that are shown as one line, with its label."""
-
     label: str
     runs: Sequence[RunFolder]
 
@@ -288,5 +286,3 @@ def _run(name: str) -> RunFolder:
         return read_run_folder(folder)
     except (ValueError, KeyError, OSError) as error:
         raise PreflightError(f"run {folder} cannot be read: {error}") from error
-
-

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,10 +60,7 @@ class ModelQueue:
     @property
     def first_missing(self) -> int:
         """The number of the first request that has not arrived."""
-        seq_id = self.next_seq
-        while seq_id in self.requests:
-            seq_id += 1
-        return seq_id
+        return next(seq_id for seq_id in count(self.next_seq) if seq_id not in self.requests)
 
     def computes(self) -> list[RequestRecord]:
         """The forward and forward_backward requests at the head of the queue, in order."""

@@ -316,7 +316,6 @@ class Material:
 
 
 def mean(values: list[float]) -> float:
-    """Returns the mean of a non-empty list."""
     return math.fsum(values) / len(values)
 
 

@@ -315,30 +315,17 @@ def phase_colours(steps: Sequence[StepRecord]) -> dict[str, int]:
     return {name: 1 + i % 5 for i, name in enumerate(names)} | {"other": _OTHER_COLOUR}
 
 
-def _phase_seconds(steps: Sequence[StepRecord]) -> list[tuple[str, int, list[tuple[int, float]]]]:
-    return [
-        (name, colour, [(r.step, r.phases[name] if name in r.phases else 0.0) for r in steps])
-        for name, colour in phase_colours(steps).items()
-    ]
-
-
 def _reward(steps: Sequence[StepRecord]) -> Chart:
-    series = []
     names = list(dict.fromkeys(name for record in steps for name in record.components))
-    if len(names) > 1:
-        for i, name in enumerate(names[:4]):
-            values = [(r.step, r.components[name]) for r in steps if name in r.components]
-            series.append(curve(name, 2 + i, values))
+    series = []
+    for i, name in enumerate(names[:4] if len(names) > 1 else ()):
+        series.append(curve(name, 2 + i, [(r.step, r.components[name]) for r in steps if name in r.components]))
     series.append(curve("reward", 1, _values(steps, MetricName.REWARD_MEAN)))
     return Chart("reward", "Reward", MetricName.REWARD_MEAN.help, series)
 
 
 def _turns(steps: Sequence[StepRecord]) -> Chart:
-    names = {f"turn {n}": f"turn_reward_{n}" for n in range(1, 6)}
-    series = [
-        curve(label, n, [(r.step, r.values[name]) for r in steps if name in r.values])
-        for n, (label, name) in enumerate(names.items(), start=1)
-    ]
+    series = [curve(f"turn {n}", n, _values(steps, f"turn_reward_{n}")) for n in range(1, 6)]
     text = "Mean of what the environment paid for a turn; 0 for episodes that ended before it."
     return Chart("turns", "Reward of turns", text, series)
 
@@ -355,7 +342,7 @@ def _pair(
     return Chart(key, title, mean.help + (" (logarithmic axis)" if is_log else ""), series, unit, is_log=is_log)
 
 
-def _values(steps: Sequence[StepRecord], name: MetricName) -> list[tuple[int, float]]:
+def _values(steps: Sequence[StepRecord], name: str) -> list[tuple[int, float]]:
     return [(record.step, record.values[name]) for record in steps if name in record.values]
 
 
@@ -415,7 +402,10 @@ def render_report(
     """Renders the report as HTML. All data is escaped; only our own script may run, allowed by its hash."""
     status, unit = run.summary.status if run.summary else _UNFINISHED, unit_of([run])
     pair = BeforeAfter.of(run.evaluations)
-    phases = [curve(phase_label(name), colour, values) for name, colour, values in _phase_seconds(run.steps)]
+    phases = [
+        curve(phase_label(name), colour, [(r.step, r.phases[name] if name in r.phases else 0.0) for r in run.steps])
+        for name, colour in phase_colours(run.steps).items()
+    ]
     text = "Wall time of each step, split by what it was spent on. Steps that take far longer than most are cut off."
     tokens: Counter[int] = Counter()
     for record in run.steps:

@@ -96,7 +96,6 @@ class ModelRanks:
         )
 
     async def _all(self, call: RankCall, timeout_s: float, what: str) -> Any:
-        """As `_each`; returns the result of rank 0."""
         return next(iter(await self._each(call, timeout_s, what)), None)
 
     async def _first(self, call: RankCall, what: str) -> Any:
@@ -175,7 +174,6 @@ class RankGroup(ModelRanks):
         self.lost_ranks.moved(version, folder)
 
     async def _of_groups(self, call: RankCall, timeout_s: float, what: str) -> list[Any]:
-        """Calls the ranks of all groups; returns the result of rank 0 of each."""
         return await self.lost_ranks.call(lambda: run_all(*(g._all(call, timeout_s, what) for g in self.groups)))
 
 
@@ -254,7 +252,12 @@ class LearnerGroup(RankGroup):
             try:
                 reports = await self._answers(calls, self._timeouts.update_s, f"to make version {version}")
             except LostObjectError as error:
-                await self._refuse_if_apart(calls, error)
+                # A rank that has fetched its share waits in a collective and does not reply before the timeout.
+                limit_s = self._timeouts.object_s
+                waits = (answer(c, timeout_s=limit_s, what=f"learner/{n} to miss groups") for n, c in enumerate(calls))
+                if not all(isinstance(outcome, LostObjectError) for outcome in await outcomes(*waits)):
+                    message = f"some learner ranks began an update that others could not: {error}"
+                    raise WorkerDiedError(message) from error
                 raise
             return reports[0]
 
@@ -386,11 +389,3 @@ class LearnerGroup(RankGroup):
             return self._put(stored), [None] * num_ranks
         outlines, portions = self._planners.examples(stored, num_ranks)
         return self._put(outlines), portions
-
-    async def _refuse_if_apart(self, calls: Sequence[Any], lost: LostObjectError) -> None:
-        """Raises: WorkerDiedError: some ranks have begun the update and wait for others that could not."""
-        # A rank that has fetched its share waits in a collective and does not reply before the timeout.
-        timeout_s = self._timeouts.object_s
-        waits = (answer(call, timeout_s=timeout_s, what=f"learner/{n} to miss groups") for n, call in enumerate(calls))
-        if not all(isinstance(outcome, LostObjectError) for outcome in await outcomes(*waits)):
-            raise WorkerDiedError(f"some learner ranks began an update that others could not: {lost}") from lost

@@ -295,7 +295,6 @@ class StatefulRank(Rank):
         self.version = version
 
     def _parts(self) -> Sequence[CheckpointPart]:
-        """Returns the parts of the state; the first one has the version."""
         raise NotImplementedError
 
     def _movable(self) -> Sequence[Offloadable]:

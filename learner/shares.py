@@ -80,7 +80,11 @@ async def in_portions(
     """
     if planned is None or num_ranks == 1:
         return await call(put(groups), [None] * num_ranks)
-    held, outlines = planned(groups, version, num_ranks), put(outlines_of(groups))
+    held = planned(groups, version, num_ranks)
+    outlines = put([  # without references: the same value for every rank
+        replace(g, group=ELSEWHERE, reference_logprobs=None if g.reference_logprobs is None else ELSEWHERE)
+        for g in groups
+    ])  # fmt: skip
     try:
         return await call(outlines, portions_of(groups, held, is_final=False))
     except UnplannedShareError as error:
@@ -92,14 +96,6 @@ async def in_portions(
 
 def as_argument(portion: Portion | None, name: str = "portion") -> dict[str, Portion]:
     return {} if portion is None else {name: portion}
-
-
-def outlines_of(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """Returns the groups without references: the same value for every rank."""
-    return [
-        replace(g, group=ELSEWHERE, reference_logprobs=None if g.reference_logprobs is None else ELSEWHERE)
-        for g in groups
-    ]
 
 
 def portions_of(groups: Sequence[ScoredGroup], held: Sequence[set[int]], *, is_final: bool) -> list[Portion]:
@@ -231,7 +227,6 @@ class ShareFetcher:
 
 
 def _fetched(entries: Entries[E], indices: set[int]) -> tuple[dict[int, E], FetchError | None]:
-    """Fetches entries; returns them by index, or nothing and the error."""
     try:
         return dict(zip(sorted(indices), entries.fetch(sorted(indices)), strict=True)), None
     except (LostObjectError, WrongGroupError) as error:

@@ -114,7 +114,10 @@ class WeightPublisher:
 
         def send_bucket(index: int, packed: torch.Tensor) -> WeightSyncError | None:
             digests.append(digest(packed))
-            sent.extend(_tensor_digests(buckets[index], packed, digests[-1]))
+            slots = buckets[index].slots
+            for slot in slots:  # gaps between tensors have no defined bytes
+                part = packed[slot.offset : slot.offset + slot.spec.num_bytes]
+                sent.append((slot.spec, digests[-1] if len(slots) == 1 else digest(part)))
             return self._broadcast(epoch, packed, f"weight bucket {index} ({packed.numel()} bytes)")
 
         self._send_rounds(bucket_bytes, send_bucket)
@@ -140,7 +143,11 @@ class WeightPublisher:
             headers = [item.header for item in messages]
             starts = offsets(buckets[index], headers)
             if step.is_last:
-                self._hold(buckets[index], messages)
+                for slot, item in zip(buckets[index].slots, messages, strict=True):
+                    spec = slot.spec
+                    if spec.name not in self._base.tensors:
+                        self._base.tensors[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+                    apply(item.header, item.data, words_of(self._base.tensors[spec.name], spec))
             header = torch.tensor(headers, dtype=torch.int64, device=self._device)
             failure = self._broadcast(epoch, header, f"the header of weight bucket {index}")
             if starts[-1] > 0 and failure is None:
@@ -164,14 +171,6 @@ class WeightPublisher:
             base = words_of(self._base.tensors[name], slot.spec).to(self._device) if has_base else None
             messages.append(message(words_of(tensor, slot.spec), base))
         return messages
-
-    def _hold(self, bucket: Bucket, messages: list[TensorChanges]) -> None:
-        """Applies messages to the held tensors."""
-        for slot, item in zip(bucket.slots, messages, strict=True):
-            spec = slot.spec
-            if spec.name not in self._base.tensors:
-                self._base.tensors[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-            apply(item.header, item.data, words_of(self._base.tensors[spec.name], spec))
 
     def _send_rounds(
         self, bucket_bytes: int, send_bucket: Callable[[int, torch.Tensor], WeightSyncError | None]
@@ -230,13 +229,3 @@ class WeightPublisher:
         if self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._staging
-
-
-def _tensor_digests(
-    bucket: Bucket, packed: torch.Tensor, whole: torch.Tensor
-) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yields the digest of each tensor of a packed bucket; the digest of the bucket is that of its only tensor. Gaps
-    between tensors have no defined bytes."""
-    for slot in bucket.slots:
-        end = slot.offset + slot.spec.num_bytes
-        yield slot.spec, whole if len(bucket.slots) == 1 else digest(packed[slot.offset : end])

@@ -106,7 +106,6 @@ class MediaInputs:
         return list(flat(value))
 
     def _resolved(self, value: Any, name: str) -> Any:
-        """Resolves one medium."""
         return self._one(value, name)
 
     def _one(self, value: Any, name: str) -> ImageSource:
@@ -341,7 +340,6 @@ class AudioInputs(MediaInputs):
 
 
 def _is_pair(value: Any) -> bool:
-    """Whether the value is a pair of samples and rate."""
     is_two = isinstance(value, list | tuple) and len(value) == 2
     return is_two and hasattr(value[0], "__array__") and isinstance(_plain(value[1]), Real)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any
 
 from mobula.actors.datasets.media import EncodedFile
@@ -14,7 +13,6 @@ from mobula.actors.environments.base import (
     SEEDS_A_SPLIT,
     EpisodeError,
     Message,
-    Observation,
     Reset,
     observation_hash,
     row_text,
@@ -59,7 +57,8 @@ async def _rows(config: EnvironmentConfig, seeds: range, *, takes_images: bool) 
             for number, seed in enumerate(seeds):
                 stage = number % len(stages) if is_train else first
                 start = await session.reset(seed, stages[stage])
-                rows.append(_row(config.name, episode_of(seed, start.observation, stages[stage], stage), start))
+                episode = {"seed": seed, "hash": observation_hash(start.observation), "options": dict(stages[stage])}
+                rows.append(_row(config.name, episode | {"stage": stage}, start))
     finally:
         pool.close()
     if rows[0].metadata[ENVIRONMENT]["hash"] != again:
@@ -86,10 +85,3 @@ def _row(name: str, task: Mapping[str, Any], start: Reset) -> Row:
         metadata={ENVIRONMENT: task},
         history=tuple(Turn(message.role, row_text(message)) for message in history),
     )
-
-
-def episode_of(
-    seed: int, observation: Observation, options: Mapping[str, Any] = MappingProxyType({}), stage: int = 0
-) -> Mapping[str, Any]:
-    """Metadata for rollout actors to start the same episode, and to check the first observation."""
-    return {"seed": seed, "hash": observation_hash(observation), "options": dict(options), "stage": stage}

@@ -133,7 +133,12 @@ class ChatProcessor:
         self._reserved = reserved_tokens(self._tokenizer, self._hidden, written)
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join([self._reserved.pattern, *map(re.escape, added)]))
-        self._refuse_unfit_config()
+        for key, text in (("prompt_suffix", self._suffix), ("system_prompt", self._data.system_prompt)):
+            if MEDIA_PLACEHOLDERS.search(text) or self._reserved.search(text):
+                raise ValueError(
+                    f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER}, {VIDEO_PLACEHOLDER}, {AUDIO_PLACEHOLDER} and "
+                    "special tokens from it, media stand in the question and turns are made by the chat template"
+                )
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
         self.fingerprint = _fingerprint(renderer, self._tokenizer)
         config = self._model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -260,7 +265,6 @@ class ChatProcessor:
         return {"eos_token_id": self.eos_token_ids, "pad_token_id": (self.pad_token_id,), "image_token_id": placeholder}
 
     def _ends(self) -> list[tuple[str, int]]:
-        """Text and id of each end token that the tokenizer has."""
         ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
         return [(text, i) for text, i in ends if isinstance(text, str) and text]
 
@@ -371,14 +375,6 @@ class ChatProcessor:
             if not MEDIA_PLACEHOLDERS.fullmatch(part):
                 self.refuse_special_tokens(part)
 
-    def _refuse_unfit_config(self) -> None:
-        for key, text in (("prompt_suffix", self._suffix), ("system_prompt", self._data.system_prompt)):
-            if MEDIA_PLACEHOLDERS.search(text) or self._reserved.search(text):
-                raise ValueError(
-                    f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER}, {VIDEO_PLACEHOLDER}, {AUDIO_PLACEHOLDER} and "
-                    "special tokens from it, media stand in the question and turns are made by the chat template"
-                )
-
 
 def measures_of(loaded: LoadedMedia) -> Measures:
     return [[medium.measure for medium in media] for media in loaded]
@@ -404,7 +400,6 @@ def expand(
 
 
 def _content(question: str) -> list[dict[str, str]]:
-    """The parts of a user turn: text, images, videos and sounds in the order of the question."""
     kinds = {
         IMAGE_PLACEHOLDER: {"type": "image"},
         VIDEO_PLACEHOLDER: {"type": "video"},
@@ -473,7 +468,6 @@ def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str, placeholder: 
 
 
 def _fingerprint(processor: ProcessorMixin | PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all settings that determine the tokens and tensors of a row."""
     settings = {
         "processor": type(processor).__name__,
         "images": processor.image_processor.to_dict() if hasattr(processor, "image_processor") else None,

@@ -134,7 +134,6 @@ class ConversationProcessor:
             self.chat.refuse_imitations(turn.text)
 
     def _laid_out(self, row: Conversation, measures: Measures) -> tuple[str, list[_Whole]]:
-        """The text of the context, and the context with each ending."""
         has_system = row.context[0].role == "system"
         turns = [*(() if has_system else self._system), *((turn.role, turn.text) for turn in row.context)]
         later = [(turn.role, turn.text) for ending in row.endings for turn in ending.turns]
@@ -202,7 +201,6 @@ def given_trajectory(trajectory_id: str, actions: Actions, mask: np.ndarray, tex
 
 
 def _text(ending: Ending) -> str:
-    """The text of an ending, for reports."""
     if len(ending.turns) == 1:
         return plain(ending.turns[0].text)
     return plain("\n".join(f"{turn.role}: {turn.text}" for turn in ending.turns))

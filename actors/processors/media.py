@@ -236,7 +236,6 @@ def _stacked(frames: list[np.ndarray], source: Video, clip: Clip) -> np.ndarray:
 
 @contextmanager
 def _opened_video(file: IO[bytes], source: Video) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream."""
     av = require_av()
     options = {"format_whitelist": VIDEO_CONTAINERS, "protocol_whitelist": "none"}
     try:

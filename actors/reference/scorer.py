@@ -58,7 +58,6 @@ def num_weight_bytes(model: nn.Module) -> int:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor, or of the parts of a quantised tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()

@@ -167,6 +167,10 @@ def engine_settings(
     """Returns the settings of engine `index`; `checkpoint` has the tensors of `model_folder` in engine dtype."""
     sampler, dtype = config.sampler, config.resources.dtype
     pushed = pushed_manifest(checkpoint, config)
+    sizes: Mapping[str, int] = {
+        SamplerKind.FLOW: sampler.flow.batch_size,
+        SamplerKind.IMAGE_TOKENS: sampler.image_tokens.batch_size,
+    }
     return EngineSettings(
         model=config.policy.model,
         dtype=dtype,
@@ -174,7 +178,7 @@ def engine_settings(
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
         tensor_parallel=config.resources.rollout.tensor_parallel,
         sampler=sampler,
-        max_num_seqs=_at_a_time(sampler),
+        max_num_seqs=sizes.get(sampler.kind, sampler.vllm.max_num_seqs),
         kv_cache_bytes=sampler.vllm.kv_cache_bytes,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
         reports_load=config.metrics.ray and config.resources.device == "cuda",
@@ -187,12 +191,3 @@ def engine_settings(
         adapters=AdapterPush.of(model_folder, checkpoint, config.policy, dtype),
         denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
     )
-
-
-def _at_a_time(sampler: SamplerConfig) -> int:
-    """Returns the maximum number of concurrent sequences or images; 0: vLLM's default, or all siblings."""
-    sizes: Mapping[str, int] = {
-        SamplerKind.FLOW: sampler.flow.batch_size,
-        SamplerKind.IMAGE_TOKENS: sampler.image_tokens.batch_size,
-    }
-    return sizes.get(sampler.kind, sampler.vllm.max_num_seqs)

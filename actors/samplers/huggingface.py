@@ -295,7 +295,6 @@ class InProcessSampler(ABC):
     def _weights(
         self, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Returns the weights that a push changes."""
         adapters = self._settings.adapters_of(manifest)
         return tensors if adapters is None else changed_weights(tensors, adapters.base)
 

@@ -146,7 +146,10 @@ class ImageTokenSampler(ImageSampler):
 
     def _made(self, rows: Sequence[ImageRow]) -> list[SampledSequence]:
         settings, generators = rows[0].request.settings, [row.generator for row in rows]
-        inputs, cache = self._prompt_embeds(rows[0].request.prompt, len(rows)), DynamicCache()
+        ids = torch.from_numpy(rows[0].request.prompt.expanded_ids).long().to(self._device).expand(len(rows), -1)
+        if self._guidance != 1:  # [2n, P, H]: the second half is the prompt without text
+            ids = torch.cat([ids, without_text(self._model, ids)])
+        inputs, cache = self._model.get_input_embeddings()(ids), DynamicCache()
         tokens, logprobs = [], []
         for _ in range(self._num_tokens_each):
             hidden = self._model.model.language_model(
@@ -163,13 +166,6 @@ class ImageTokenSampler(ImageSampler):
         images = self._images(drawn.to(self._device))
         columns = zip(drawn.numpy(), torch.stack(logprobs, 1).numpy(), images, strict=True)
         return [self._sequence(*column) for column in columns]
-
-    def _prompt_embeds(self, prompt: Prompt, num: int) -> Tensor:
-        """Returns float [n, P, H], or with guidance [2n, P, H]; the second half is the prompt without text."""
-        ids = torch.from_numpy(prompt.expanded_ids).long().to(self._device).expand(num, -1)
-        if self._guidance != 1:
-            ids = torch.cat([ids, without_text(self._model, ids)])
-        return self._model.get_input_embeddings()(ids)
 
     def _images(self, tokens: Tensor) -> np.ndarray:
         """Decodes image tokens to uint8 [n, H, W, 3]."""

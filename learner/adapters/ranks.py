@@ -464,7 +464,6 @@ class FullWeightsRank(CallRank):
             raise ValueError(f"there is no model {name!r}: create it first, {active}")
 
     def _reset(self) -> None:
-        """A fresh optimizer, without steps and without a gradient."""
         self._clear_gradient()
         self._optimizer = self._backend.optimizer()
         self._num_steps = 0

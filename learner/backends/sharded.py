@@ -138,7 +138,10 @@ class ShardedWriter:
 
     def copied(self, state: dict[str, Any], folder: Path) -> Callable[[], None]:
         """Copies a state of tensors, sharded or whole; the returned function writes it."""
-        if _host_bytes(state) > MAX_COPY_BYTES:
+        # Bytes of one rank in host memory. All ranks have the same number: they copy or write together.
+        tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor) and t.device.type == "cpu"]
+        num_bytes = sum(t.nbytes / (t.device_mesh.size(-1) if isinstance(t, DTensor) else 1) for t in tensors)
+        if num_bytes > MAX_COPY_BYTES:
             self.write(state, folder)
             return lambda: None
         return partial(self.write, BlockingAsyncStager(cache_staged_state_dict=False).stage(state), folder)
@@ -181,12 +184,6 @@ def saved_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
 
     entries = index.state_dict_metadata.items()
     return {name: partial(read, name, saved) for name, saved in entries if isinstance(saved, TensorStorageMetadata)}
-
-
-def _host_bytes(state: dict[str, Any]) -> float:
-    """Bytes of one rank in host memory. All ranks have the same number: they copy or write together."""
-    tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor) and t.device.type == "cpu"]
-    return sum(t.nbytes / (t.device_mesh.size(-1) if isinstance(t, DTensor) else 1) for t in tensors)
 
 
 def _trained_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

@@ -332,20 +332,16 @@ def unread_model(
     model.config.name_or_path = source
     if model.can_generate() and (folder / GENERATION_FILE).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    _compute_buffers(model)
-    pack_windows(model)
-    states = {name: state for state, name in described.pushed.items()}
-    names = {file_name: states[name] for file_name, name in described.names.items()}
-    return model, StoredWeights(folder, names, model)
-
-
-def _compute_buffers(model: PreTrainedModel) -> None:
-    """Computes the buffers on the CPU, as `from_pretrained` does: most buffers are in no file."""
+    # Buffers are computed on the CPU, as `from_pretrained` does: most are in no file. Parameters stay without values.
     for buffer in model.buffers():
         swap_tensors(buffer, torch.empty_like(buffer, device=CPU))
     for module in model.modules():
         vars(module).pop("_is_hf_initialized", None)  # set when the buffers had no values
-    model.initialize_weights()  # parameters stay without values
+    model.initialize_weights()
+    pack_windows(model)
+    states = {name: state for state, name in described.pushed.items()}
+    names = {file_name: states[name] for file_name, name in described.names.items()}
+    return model, StoredWeights(folder, names, model)
 
 
 @torch.no_grad()
@@ -518,23 +514,14 @@ def save_policy(
     else:
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         model.config.save_pretrained(folder)
-    _copy_other_files(original, folder)
-    _write_dtype(original, folder, dtypes, keeps_parts=not dtype)
-
-
-def _copy_other_files(original: Path, folder: Path) -> None:
-    """Copies tokenizer, processor, chat templates, generation_config.json, model card and code."""
-    for file in original.iterdir():
+    for file in original.iterdir():  # tokenizer, processor, generation_config.json, model card and code
         if file.is_file() and file.name != CONFIG_FILE and not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copy2(file, folder / file.name)
     if (original / TEMPLATES_FOLDER).is_dir():
         shutil.copytree(original / TEMPLATES_FOLDER, folder / TEMPLATES_FOLDER, dirs_exist_ok=True)
-
-
-def _write_dtype(original: Path, folder: Path, dtypes: SavedDtypes, *, keeps_parts: bool) -> None:
-    """Writes the main dtype to config.json; with `keeps_parts`, parts of the configuration keep their dtypes."""
     settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    before = json.loads((original / CONFIG_FILE).read_text(encoding="utf-8")) if keeps_parts else {}
+    # Without a `dtype`, parts of the configuration keep their dtypes.
+    before = {} if dtype else json.loads((original / CONFIG_FILE).read_text(encoding="utf-8"))
     _set_dtype(settings, str(dtypes.main).removeprefix("torch."), before)
     settings[_dtype_key(settings)] = str(dtypes.main).removeprefix("torch.")
     (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -107,16 +107,11 @@ def _all_logprobs(logits: Tensor, distribution: Distribution, steps: Steps | Non
     elif distribution.temperature != 1.0:
         logits = logits / distribution.temperature
     if steps is not None and len(steps.kept_ids):
-        logits = logits.masked_fill(_is_cut(steps, logits.shape[-1]), NEVER)
+        has_set = torch.zeros_like(steps.is_first).index_fill(0, steps.kept_rows, True)
+        is_cut = has_set[:, None].repeat(1, logits.shape[-1])  # bool [N, V]: tokens outside of the engine's set
+        is_cut[steps.kept_rows, steps.kept_ids] = False
+        logits = logits.masked_fill(is_cut, NEVER)
     return logits.log_softmax(dim=-1)
-
-
-def _is_cut(steps: Steps, num_ids: int) -> Tensor:
-    """bool [N, V]: tokens outside of the engine's set."""
-    has_set = torch.zeros_like(steps.is_first).index_fill(0, steps.kept_rows, True)
-    is_cut = has_set[:, None].repeat(1, num_ids)
-    is_cut[steps.kept_rows, steps.kept_ids] = False
-    return is_cut
 
 
 def _of_targets(all_logprobs: Tensor, targets: Tensor) -> Tensor:
@@ -239,7 +234,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if hidden_grad is not None:
                     hidden_grad[chunk] = (logits_grad @ used).to(hidden.dtype)
                 if weight_grad is not None:
-                    _add_product(weight_grad, logits_grad, states)
+                    if logits_grad.dtype == weight_grad.dtype:
+                        weight_grad.addmm_(logits_grad.T, states)
+                    else:  # the sum stays float32
+                        weight_grad += logits_grad.T @ states
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
 
 
@@ -253,11 +251,3 @@ def _logits(states: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype is not torch.float32 and weight.is_cuda:
         return torch.mm(states, weight.T, out_dtype=torch.float32)
     return linear(states, weight)
-
-
-def _add_product(total: Tensor, logits_grad: Tensor, states: Tensor) -> None:
-    """total += logits_grad.T @ states, in float32 whatever the type of the factors."""
-    if logits_grad.dtype == total.dtype:
-        total.addmm_(logits_grad.T, states)
-    else:
-        total += logits_grad.T @ states

@@ -160,7 +160,6 @@ class _Plan:
         return {unit: sum(map(cost, unit)) for unit in units}
 
     def _load(self, batches: Sequence[Microbatch]) -> float:
-        """Cost of micro-batches, with each prompt once in each."""
         load = 0.0
         for batch in batches:
             load += sum(self._sizes[row].own_cost + self._media_costs[row] for row in batch)

@@ -142,5 +142,4 @@ def _wide(values: Tensor, step: FlowStep) -> Tensor:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """[N, ...] -> [N]"""
     return values.flatten(1).mean(1)

@@ -137,7 +137,6 @@ def _linear_kinds(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _decoder_weights(model: PreTrainedModel) -> tuple[str, ...]:
-    """Checkpoint names of the decoder's parameters, from the decoder on."""
     decoder, saved = {id(parameter) for parameter in model.get_decoder().parameters()}, checkpoint_names(model)
     names = [saved[name] for name, parameter in model.named_parameters() if id(parameter) in decoder and name in saved]
     start = len(commonprefix(names).rpartition(".")[0])

@@ -91,7 +91,10 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         divergence = config.sampler.flow.divergence if config.algorithm.kl.coef > 0 else "none"
         checkpoint, proof = flow_checkpoint(config), denoising.proof
         canary_row: Callable[[Prompt], PolicyRow] = partial(checkpoint.canary, denoising=proof)
-        clean = partial(CleanSequence.of_response, rl_noising(config, checkpoint))
+        sigmas, timesteps = _tables(checkpoint, denoising)
+        num = max(1, len(timesteps) - 1)  # the sampler's noise levels, except the last
+        noising = Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
+        clean = partial(CleanSequence.of_response, noising)
         row = row_of if config.algorithm.has_likelihood else clean
         return Scoring(StepRescoring(denoising, divergence), StepRescoring(proof, "none"), canary_row, row)
     if config.sampler.draws_tokens:
@@ -101,13 +104,6 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
     sampler = config.sampler
     sampled = Distribution(sampler.temperature, banned_ids, sampler.first_token_temperature)
     return Scoring(sampled, PLAIN, TokenSequence.of_prompt, row_of)
-
-
-def rl_noising(config: RunConfig, checkpoint: FlowCheckpoint) -> Noising:
-    """The noise levels for RL: the sampler's, except the last."""
-    sigmas, timesteps = _tables(checkpoint, Denoising.of(config.sampler.flow))
-    num = max(1, len(timesteps) - 1)
-    return Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
 
 
 def teaching_noising(config: RunConfig, num_draws: int) -> Noising:

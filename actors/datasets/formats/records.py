@@ -144,14 +144,6 @@ def system_turn(record: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
     return [Turn("system", asked_text(record["system"], "system"))]
 
 
-def shown_fields(turn: Mapping[str, Any], column: str) -> dict[str, Any]:
-    """The fields of a turn for the chat template. Arguments of tool calls become objects, as templates expect."""
-    fields = {name: turn[name] for name in (*SHOWN_FIELDS, *NAMING_FIELDS) if holds(turn, name)}
-    if "tool_calls" in fields:
-        fields["tool_calls"] = [_call(_parsed(call), column) for call in _listed(_parsed(fields["tool_calls"]))]
-    return {name: json_value(value) for name, value in fields.items()}
-
-
 def _call(call: Any, column: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not holds(function, "name"):
@@ -264,13 +256,6 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], dict[str, list[Any
     return turns, held
 
 
-def medium_of(part: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The medium of a part, under one of `names` or under a key of transformers' templates or Anthropic's API; None if
-    the part is only a placeholder."""
-    held = next((part[key] for key in (*names, *HELD) if part.get(key)), None)
-    return {"bytes": held} if held is not None and held is part.get("base64") else held
-
-
 def response_of(value: Any, column: str) -> str | None:
     """The text of a response, given as text, turn, or list with one turn; None for None."""
     if value is None or value == "":
@@ -337,7 +322,6 @@ def _text_alone(turn: Turn, column: str) -> str:
 
 
 def _role_and_content(message: Any, column: str) -> tuple[str, Any, dict[str, Any]]:
-    """The role, the content, and the fields for the chat template."""
     if not isinstance(message, Mapping):
         raise RowError(f"bad_{column}", f"`{column}` has {_shown(message)} in the place of a turn: write an object")
     name = message.get("role", message.get("from"))
@@ -347,7 +331,10 @@ def _role_and_content(message: Any, column: str) -> tuple[str, Any, dict[str, An
         raise RowError(f"bad_{column}", f"`{column}` has a turn of {name!r}: use one of {', '.join(FROM_ROLES)}")
     if name == "function_call":
         content, message = "", {"tool_calls": content}
-    fields = shown_fields(message, column)
+    fields = {name: message[name] for name in (*SHOWN_FIELDS, *NAMING_FIELDS) if holds(message, name)}
+    if "tool_calls" in fields:  # arguments become objects, as templates expect
+        fields["tool_calls"] = [_call(_parsed(call), column) for call in _listed(_parsed(fields["tool_calls"]))]
+    fields = {name: json_value(value) for name, value in fields.items()}
     if content is None and "tool_calls" not in fields:
         raise RowError(f"bad_{column}", f"`{column}` has a {role} turn without text: write its `content`")
     return role, content, fields
@@ -364,7 +351,9 @@ def _part(part: Any, column: str) -> tuple[str, str, Any]:
         return "text", text_part(part["text"]), None
     for medium, names in MEDIA_PARTS.items():
         if kind in names:
-            held = medium_of(part, names)
+            held = next((part[key] for key in (*names, *HELD) if part.get(key)), None)  # None: only a placeholder
+            if held is not None and held is part.get("base64"):
+                held = {"bytes": held}
             if medium == "video" and isinstance(held, list | tuple):
                 held = {"video": held, "fps": part.get("fps")}
             return medium, PLACEHOLDERS[medium] + PART, held
@@ -508,7 +497,6 @@ def _lightrft(record: Record) -> Draft:
 def _answered(
     record: Record, columns: tuple[str, ...], turns: list[Turn], media: Any, response: str | None, metadata: Any = ()
 ) -> Draft:
-    """The draft of a row that may end in a demonstration or a preference pair."""
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
     solution = first_given(response, chosen)
     return Draft(

@@ -61,13 +61,6 @@ def records_of(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
     return [_spelled(record, pa.struct(table.schema)) for record in records]
 
 
-def refuse_repeated(schema: pa.Schema, name: str) -> None:
-    """Raises: DatasetError: two columns have one name."""
-    repeated = [column for column in schema.names if schema.names.count(column) > 1]
-    if repeated:
-        raise DatasetError(f"{name} has two columns {repeated[0]}: rename one of them")
-
-
 def _spelled(value: Any, kind: pa.DataType) -> Any:
     """Converts float32 0.1 to 0.1 in columns and struct fields, but not in arrays (such as samples of a sound)."""
     if value is None:
@@ -114,7 +107,9 @@ class ParquetTable:
         self.source = str(files[0])
         self._files = [pq.ParquetFile(file, memory_map=True) for file in files]
         for path, file in zip(files, self._files, strict=True):
-            refuse_repeated(file.schema_arrow, str(path))
+            columns = file.schema_arrow.names
+            if repeated := [column for column in columns if columns.count(column) > 1]:
+                raise DatasetError(f"{path} has two columns {repeated[0]}: rename one of them")
         self._names = [file.name for file in files]
         self._copies: dict[int, ArrowFile] = {}
         groups: list[tuple[int, int, int, int]] = []  # file, row group, first record in the file, records
@@ -213,7 +208,6 @@ def open_huggingface(opened: Opened) -> Table:
 
 
 def _refuse_unwritable(cache: Path) -> None:
-    """Raises: DatasetError: the cache folder of `datasets` is not writable."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=cache):

@@ -131,7 +131,6 @@ class TRLClass:
 
 
 def _read(path: str) -> list[dict[str, Any]]:
-    """Raises: ValueError: the file cannot be read, or has no rows."""
     rows = []
     try:
         for number, line in read_lines(Path(path)):
@@ -386,7 +385,6 @@ class OpenEnv:
 
 
 def _websocket_url(url: str) -> str:
-    """Raises: ValueError: `url` is no URL of a server."""
     parts = urlsplit(url)
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     if parts.scheme not in schemes or not parts.hostname:
@@ -509,7 +507,6 @@ class TextArena:
                 return "", True
 
     def _text(self, messages: Sequence[tuple[int, str, Any]], player: int) -> str:
-        """The new messages for a player, without the player's own messages."""
         names = self._game.state.role_mapping
         others = [(sender, text) for sender, text, _ in messages if sender != player]
         lines = [text if sender == GAME else f"[{names.get(sender, sender)}] {text}" for sender, text in others]

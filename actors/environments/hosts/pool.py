@@ -208,7 +208,6 @@ class RemoteEnvironment(_Hosted):
 
 
 def _headers(token_env: str) -> dict[str, str]:
-    """Raises: EpisodeError: the environment variable of the token is not set."""
     if not token_env:
         return {}
     token = os.environ.get(token_env, "")

@@ -189,7 +189,6 @@ class ChatTemplate:
         return "".join(part["text"] for part in parts)
 
     def _is_taken(self, role: str, form: ContentForm) -> bool:
-        """Whether the template renders the text of a turn of `role` in this form."""
         turns = {
             "user": [("user", PROBE)],
             "assistant": [_EARLIER[0], ("assistant", PROBE), _EARLIER[0]],

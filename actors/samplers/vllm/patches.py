@@ -212,7 +212,6 @@ def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
 
 
 def _sent(failures: Connection) -> Failure | None:
-    """Returns the failure sent by the core, or None."""
     try:
         return failures.recv() if failures.poll() else None
     except EOFError:  # the process ended without a failure
@@ -413,7 +412,6 @@ class ThreadedCore(EngineCoreProc):
         return (time.monotonic() if self.num_coming else self.last_came) + BURST_GAP_S
 
     def _is_full(self) -> bool:
-        """Whether the requests fill a step."""
         num_come = self.scheduler.get_num_unfinished_requests() + self.input_queue.qsize()
         return num_come >= self.vllm_config.scheduler_config.max_num_seqs
 
@@ -543,7 +541,6 @@ class InProcessClient(AsyncMPClient):
             self.outputs_queue.put_nowait(outputs)
 
     def _died(self) -> None:
-        """Marks the core as dead; `VLLMSampler` ends the calls that wait for it."""
         self.resources.engine_dead = True
         self.outputs_queue.put_nowait(EngineDeadError())
 

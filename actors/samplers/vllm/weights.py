@@ -175,7 +175,11 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
                 self.model.load_weights(tensors)  # type: ignore[operator]  # torch: an attribute is a tensor or a module
                 _refuse_stale_layers(self.model, takes_all=update_info.takes_all)
             except BaseException:
-                _forget_incomplete_layers(self.model)
+                # Layers left incomplete keep their old weights. Otherwise vLLM would count the tensors
+                # of the failed push, complete a layer too early in a later push, and drop its last tensors.
+                for info in map(get_layerwise_info, self.model.modules()):
+                    info.loaded_weights.clear()
+                    info.load_numel = 0
                 raise
             finally:
                 finalize_layerwise_reload(self.model, self.model_config)
@@ -304,16 +308,6 @@ def _num_padding(layer: torch.nn.Module) -> int:
         return 0
     num_rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
     return sum(num_rows * p.numel() // p.shape[0] for p in layer.parameters(recurse=False))
-
-
-def _forget_incomplete_layers(model: torch.nn.Module) -> None:
-    """Resets layers that a failed push left incomplete; they keep their old weights."""
-    # Otherwise vLLM would count the tensors of the failed push, complete a layer too early in a later push, and drop
-    # its last tensors.
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        info.loaded_weights.clear()
-        info.load_numel = 0
 
 
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)

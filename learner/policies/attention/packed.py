@@ -243,7 +243,9 @@ def packed_attention(
     ranks = None if bounds is None else bounds.sequence_ranks
     if ranks is not None:
         query, key, value = ranks.to_heads(query, key, value)
-    query, key, value = _autocast(query, key, value)
+    if torch.is_autocast_enabled(query.device.type):  # does not cover the kernel; position embeddings return float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     rows = bounds if bounds is not None else RowBounds(torch.tensor([0, query.shape[2]]), query.shape[2])
     rows.is_used = True
     key, value = rows.of_keys(key), rows.of_keys(value)
@@ -279,15 +281,6 @@ def kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 @lru_cache(maxsize=8)
 def _has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST
-
-
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Casts to the autocast dtype. Autocast does not cover the kernel, and position embeddings return float32."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _kernel(
@@ -436,32 +429,25 @@ class RowPacking:
             return args, kwargs
         embeds = kwargs["inputs_embeds"]  # [B, S, H]
         num_rows, width = embeds.shape[:2]
-        index = self._index_of(places)
+        index = places.index  # int64 [n]: of the tokens to compute among the B * S tokens of the padded rows
+        if self._ranks is not None:
+            # Copies of the first token fill the last rank's part, as a separate row at the end.
+            filled = pad(index, (0, self._ranks.num_padded(places.num_tokens) - places.num_tokens))
+            index = filled[self._ranks.chunk(places.num_tokens)]
         packed = {name: _taken(kwargs[name], index, axis=0) for name in PER_TOKEN if kwargs.get(name) is not None}
         positions = kwargs.get(POSITIONS)
         if positions is None:
             positions = torch.arange(width, device=embeds.device).expand(num_rows, width)
         packed[POSITIONS] = _taken(positions, index, axis=positions.ndim - 2)
         if kwargs.get(VISUAL_MASK) is not None and (self._ranks is not None or places.keys is not None):
-            packed |= self._visual(kwargs[VISUAL_MASK], kwargs[PER_VISUAL_TOKEN], places)
+            flat = kwargs[VISUAL_MASK].flatten()
+            is_visual = flat.index_select(0, index)  # of the computed tokens
+            if self._ranks is not None:
+                is_visual[max(0, places.num_tokens - self._ranks.chunk(places.num_tokens).start) :] = False
+            shown = (flat.cumsum(0) - 1)[index[is_visual]]
+            packed[VISUAL_MASK] = is_visual.unsqueeze(0)
+            packed[PER_VISUAL_TOKEN] = [layer[shown] for layer in kwargs[PER_VISUAL_TOKEN]]
         return args, {**kwargs, **packed, **self._bounds_of(places)}
-
-    def _index_of(self, places: RowPlaces) -> Tensor:
-        """Returns int64 [n]: indices of the tokens to compute among the B * S tokens of the padded rows."""
-        if self._ranks is None:
-            return places.index
-        # Copies of the first token fill the last rank's part, as a separate row at the end.
-        filled = pad(places.index, (0, self._ranks.num_padded(places.num_tokens) - places.num_tokens))
-        return filled[self._ranks.chunk(places.num_tokens)]
-
-    def _visual(self, mask: Tensor, features: list[Tensor], places: RowPlaces) -> dict[str, Any]:
-        """Returns the mask of the computed visual tokens [1, n] and their features of each layer."""
-        index, flat = self._index_of(places), mask.flatten()
-        is_visual = flat.index_select(0, index)
-        if self._ranks is not None:
-            is_visual[max(0, places.num_tokens - self._ranks.chunk(places.num_tokens).start) :] = False
-        shown = (flat.cumsum(0) - 1)[index[is_visual]]
-        return {VISUAL_MASK: is_visual.unsqueeze(0), PER_VISUAL_TOKEN: [layer[shown] for layer in features]}
 
     def _bounds_of(self, places: RowPlaces) -> dict[str, Any]:
         """Returns row bounds as arguments of the attention. They are passed in each call, so that blocks recomputed in

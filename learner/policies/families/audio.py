@@ -225,16 +225,13 @@ class Qwen25Omni(QwenVL, AudioFamily):
             if modality in encoded:
                 embeds = put_at(embeds, is_placeholder, torch.cat(list(encoded[modality]["pooler_output"])))
         is_sound = places(batch, self.audio_placeholder_id(config))
-        embeds = put(embeds, is_sound, self._sounds(model, batch), batch.audios)
+        features, mask = heard(model.config, batch, SILENT_FRAMES)
+        states = method(model, "get_audio_features")(features, mask, return_dict=True).last_hidden_state
+        sounds = states.split([num_embeddings(num) for num in mask.sum(-1).tolist()])  # [n, H] each
+        embeds = put(embeds, is_sound, sounds, batch.audios)
         merge_size = config.vision_config.spatial_merge_size
         positions = released_positions(batch, torch.from_numpy(types), merge_size, config.position_id_per_seconds)
         return submodel(model, "model")(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
-
-    def _sounds(self, model: PreTrainedModel, batch: TokenBatch) -> Sequence[Tensor]:
-        """[n, H] of each unique sound, or of a silent one."""
-        features, mask = heard(model.config, batch, SILENT_FRAMES)
-        encoded = method(model, "get_audio_features")(features, mask, return_dict=True).last_hidden_state
-        return encoded.split([num_embeddings(num) for num in mask.sum(-1).tolist()])
 
 
 def _id_of(processor: ProcessorMixin, token: str) -> int:

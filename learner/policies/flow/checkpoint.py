@@ -130,7 +130,6 @@ class FlowCheckpoint:
         write_weights(folder / TRANSFORMER, WEIGHTS_STEM, files, cast, MAX_FILE_SIZE)
 
     def _slots(self) -> list[str]:
-        """The parts that a pipeline of this class may have."""
         return [name for name, value in self._index.items() if isinstance(value, list)]
 
     def _parts(self) -> list[str]:

@@ -30,11 +30,6 @@ def clip_encoder(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextMo
     return hf.CLIPTextModelWithProjection(_clip_config(tokenizer, hidden_size))
 
 
-def plain_clip_encoder(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextModel:
-    """Two layers, without a projection."""
-    return hf.CLIPTextModel(_clip_config(tokenizer, hidden_size))
-
-
 def _clip_config(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextConfig:
     return hf.CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -59,11 +54,6 @@ def t5_tokenizer() -> hf.T5Tokenizer:
 
 def t5_encoder(tokenizer: hf.T5Tokenizer, hidden_size: int) -> hf.T5EncoderModel:
     return hf.T5EncoderModel(hf.T5Config(**_t5_sizes(tokenizer, hidden_size)))
-
-
-def umt5_encoder(tokenizer: hf.T5Tokenizer, hidden_size: int) -> hf.UMT5EncoderModel:
-    """Two layers, each with position biases of its own."""
-    return hf.UMT5EncoderModel(hf.UMT5Config(**_t5_sizes(tokenizer, hidden_size)))
 
 
 def _t5_sizes(tokenizer: hf.T5Tokenizer, hidden_size: int) -> dict[str, Any]:
@@ -140,11 +130,6 @@ def image_vae() -> diffusers.AutoencoderKL:
 def video_vae() -> diffusers.AutoencoderKLWan:
     """As Wan 2.1 has it: an eighth of each side, and a latent frame for four frames."""
     return diffusers.AutoencoderKLWan(**VIDEO_VAE)
-
-
-def qwen_image_vae() -> diffusers.AutoencoderKLQwenImage:
-    """An eighth of each side."""
-    return diffusers.AutoencoderKLQwenImage(**VIDEO_VAE)
 
 
 def deep_vae(channels: int) -> diffusers.AutoencoderDC:
@@ -233,7 +218,7 @@ def flux(seed: int) -> Any:
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=image_vae(),
-        text_encoder=plain_clip_encoder(clip, FLUX_CLIP_SIZE),
+        text_encoder=hf.CLIPTextModel(_clip_config(clip, FLUX_CLIP_SIZE)),
         tokenizer=clip,
         text_encoder_2=t5_encoder(t5, FLUX_T5_SIZE),
         tokenizer_2=t5,
@@ -254,7 +239,7 @@ def qwen_image(seed: int) -> Any:
             axes_dims_rope=(8, 4, 4),
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=qwen_image_vae(),
+        vae=diffusers.AutoencoderKLQwenImage(**VIDEO_VAE),
         text_encoder=encoder,
         tokenizer=tokenizer,
     )
@@ -296,7 +281,7 @@ def wan(seed: int) -> Any:
     tokenizer = t5_tokenizer()
     return diffusers.WanPipeline(
         tokenizer=tokenizer,
-        text_encoder=umt5_encoder(tokenizer, WAN_T5_SIZE),
+        text_encoder=hf.UMT5EncoderModel(hf.UMT5Config(**_t5_sizes(tokenizer, WAN_T5_SIZE))),
         vae=video_vae(),
         scheduler=diffusers.UniPCMultistepScheduler(**FLOW_LEVELS),
         transformer=diffusers.WanTransformer3DModel(

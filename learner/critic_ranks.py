@@ -72,8 +72,7 @@ class CriticRank(StatefulRank):
         """Trains on the groups of the last `value` call; returns metrics and the number of optimizer steps."""
         algorithm = self._config.algorithm
         self._credit.kl_scale = kl_scale
-        credited = self._credit.assign(self._valued)
-        items = without_overlong(credited.groups, algorithm)
+        items = without_overlong(self._credit.assign(self._valued).groups, algorithm)
         parts = minibatches_of(items, algorithm, (self._config.seed, version))
         metrics = self._critic.train(parts, version)
         self._num_items, self._valued = sum(map(len, items)), []

@@ -158,8 +158,7 @@ def answer_row(prompt: Prompt, actions: TokenActions) -> TokenSequence:
 
 def image_row(noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
     """The image is scored at noise levels that all candidates of the row share, other ones in every epoch."""
-    seed = derived_seed(0, prompt.prompt_id)
-    return replace(CleanSequence.of_response(noising, prompt, actions), seed=seed)
+    return replace(CleanSequence.of_response(noising, prompt, actions), seed=derived_seed(0, prompt.prompt_id))
 
 
 def end_row(prompt: Prompt, actions: TokenActions) -> TokenSequence:
@@ -330,8 +329,7 @@ def portions_of_examples(
     stored: Sequence[StoredExample], num_ranks: int, *, config: RunConfig
 ) -> tuple[list[StoredExample], list[Portion]]:
     """Returns the examples without references, and the references of each rank, which follow from exact sizes."""
-    entries = TaughtExamples(stored, config)
-    held, _ = planned_shares(entries, num_ranks)
+    held, _ = planned_shares(TaughtExamples(stored, config), num_ranks)
     portions = [Portion({n: (stored[n].content, None) for n in sorted(own)}, is_final=True) for own in held]
     return [replace(one, content=ELSEWHERE) for one in stored], portions
 

@@ -130,8 +130,7 @@ class Learner(StatefulRank):
         """Returns float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans,
         computed in a batch of `num_copies`. For a flow model: of arbitrary denoising steps after the prompt, [T]."""
         with self._offloader.policy_on_device(), self._slow.in_place(), self._backend.inference():
-            rows = [self._scoring.canary_row(prompt)] * num_copies
-            batch = collate_rows(rows, self._reader, self._device)
+            batch = collate_rows([self._scoring.canary_row(prompt)] * num_copies, self._reader, self._device)
             return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 
     def manifest(self) -> Manifest:

@@ -116,8 +116,7 @@ class SupervisedTerm:
         """
         if not rows:
             return []
-        batches = parts_of(rows, self._settings.batch_size)
-        entries = DataRows(batches, self._parts.config, answer_row, portion, ROWS)
+        entries = DataRows(parts_of(rows, self._settings.batch_size), self._parts.config, answer_row, portion, ROWS)
         return entries.in_parts(self._parts.shares.fetch(entries))
 
     def terms(self, examples: Sequence[Sequence[SharedExample]], step: int, meter: Meter) -> list[Term[SharedExample]]:
@@ -406,5 +405,4 @@ class OfflineSteps:
         return [row.referred([next(logprobs) for _ in row.candidates]) for row in rows]
 
     def _part(self, totals: ExampleTotals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
-        batch = self._parts.collated(rows)
-        return self._objective(self._parts.policy, batch, totals, meter)
+        return self._objective(self._parts.policy, self._parts.collated(rows), totals, meter)

@@ -146,8 +146,7 @@ def _saved(config: RunConfig, state: Path, shapes: Mapping[str, torch.Size], *, 
     tensors = saved_weights(config.learner, state)
     if average:
         refuse_without_average(state)
-        averages = saved_tensors(state / AVERAGE)
-        tensors = {**tensors, **averages}
+        tensors = {**tensors, **saved_tensors(state / AVERAGE)}
     for name, read in tensors.items():
         if (plain := name.removeprefix(MODEL)) in shapes:
             shape = shapes[plain]

@@ -138,7 +138,16 @@ def _read_row(
     inputs = {kind: make(folder, partial(_refuse_url, kind), takes_absolute=False) for kind, make in MEDIA.items()}
     listed = {kind: inputs[kind].each(first_of(fields, f"{kind}s", kind)) for kind in MEDIA}
     num_media = {kind: len(named[kind]) + len(listed[kind]) for kind in MEDIA}
-    written = _with_placeholders((*context, *(t for ending in endings for t in ending.turns)), placeholders, num_media)
+    turns = [*context, *(turn for ending in endings for turn in ending.turns)]
+    # Answers of the assistant hold no placeholders, and other text is literal.
+    asked = [turn.role != "assistant" for turn in turns]
+    texts = [turn.text if is_asked else "" for turn, is_asked in zip(turns, asked, strict=True)]
+    for kind, own in placeholders.items():
+        texts = placed(texts, kind, own, num_media[kind])
+    written = [
+        replace(turn, text=text if is_asked else literal(plain(turn.text)))
+        for turn, text, is_asked in zip(turns, texts, asked, strict=True)
+    ]
     context, rest = tuple(written[: len(context)]), written[len(context) :]
     endings = tuple(replace(ending, turns=tuple(rest.pop(0) for _ in ending.turns)) for ending in endings)
     if not all(isinstance(item, str | dict) for item in listed["image"]):
@@ -153,18 +162,6 @@ def _read_row(
         _refuse_mismatch(shown, kind, len(named[kind]), len(listed[kind]))
     images, videos, audios = media
     return Conversation(name, context, endings, images, videos, audios, template_of(fields), unread)
-
-
-def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media: Mapping[str, int]) -> list[Turn]:
-    """Marks placeholders of media in the turns; answers of the assistant have none, and other text is literal."""
-    asked = [turn.role != "assistant" for turn in turns]
-    texts = [turn.text if is_asked else "" for turn, is_asked in zip(turns, asked, strict=True)]
-    for kind, own in placeholders.items():
-        texts = placed(texts, kind, own, num_media[kind])
-    return [
-        replace(turn, text=text if is_asked else literal(plain(turn.text)))
-        for turn, text, is_asked in zip(turns, texts, asked, strict=True)
-    ]
 
 
 def _conversation(fields: Mapping[str, Any], turns: Turns) -> Parts:

@@ -340,8 +340,7 @@ def checked_rows(
     usable.extend(range(num_checked, len(rows)))
     digest.update(difficulties.tobytes())
     fingerprint = f"{len(usable)} of {len(rows)}, {digest.hexdigest()[:8]}"
-    chosen = _chosen(rows, usable, difficulties)
-    return PreflightReport(chosen, tuple(skipped), longest, fingerprint, notes, num_usable)
+    return PreflightReport(_chosen(rows, usable, difficulties), tuple(skipped), longest, fingerprint, notes, num_usable)
 
 
 def _chosen(rows: Sequence[R], indices: Sequence[int], difficulty: Sequence[float]) -> Sequence[R]:

@@ -52,7 +52,14 @@ class TurnBridge:
     def delta(self, observation: Sequence[Message]) -> Delta:
         """Tokenises an observation; images are measured and not processed yet."""
         try:
-            return self._delta(observation)
+            observation = [replace(m, text=self._chat.checked_text(row_text(m))) for m in observation]
+            files = [EncodedFile(p, "an image of an observation") for m in observation for p in m.images]
+            images = tuple(map(self._chat.images.load, files))
+            compact = self._ids(self._merged(observation))[1:]
+            sizes = [image.measure for image in images]
+            positions, expansions = self._chat.images.expansions(compact, files, sizes, "an observation")
+            ids, spans = expand(compact, positions, expansions)
+            return Delta(ids.astype(np.int32), spans, images)
         except SkippedSample as error:
             raise EpisodeError(error.reason, str(error)) from error
 
@@ -62,16 +69,6 @@ class TurnBridge:
             return tuple(map(self._chat.images.store, delta.images))
         except SkippedSample as error:
             raise EpisodeError(error.reason, str(error)) from error
-
-    def _delta(self, observation: Sequence[Message]) -> Delta:
-        observation = [replace(m, text=self._chat.checked_text(row_text(m))) for m in observation]
-        files = [EncodedFile(p, "an image of an observation") for m in observation for p in m.images]
-        images = tuple(map(self._chat.images.load, files))
-        compact = self._ids(self._merged(observation))[1:]
-        sizes = [image.measure for image in images]
-        positions, expansions = self._chat.images.expansions(compact, files, sizes, "an observation")
-        ids, spans = expand(compact, positions, expansions)
-        return Delta(ids.astype(np.int32), spans, images)
 
     def _merged(self, observation: Sequence[Message]) -> list[Message]:
         """Maps messages to roles that the template takes; adjacent messages of one role are merged to a turn."""

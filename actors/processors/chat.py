@@ -129,8 +129,7 @@ class ChatProcessor:
         self._hidden = frozenset((*self.eos_token_ids, self.pad_token_id, *self.media_token_ids))
         limits = {"video": sampler.max_videos_per_prompt, "audio": sampler.max_audios_per_prompt}
         media_types = [kind for kind, limit in {"image": self.takes_images, **limits}.items() if limit]
-        written = self.template.written(media_types)
-        self._reserved = reserved_tokens(self._tokenizer, self._hidden, written)
+        self._reserved = reserved_tokens(self._tokenizer, self._hidden, self.template.written(media_types))
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join([self._reserved.pattern, *map(re.escape, added)]))
         for key, text in (("prompt_suffix", self._suffix), ("system_prompt", self._data.system_prompt)):
@@ -177,8 +176,7 @@ class ChatProcessor:
             _, compact_ids = self._encode(row.history, row.question, row.template)
             self._check_length(row, len(compact_ids), 0)
             return len(compact_ids)
-        layout = self._lay_out(row, self.measure_media(row))
-        return int(layout.expanded_ids.shape[0])
+        return int(self._lay_out(row, self.measure_media(row)).expanded_ids.shape[0])
 
     def num_media(self, row: HasMedia) -> int:
         return len(row.images) + len(row.videos) + len(row.audios)

@@ -149,5 +149,4 @@ class ProcessorPool:
             self._keys.popitem(last=False)
 
     async def _join(self, name: str, handle: Any) -> None:
-        what = f"{name} to start (timeouts.start_s)"
-        await answer(handle.ping.remote(), timeout_s=self._start_s, what=what)
+        await answer(handle.ping.remote(), timeout_s=self._start_s, what=f"{name} to start (timeouts.start_s)")

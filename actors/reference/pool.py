@@ -92,8 +92,7 @@ class ReferencePool:
     async def _load(self, name: str, handle: Any) -> None:
         if name in self._loaded and self._loaded[name] is handle:
             return
-        what = f"{name} to load {self._folder}"
-        await answer(handle.load.remote(self._folder), timeout_s=self._timeout_s, what=what)
+        await answer(handle.load.remote(self._folder), timeout_s=self._timeout_s, what=f"{name} to load {self._folder}")
         self._loaded[name] = handle
 
     async def _score(self, slot: WorkerSlot, groups: list[ScoredGroup]) -> list[ScoredGroup]:
@@ -103,8 +102,7 @@ class ReferencePool:
             logprobs = [scorer.score_one.remote(groups[0])]
         else:
             logprobs = scorer.score.options(num_returns=len(groups)).remote(groups)
-        what = f"{slot.name} to score {len(groups)} groups"
-        await answer(logprobs[-1], timeout_s=self._timeout_s, what=what)
+        await answer(logprobs[-1], timeout_s=self._timeout_s, what=f"{slot.name} to score {len(groups)} groups")
         return [replace(g, reference_logprobs=lp) for g, lp in zip(groups, logprobs, strict=True)]
 
     def _count_loss(self, error: Exception) -> None:

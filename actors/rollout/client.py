@@ -63,8 +63,7 @@ class RolloutClient:
             timeout.renew()
 
         with self._prompts.asked(GroupRequest(prompt, settings, in_flight.next_attempt()), take) as answered:
-            what = f"{self.name} to generate prompt {prompt.prompt_id}"
-            group, report = await timeout.wait_for(answered, what)
+            group, report = await timeout.wait_for(answered, f"{self.name} to generate prompt {prompt.prompt_id}")
         return Generated.of(prompt, group, report)
 
     def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Any:

@@ -111,8 +111,7 @@ class FlowSampler(ImageSampler):
         stored = to_bfloat16(latents) if how.dtype == "bfloat16" else latents.astype(how.dtype)
         actions = LatentActions(stored, index, timesteps, sigmas)
         spans = (WeightSpan(self._served.number, 0, len(index)),)
-        images = tuple(map(png, frames))
-        return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, images)
+        return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, tuple(map(png, frames)))
 
     def _rounded(self, latents: Tensor) -> Tensor:
         """Rounds latents to the stored dtype; returns float32."""
@@ -138,10 +137,8 @@ class FlowSampler(ImageSampler):
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
         """Returns float32 [T], log-probs of arbitrary steps, which depend on all pushed weights."""
         how = self._denoising.proof
-        row = self._checkpoint.canary(prompt, how)
-        batch = collate_latents([row], _AtHand(media), self._device)
-        policy = FlowPolicy(self._model, self._family)
-        return policy(batch, StepRescoring(how, "none")).logprobs[0].cpu().numpy()
+        batch = collate_latents([self._checkpoint.canary(prompt, how)], _AtHand(media), self._device)
+        return FlowPolicy(self._model, self._family)(batch, StepRescoring(how, "none")).logprobs[0].cpu().numpy()
 
     @torch.no_grad()
     def _work_a_little(self) -> None:

@@ -65,14 +65,6 @@ def refuse_invalid(call: LossCall, limits: RowLimits) -> None:
     loss = SUMMED_LOSSES.get(call.loss)
     if loss is None:
         raise ValueError(f"there is no loss {call.loss!r}: use one of {', '.join(SUMMED_LOSSES)}")
-    _refuse_options(call, loss)
-    if not call.rows:
-        raise ValueError(f"a call of {call.loss} has no rows: send at least one")
-    for index, row in enumerate(call.rows):
-        _refuse_row(row, f"row {index} of {call.loss}", loss, limits)
-
-
-def _refuse_options(call: LossCall, loss: SummedLoss) -> None:
     known = loss.options
     if unknown := sorted(call.options.keys() - known.keys()):
         raise ValueError(f"{call.loss} has no option {unknown[0]!r}: it takes {', '.join(known) or 'none'}")
@@ -81,6 +73,10 @@ def _refuse_options(call: LossCall, loss: SummedLoss) -> None:
     for name, value in call.options.items():
         if not isinstance(value, int | float) or not np.isfinite(value):
             raise ValueError(f"{call.loss}: the option {name} is {value!r}: give a finite number")
+    if not call.rows:
+        raise ValueError(f"a call of {call.loss} has no rows: send at least one")
+    for index, row in enumerate(call.rows):
+        _refuse_row(row, f"row {index} of {call.loss}", loss, limits)
 
 
 def _refuse_row(row: LossRow, what: str, loss: SummedLoss, limits: RowLimits) -> None:

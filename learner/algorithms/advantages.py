@@ -189,8 +189,7 @@ def reinforce_pp_baseline(rewards: StepRewards, options: AdvantageOptions) -> Te
 
     Source: REINFORCE++, arXiv:2501.03262.
     """
-    groups = GroupStatistics.of(rewards)
-    return whitened(groups.centred(), rewards.included, options.std).float()
+    return whitened(GroupStatistics.of(rewards).centred(), rewards.included, options.std).float()
 
 
 def opo(rewards: StepRewards, options: AdvantageOptions) -> Tensor:

@@ -67,8 +67,7 @@ def nft(
     negative = (1 + beta) * old - beta * predicted
     good, bad = (_error(noised - sigmas * velocity - clean) for velocity in (positive, negative))  # [B, K]
     loss = max_advantage / beta * (share * good + (1 - share) * bad).mean(dim=1, keepdim=True)
-    is_out = advantages.abs() > max_advantage
-    return PolicyLoss(loss, torch.ones_like(loss), is_out)
+    return PolicyLoss(loss, torch.ones_like(loss), advantages.abs() > max_advantage)
 
 
 def _error(difference: Tensor) -> Tensor:

@@ -44,8 +44,7 @@ def k3_importance(logprobs: Tensor, reference_logprobs: Tensor, behavior_logprob
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
     """
-    weight = log_ratio(logprobs, behavior_logprobs).exp()
-    return weight * k3(logprobs, reference_logprobs, behavior_logprobs)
+    return log_ratio(logprobs, behavior_logprobs).exp() * k3(logprobs, reference_logprobs, behavior_logprobs)
 
 
 MAX_ERROR = 0.2  # of the relative error that one step answers to
@@ -116,5 +115,4 @@ def reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, behavior_logprobs: Te
     Without a cap, value and gradient are unbiased for KL(p || q) over tokens that b sampled. The gradient of log p
     inside the bracket is left out: its expectation is 0.
     """
-    weight = log_ratio(logprobs, behavior_logprobs).exp()
-    return weight * capped(logprobs.detach() - teacher_logprobs, cap)
+    return log_ratio(logprobs, behavior_logprobs).exp() * capped(logprobs.detach() - teacher_logprobs, cap)

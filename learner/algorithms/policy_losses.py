@@ -127,8 +127,7 @@ def dual_clip(
     once = ppo_clip(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
     most = -bound * advantages
     is_bounded = (advantages < 0) & (once.loss > most)
-    loss = torch.where(is_bounded, most, once.loss)
-    return PolicyLoss(loss, once.ratio, once.is_clipped | is_bounded.detach())
+    return PolicyLoss(torch.where(is_bounded, most, once.loss), once.ratio, once.is_clipped | is_bounded.detach())
 
 
 def cispo(
@@ -154,8 +153,7 @@ def gspo(
 
     Source: Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 and 7.
     """
-    log_ratios = log_ratio(logprobs, old_logprobs)
-    ratio = sequence_mean_of(log_ratios, mask).exp().expand_as(logprobs)
+    ratio = sequence_mean_of(log_ratio(logprobs, old_logprobs), mask).exp().expand_as(logprobs)
     return clipped_surrogate(ratio, advantages, clip_low, clip_high)
 
 
@@ -169,8 +167,7 @@ def gspo_token(
 
     Source: Group Sequence Policy Optimization, arXiv:2507.18071, equations 13 and 14.
     """
-    log_ratios = log_ratio(logprobs, old_logprobs)
-    sequence = sequence_mean_of(log_ratios, mask).exp().detach()
+    sequence = sequence_mean_of(log_ratio(logprobs, old_logprobs), mask).exp().detach()
     # The second factor is 1: it gives each token its own gradient and leaves the value.
     ratio = sequence * (logprobs - logprobs.detach()).exp()
     return clipped_surrogate(ratio, advantages, clip_low, clip_high)

@@ -193,9 +193,6 @@ def _trained_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str
         for moments in optimizer.state.values():
             if "step" in moments:  # Muon's state has none
                 moments["step"].zero_()
-    return {"model": _without_frozen(policy, model_state), "optimizer": optimizer_state}
-
-
-def _without_frozen(policy: Policy, state: dict[str, Any]) -> dict[str, Any]:
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {name: tensor for name, tensor in state.items() if name not in frozen}
+    trained = {name: tensor for name, tensor in model_state.items() if name not in frozen}
+    return {"model": trained, "optimizer": optimizer_state}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -283,15 +283,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: LearnerCo
     """Builds the optimizer of `learner.optimizer` over the trained parameters; vectors (biases, norms) do not decay."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     optimizer = optimizer_maker(config)(trained, config)
-    _keep_settings(optimizer, {*SETTINGS, *config.optimizer_options})
-    return optimizer
-
-
-SETTINGS = ("betas", "eps", "weight_decay", "momentum")  # of a parameter group; a step sets its learning rate
-
-
-def _keep_settings(optimizer: torch.optim.Optimizer, names: Set[str]) -> None:
-    """A state that is loaded brings its moments alone: a resumed run may have other settings."""
+    # A state that is loaded brings its moments alone: a resumed run may have other settings.
+    names = {*SETTINGS, *config.optimizer_options}
     kept = [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
 
     def restore(loaded: torch.optim.Optimizer) -> None:
@@ -299,6 +292,10 @@ def _keep_settings(optimizer: torch.optim.Optimizer, names: Set[str]) -> None:
             group.update(own)
 
     optimizer.register_load_state_dict_post_hook(restore)
+    return optimizer
+
+
+SETTINGS = ("betas", "eps", "weight_decay", "momentum")  # of a parameter group; a step sets its learning rate
 
 
 def optimizer_maker(config: LearnerConfig) -> Callable[[Named, LearnerConfig], torch.optim.Optimizer]:

@@ -156,8 +156,7 @@ class TokenBatch:
     def padded(self, values: Tensor) -> Tensor:
         """Scatters values of targets, [N], to [B, T], with 0 or False after a row's last target."""
         # By index: with a mask, forward and backward pass would synchronise to count the elements.
-        indices = (self.hidden_rows, self.target_columns)
-        return values.new_zeros(self.target_mask.shape).index_put(indices, values)
+        return values.new_zeros(self.target_mask.shape).index_put((self.hidden_rows, self.target_columns), values)
 
 
 def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: torch.device) -> TokenBatch:

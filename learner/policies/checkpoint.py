@@ -221,8 +221,7 @@ def broken_ties(folder: Path, stored: StoredModel) -> list[tuple[str, str]]:
     """Returns the ties whose tensors differ. transformers loads them as two tensors; engines follow config.json."""
     if not stored.ties:
         return []
-    wanted = {*stored.ties, *stored.ties.values()}
-    found = dict(_read(folder, wanted))
+    found = dict(_read(folder, {*stored.ties, *stored.ties.values()}))
     return [(copy, source) for copy, source in stored.ties.items() if not torch.equal(found[copy], found[source])]
 
 

@@ -158,7 +158,14 @@ def refuse_unknown_prefixes(
     """Checks that each entry of `policy.freeze` is a part of the family, or a prefix of a checkpoint name."""
     for prefix in prefixes:
         if not any(name.startswith(parts.get(prefix, (prefix,))) for name in names):
-            raise ValueError(_no_match(prefix, parts, names))
+            split = [name.split(".") for name in names]
+            stems = {".".join(words[: i + 1]) + "." for words in split for i in range(len(words) - 1)}
+            nearest = get_close_matches(prefix, sorted(stems), n=3, cutoff=0.0)
+            choices = ", ".join([*nearest, *parts])
+            raise ValueError(
+                f"policy.freeze: no parameter of the checkpoint starts with {prefix!r}; the nearest are {choices}: "
+                "use one of them, or take it out of policy.freeze"
+            )
 
 
 def checkpoint_names(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, str]:
@@ -191,13 +198,3 @@ def checkpoint_names(model: nn.Module, state: Mapping[str, Tensor] | None = None
 
 def saved_names(model: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
     return list(revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")}))
-
-
-def _no_match(prefix: str, parts: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> str:
-    stems = {".".join(parts[: i + 1]) + "." for parts in (n.split(".") for n in names) for i in range(len(parts) - 1)}
-    nearest = get_close_matches(prefix, sorted(stems), n=3, cutoff=0.0)
-    choices = ", ".join([*nearest, *parts])
-    return (
-        f"policy.freeze: no parameter of the checkpoint starts with {prefix!r}; the nearest are {choices}: "
-        "use one of them, or take it out of policy.freeze"
-    )

@@ -98,8 +98,7 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         row = row_of if config.algorithm.has_likelihood else clean
         return Scoring(StepRescoring(denoising, divergence), StepRescoring(proof, "none"), canary_row, row)
     if config.sampler.draws_tokens:
-        drawn = canary_tokens(config.policy.model).numpy()
-        canary_row = partial(TokenSequence.of_response, token_ids=drawn)
+        canary_row = partial(TokenSequence.of_response, token_ids=canary_tokens(config.policy.model).numpy())
         return Scoring(Distribution(config.sampler.temperature, ()), PLAIN, canary_row, row_of)
     sampler = config.sampler
     sampled = Distribution(sampler.temperature, banned_ids, sampler.first_token_temperature)

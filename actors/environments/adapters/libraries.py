@@ -309,7 +309,11 @@ class OpenEnv:
     ) -> None:
         if action_format not in ("text", "json"):
             raise ValueError(f"options.action_format={action_format!r} is unknown: use text or json")
-        self._url = _websocket_url(url)
+        parts = urlsplit(url)
+        schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+        if parts.scheme not in schemes or not parts.hostname:
+            raise ValueError(f"options.url={url!r} is no URL: give http://HOST:PORT of an OpenEnv server")
+        self._url = urlunsplit((schemes[parts.scheme], parts.netloc, f"{parts.path.rstrip('/')}/ws", "", ""))
         self._instruction = instruction
         self._action_field = action_field if action_format == "text" else ""
         self._text_fields, self._image_fields = tuple(text_fields), tuple(image_fields)
@@ -382,14 +386,6 @@ class OpenEnv:
             await self._socket.close()
         if self._session is not None:
             await self._session.close()
-
-
-def _websocket_url(url: str) -> str:
-    parts = urlsplit(url)
-    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-    if parts.scheme not in schemes or not parts.hostname:
-        raise ValueError(f"options.url={url!r} is no URL: give http://HOST:PORT of an OpenEnv server")
-    return urlunsplit((schemes[parts.scheme], parts.netloc, f"{parts.path.rstrip('/')}/ws", "", ""))
 
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -244,8 +244,7 @@ class EnvironmentSession:
 
     async def step(self, action: Action) -> Step:
         """Raises: EpisodeError: as `reset`."""
-        call = partial(self.environment.step, action)
-        result = Step(*await self.run(call, self.config.step_timeout_s, "step"))
+        result = Step(*await self.run(partial(self.environment.step, action), self.config.step_timeout_s, "step"))
         return result._replace(observation=self._checked(result.observation, ROLES_OF_STEP))
 
     async def demonstrate(self) -> str:

@@ -406,7 +406,17 @@ class RowPacking:
                 f"{self._attention}: set policy.attention=sdpa or learner.packing=false"
             )
         if sequence_ranks is not None:
-            _refuse_unsplit(decoder, self._attention, sequence_ranks.size)
+            num_ranks, num_heads = sequence_ranks.size, decoder.config.num_attention_heads
+            if self._attention != "sdpa":
+                raise ValueError(
+                    f"learner.sequence_parallel={num_ranks} exchanges heads in sdpa alone, and "
+                    f"policy.attention={self._attention}: set policy.attention=sdpa"
+                )
+            if num_heads % num_ranks > 0:
+                raise ValueError(
+                    f"learner.sequence_parallel={num_ranks} does not divide the {num_heads} attention heads of "
+                    "policy.model: choose a divisor of them"
+                )
         if self._attention == "sdpa":
             decoder.config._attn_implementation = PACKED
         self._places: RowPlaces | None = None
@@ -482,16 +492,3 @@ class RowPacking:
 def _taken(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
     """Joins the tokens of all rows: axes [B, S] at `axis` become [1, num_tokens]."""
     return tensor.flatten(axis, axis + 1).index_select(axis, index).unsqueeze(axis)
-
-
-def _refuse_unsplit(decoder: PreTrainedModel, attention: str, num_ranks: int) -> None:
-    if attention != "sdpa":
-        raise ValueError(
-            f"learner.sequence_parallel={num_ranks} exchanges heads in sdpa alone, and policy.attention={attention}: "
-            "set policy.attention=sdpa"
-        )
-    if decoder.config.num_attention_heads % num_ranks > 0:
-        raise ValueError(
-            f"learner.sequence_parallel={num_ranks} does not divide the {decoder.config.num_attention_heads} attention "
-            "heads of policy.model: choose a divisor of them"
-        )

@@ -27,8 +27,7 @@ class SequenceRanks:
 
     def __init__(self, size: int, device: torch.device) -> None:
         """Forms groups of `size` ranks (`learner.sequence_parallel`). Collective over all ranks."""
-        shape = (dist.get_world_size() // size, size)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
+        mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("data", "sequence"))
         self.size = size
         self._group = mesh.get_group("sequence")
         self.rank = mesh.get_local_rank("sequence")

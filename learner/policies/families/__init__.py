@@ -209,19 +209,7 @@ def family_of(config: PreTrainedConfig, source: str | None = "", key: str = "pol
     A model type without a file is an `UnknownFamily` if transformers loads it as image and text to text.
     """
     kind = config.model_type
-    _refuse_scaled_logits(config, source, key)
-    if kind in INNER:
-        return INNER[kind]
-    if kind not in BY_MODEL_TYPE and kind not in REFUSED and UnknownFamily.takes(config):
-        return UNKNOWN
-    if kind not in BY_MODEL_TYPE:
-        why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
-        raise ValueError(f"{key}={source} is of the model type {kind}, which is not supported{why}: {_known()}")
-    return BY_MODEL_TYPE[kind]
-
-
-def _refuse_scaled_logits(config: PreTrainedConfig, source: str | None, key: str) -> None:
-    """Refuses a model that changes logits after its output embeddings, or attention scores before the softmax."""
+    # Some models change logits after their output embeddings, or attention scores before the softmax.
     text = config.get_text_config()
     scales = {name: getattr(text, name, None) for name in LOGIT_SCALES}
     scales = {name: value for name, value in scales.items() if value not in (None, 1, 0)}
@@ -231,6 +219,14 @@ def _refuse_scaled_logits(config: PreTrainedConfig, source: str | None, key: str
             f"{key}={source} has {name}={value} in its config.json, and no logits are capped or scaled here: choose a "
             f"checkpoint without it; {_known()}"
         )
+    if kind in INNER:
+        return INNER[kind]
+    if kind not in BY_MODEL_TYPE and kind not in REFUSED and UnknownFamily.takes(config):
+        return UNKNOWN
+    if kind not in BY_MODEL_TYPE:
+        why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
+        raise ValueError(f"{key}={source} is of the model type {kind}, which is not supported{why}: {_known()}")
+    return BY_MODEL_TYPE[kind]
 
 
 def unequal_window(source: str) -> int | None:

@@ -75,9 +75,15 @@ class VisionFamily(ImageFamily):
         kinds = np.zeros_like(ids)  # [B, S]; on the host, which would wait for the device at every check
         for number, placeholder in enumerate(self.placeholder_ids(model.config), start=1):
             is_placeholder = (ids == placeholder) & batch.in_media
-            _refuse_stray(ids, is_placeholder, placeholder, batch)
+            is_stray = (ids == placeholder) & ~is_placeholder  # the model would insert an image there
+            is_seen = np.arange(ids.shape[1]) < np.array(batch.row_lengths)[:, None] - 1
+            if (is_stray & is_seen).any():
+                raise ValueError(
+                    f"a row holds the placeholder {placeholder} outside of its recorded images and videos: it is "
+                    "banned from sampling, so remove it from the responses of your data"
+                )
             # The last token of a row is never looked at: it may be any but a placeholder outside of media.
-            ids[(ids == placeholder) & ~is_placeholder] = 0
+            ids[is_stray] = 0
             kinds[is_placeholder] = number
         kinds[(kinds == 1) & batch.in_video] = 2  # if videos have the placeholder of images
         encoded = self.encode_all(core, batch, ranks)
@@ -257,17 +263,6 @@ def refuse_long(clip: Clip, num_tokens: int, limits: VideoConfig) -> None:
         raise ValueError(
             f"its {len(clip.timestamps)} frames take {num_tokens} tokens, however small they are, and "
             f"data.video.max_tokens is {limits.max_tokens}: lower data.video.max_frames or raise it"
-        )
-
-
-def _refuse_stray(ids: np.ndarray, is_placeholder: np.ndarray, placeholder: int, batch: TokenBatch) -> None:
-    """Refuses placeholders without a recorded image: the model would insert an image there."""
-    is_stray = (ids == placeholder) & ~is_placeholder
-    is_seen = np.arange(ids.shape[1]) < np.array(batch.row_lengths)[:, None] - 1
-    if (is_stray & is_seen).any():
-        raise ValueError(
-            f"a row holds the placeholder {placeholder} outside of its recorded images and videos: it is banned from "
-            "sampling, so remove it from the responses of your data"
         )
 
 

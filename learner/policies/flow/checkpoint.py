@@ -121,8 +121,7 @@ class FlowCheckpoint:
             described: state-dict name -> tensor with the shape of the whole tensor; values are not read.
             tensors: (state-dict name, whole tensor) of each.
         """
-        ignored = shutil.ignore_patterns(TRANSFORMER)
-        shutil.copytree(self.folder, folder, ignore=ignored, dirs_exist_ok=True)
+        shutil.copytree(self.folder, folder, ignore=shutil.ignore_patterns(TRANSFORMER), dirs_exist_ok=True)
         self.unread_transformer()[0].save_config(folder / TRANSFORMER)
         dtypes = SavedDtypes.of_files(self.folder / TRANSFORMER, dtype)
         files = {name: dtypes.described(name, tensor) for name, tensor in described.items()}

@@ -320,8 +320,7 @@ class CleanSequence(_FlowRow):
     def of_response(cls, noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
         """Returns the image at the end of some denoising steps. The seed is derived from the image."""
         clean = actions.values[-1]
-        seed = zlib.crc32(np.ascontiguousarray(clean).tobytes())
-        return cls(clean, condition_of(prompt), noising, seed)
+        return cls(clean, condition_of(prompt), noising, zlib.crc32(np.ascontiguousarray(clean).tobytes()))
 
     @property
     def num_targets(self) -> int:
@@ -432,8 +431,7 @@ class FlowPolicy(Policy):
         with self._as_reference():
             reference = self._transition(batch, replay.denoising)
         scale = moved.std if replay.divergence == "exact" else moved.rate
-        kl = gaussian_kl(moved.mean, reference.mean, scale)
-        return output._replace(divergence=batch.padded(kl))
+        return output._replace(divergence=batch.padded(gaussian_kl(moved.mean, reference.mean, scale)))
 
     def _at_levels(self, batch: NoisedBatch, replay: StepRescoring) -> PolicyOutput:
         """`divergence` is the mean over levels and numbers of (v - reference v)^2."""

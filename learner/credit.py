@@ -293,7 +293,6 @@ def _by_turn_advantage(formula: TurnAdvantage, config: AlgorithmConfig, step: _S
 
 
 def _by_values(formula: TokenAdvantage, config: AlgorithmConfig, step: _Step) -> list[LearnerItem]:
-    """One advantage for each token, from the critic's values."""
     discount = config.turn_discount if config.advantage in TURNWISE else config.gamma
     credited = []
     for item, turns, cost in zip(step.items, step.earned, step.costs, strict=True):
@@ -302,8 +301,7 @@ def _by_values(formula: TokenAdvantage, config: AlgorithmConfig, step: _Step) ->
         for (_, end), reward in zip(turns_of(item.loss_mask), turns, strict=False):
             paid[end - 1] += reward
         goes_on = item.is_truncated and config.bootstrap_truncated
-        response = TokenValues(paid, item.values, item.loss_mask, goes_on)
-        credit = formula(response, discount, config.gae_lambda)
+        credit = formula(TokenValues(paid, item.values, item.loss_mask, goes_on), discount, config.gae_lambda)
         arrays = (credit.advantages.astype(np.float32), credit.returns.astype(np.float32))
         credited.append(replace(item, advantages=arrays[0], returns=arrays[1]))
     return credited
@@ -335,7 +333,6 @@ def _measure_turns(items: Sequence[LearnerItem]) -> dict[str, float]:
 
 
 def _measure_values(items: Sequence[LearnerItem]) -> dict[str, float]:
-    """Measures the critic's prediction of the step's returns before it trains on them."""
     values = np.concatenate([filled(item.values)[:-1][item.loss_mask] for item in items])
     returns = np.concatenate([filled(item.returns)[item.loss_mask] for item in items])
     return {

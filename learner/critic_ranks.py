@@ -52,8 +52,7 @@ class CriticRank(StatefulRank):
 
     def begin(self, folder: Path) -> None:
         """RL begins with the policy of the checkpoint `folder`, and so does the critic."""
-        policy = self._config.policy.model_copy(update={"model": str(folder)})
-        _, weights = unread_policy_model(policy, torch.float32)
+        _, weights = unread_policy_model(self._config.policy.model_copy(update={"model": str(folder)}), torch.float32)
         self._critic.begin(weights)
 
     def value(

@@ -383,7 +383,6 @@ class LearnerGroup(RankGroup):
         return await self.lost_ranks.call(calls)
 
     def _stored(self, examples: Sequence[SharedExample]) -> tuple[Any, Sequence[Portion | None]]:
-        """Stores examples of the warm start; returns a reference to their outlines, and the portion of each rank."""
         stored, num_ranks = stored_examples(examples, self._put), len(self.workers)
         if self._planners.examples is None or num_ranks == 1:
             return self._put(stored), [None] * num_ranks

@@ -121,8 +121,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     if config.policy.lora.is_on and not merge:
         save_trained_adapters(factors_of(dict(saved)), config, folder)
     else:
-        tensors = _plain(saved, stored, config.policy.lora.scale)
-        save_trained(model, config, folder, weights.described, tensors, dtype)
+        save_trained(model, config, folder, weights.described, _plain(saved, stored, config.policy.lora.scale), dtype)
 
 
 def saved_checksum(config: RunConfig, state: Path) -> str:

@@ -134,8 +134,7 @@ class RLSteps:
         taken = sum(map(math.isfinite, grad_norms))
         num_critic = num_parts - critic["critic_skipped"] if critic else 0.0
         counts = {"skipped": float(planned - taken), "optimizer_steps": taken + num_critic}
-        report = {**credited.metrics, **metrics, **critic, "learning_rate": rate, **counts}
-        return UpdateReport(version, report)
+        return UpdateReport(version, {**credited.metrics, **metrics, **critic, "learning_rate": rate, **counts})
 
     def _loss(
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool

@@ -210,7 +210,6 @@ class ShareFetcher:
     def _completed(
         self, entries: Entries[E], whole: Mapping[int, E], error: FetchError | None, owned: set[int]
     ) -> list[E]:
-        """All entries: those fetched here, and the others restored from outlines."""
         outlines = {index: entries.outline(whole[index], index) for index in owned & whole.keys()}
         reports = self._exchanged(RankReport(outlines, error))
         elsewhere = {index: outline for report in reports for index, outline in report.outlines.items()}

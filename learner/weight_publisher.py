@@ -223,9 +223,6 @@ class WeightPublisher:
             elif (lone := lone_bytes(bucket, full)) is not None:
                 yield lone.to(self._device)  # offloaded weights are in host memory
             else:
-                yield pack(bucket, full, self._staged(bucket.num_bytes))
-
-    def _staged(self, num_bytes: int) -> torch.Tensor:
-        if self._staging.numel() < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._staging
+                if self._staging.numel() < bucket.num_bytes:
+                    self._staging = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+                yield pack(bucket, full, self._staging)

@@ -84,7 +84,6 @@ class Conversation:
 
 
 def _refuse_url(kind: str, url: str) -> Path:
-    """Raises: ImageError: offline jobs download nothing."""
     raise ImageError(f"remote_{kind}", f"{url[:80]!r} is no path: save the {kind} below the data folder and name it")
 
 

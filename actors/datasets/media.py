@@ -145,8 +145,7 @@ class MediaInputs:
             head, comma, data = url.partition(",")
             if not comma:
                 raise ImageError("bad_image", f"{url[:NUM_SHOWN]!r} is no data URL: write data:image/png;base64,DATA")
-            content = _from_base64(data) if head.endswith(";base64") else unquote_to_bytes(data)
-            return EncodedFile(content, name)
+            return EncodedFile(_from_base64(data) if head.endswith(";base64") else unquote_to_bytes(data), name)
         if url.startswith(WEB):
             return self._fetch(url)
         if url.startswith("file://"):
@@ -156,7 +155,6 @@ class MediaInputs:
         )
 
     def _is_fit(self, path: Path) -> bool:
-        """Whether a path below the root can be read."""
         return path.is_file()
 
     def _from_mapping(self, value: Mapping[str, Any], name: str) -> ImageSource:
@@ -345,7 +343,6 @@ def _is_pair(value: Any) -> bool:
 
 
 def _plain(rate: Any) -> Any:
-    """Converts a scalar of numpy or torch to Python."""
     return rate.item() if hasattr(rate, "item") and np.ndim(rate) == 0 else rate
 
 

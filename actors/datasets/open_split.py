@@ -126,7 +126,6 @@ class RowReader:
         return draft
 
     def _mapped(self, record: Record) -> Record:
-        """Renames the columns of a record to the names of the row format."""
         renamed: dict[str, Any] = {column: first_of(record, source) for column, source in self.source.columns.items()}
         others = {column: value for column, value in record.items() if column not in self.source.columns.values()}
         return {**others, **{column: value for column, value in renamed.items() if value is not None}}

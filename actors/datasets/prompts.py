@@ -209,7 +209,6 @@ class PromptSource(Generic[R, P]):
         return self._preparation.begin(row, self.id_at(index))
 
     def _sample_at(self, index: int) -> str:
-        """The id of the row, or the name of an unusable record."""
         try:
             return self._rows.row(index).sample_id
         except RowError as error:

@@ -97,7 +97,6 @@ class TurnBridge:
         return tokens.ids[tokens.num_before(len(before) + rest.index(end[0])) :]
 
     def _problem(self, role: str) -> str | None:
-        """The reason why a turn of `role` cannot follow a turn of the policy; None if it can."""
         assert role in ROLES_OF_STEP
         text = f"{PROBED}{IMAGE_PLACEHOLDER}" if self._chat.takes_images else PROBED
         turns = (Message(role, text),)

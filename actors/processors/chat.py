@@ -408,7 +408,6 @@ def _content(question: str) -> list[dict[str, str]]:
 
 
 def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
-    """Loads the model's processor, with the pixel budget of `data` if the family has a budget."""
     try:
         options = family.processor_options(model, data) if isinstance(family, ImageFamily) else {}
         processor = AutoProcessor.from_pretrained(model, **options, trust_remote_code=False)

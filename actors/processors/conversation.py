@@ -122,7 +122,6 @@ class ConversationProcessor:
         return self.chat.num_media(row)
 
     def _inlined(self, row: Conversation) -> Conversation:
-        """The row with tool calls and thoughts in the texts of its turns."""
         num = len(row.context)
         turns = [self.chat.inlined((*row.context, *ending.turns), row.template, num) for ending in row.endings]
         endings = [replace(e, turns=tuple(found[num:])) for e, found in zip(row.endings, turns, strict=True)]

@@ -114,8 +114,7 @@ class RolloutActor(PromptServer):
     async def sample_apart(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
         """Samples a prompt outside the run, without environment and without reports."""
         media = await self._media.read(prompt.media)
-        attempt = Attempt(uuid.uuid4().hex, ())
-        sequences = await self._sampler.sample(prompt, media, settings, attempt, lambda *_: None)
+        sequences = await self._sampler.sample(prompt, media, settings, Attempt(uuid.uuid4().hex, ()), lambda *_: None)
         return TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:

@@ -496,5 +496,4 @@ class Demonstrations:
                 f"sampler.max_tokens is {self._max_turn_tokens}: set sampler.max_tokens={len(ids)} or more"
             )
         nothing = np.zeros(len(ids), dtype=np.float32)
-        span = (WeightSpan(0, 0, len(ids)),)
-        episode.add_turn(SampledSequence(TokenActions(ids), nothing, span, FinishReason.STOP))
+        episode.add_turn(SampledSequence(TokenActions(ids), nothing, (WeightSpan(0, 0, len(ids)),), FinishReason.STOP))

@@ -168,7 +168,6 @@ class GroupProgress:
         return [index for index, sibling in enumerate(self.siblings) if sibling.num_tokens == 0]
 
     def _rest(self, sibling: int) -> GroupPart:
-        """The request that samples a sibling from its last token on."""
         # An engine cannot resume a random generator, so the rest is a new draw from the same distribution. The seed
         # depends on the position: the original seed would repeat the random numbers of the first tokens. Greedy
         # decoding continues exactly.
@@ -506,8 +505,7 @@ class _Reader(StoppingCriteria):
 
     def _piece(self, tokens: np.ndarray, logprobs: np.ndarray, kept: KeptSets | None) -> SampledSequence:
         """Removes padding: a response ends with the first stop token."""
-        stop_ids = (*self._settings.stop_ids, *self._sampling.stop_token_ids)
-        stops = np.flatnonzero(np.isin(tokens, stop_ids))
+        stops = np.flatnonzero(np.isin(tokens, (*self._settings.stop_ids, *self._sampling.stop_token_ids)))
         length = int(stops[0]) + 1 if stops.size else int(tokens.shape[0])
         at_limit = FinishReason.LENGTH if self._num_read == self._sampling.max_tokens else None
         return SampledSequence(

@@ -83,7 +83,6 @@ class ImageSampler(InProcessSampler):
         return request.images
 
     def _batch_with(self, first: ImageRequest) -> list[ImageRequest]:
-        """Returns `first` and the requests that wait with it and fit into one batch."""
         batch, num = [first], first.settings.num_samples
         for other in self._waiting:
             is_ready = other.images is None and other.settings.min_version <= self._served.number
@@ -194,8 +193,7 @@ class ImageTokenSampler(ImageSampler):
         embeds = embedded(self._model, ids, is_text)
         hidden = self._model.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
         states = head_states(self._model, hidden[:, num - 1 : -1].flatten(0, 1), self._guidance)
-        logprobs = image_logits(self._model, states).log_softmax(-1).cpu()
-        return logprobs.gather(-1, tokens[:, None])[:, 0].numpy()
+        return image_logits(self._model, states).log_softmax(-1).cpu().gather(-1, tokens[:, None])[:, 0].numpy()
 
     @torch.no_grad()
     def _work_a_little(self) -> None:

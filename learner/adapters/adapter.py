@@ -348,8 +348,7 @@ class TrainedAdapter:
 
         Source: arXiv:1711.05101.
         """
-        limit = settings.grad_clip_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, settings.grad_clip_norm or math.inf).item()
         is_taken = math.isfinite(norm)
         if is_taken:
             self.move_state(self._device)

@@ -169,8 +169,7 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
 
 def saved_sharded_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """As `saved_weights`, from any number of ranks."""
-    tensors = saved_tensors(folder)
-    return {name.removeprefix(MODEL): read for name, read in tensors.items() if name.startswith(MODEL)}
+    return {name.removeprefix(MODEL): read for name, read in saved_tensors(folder).items() if name.startswith(MODEL)}
 
 
 def saved_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:

@@ -275,7 +275,6 @@ class NullCritic:
 
 
 def _settings(config: RunConfig) -> LearnerConfig:
-    """Returns the critic's optimizer and backend settings: the learner's, overridden by `algorithm.critic`."""
     critic = config.algorithm.critic
     return config.learner.model_copy(
         update={

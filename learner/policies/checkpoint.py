@@ -253,7 +253,6 @@ def pushed_manifest(checkpoint: Manifest, config: RunConfig) -> Manifest:
 
 
 def _parent(name: str) -> str:
-    """Returns the module whose children vLLM may load as one layer."""
     block, experts, _ = name.partition(EXPERTS)
     return block + experts if experts else name.rsplit(".", 2)[0]
 

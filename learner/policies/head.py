@@ -185,8 +185,7 @@ class _Score:
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """At least one chunk, which may be empty."""
-        starts = range(0, max(num_tokens, 1), self.chunk_tokens)
-        return [slice(start, start + self.chunk_tokens) for start in starts]
+        return [slice(start, start + self.chunk_tokens) for start in range(0, max(num_tokens, 1), self.chunk_tokens)]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

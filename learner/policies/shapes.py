@@ -108,6 +108,8 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         model = auto_class(own).from_config(own, trust_remote_code=False)
     vision = getattr(own, "vision_config", None)
     blocks = [_num_parameters(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    head = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     return ModelShape(
         model_type=family.model_types[0] if config.model_type in family.inner_types else config.model_type,
         manifest=_manifest(model),
@@ -118,7 +120,7 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         largest_block=max(blocks),
         num_in_blocks=sum(blocks),
         family=family,
-        linear_kinds=_linear_kinds(model),
+        linear_kinds=frozenset(map(layer_kind, linear)),
         decoder=_decoder_weights(model),
         pixels_per_patch=0 if vision is None else _pixels(vision.patch_size),
     )
@@ -128,12 +130,6 @@ def layer_kind(module: str) -> str:
     """The name of a layer within a block: `q_proj`, or `to_out.0` for a layer in a numbered list."""
     parts = module.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
-
-
-def _linear_kinds(model: PreTrainedModel) -> frozenset[str]:
-    head = model.get_output_embeddings()
-    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
-    return frozenset(layer_kind(name) for name in linear)
 
 
 def _decoder_weights(model: PreTrainedModel) -> tuple[str, ...]:

@@ -208,7 +208,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """The value of a JSON text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -211,7 +211,6 @@ class AgentEnvironment:
         return event.result()
 
     def _abandon(self) -> None:
-        """Ends a running episode; its program gets no further answers."""
         if self._talk is not None:
             self._programs.cancel(self._episode)
             self._talk.close()

@@ -143,7 +143,6 @@ def _read(path: str) -> list[dict[str, Any]]:
 
 
 def _tool(name: str, method: Any) -> Tool:
-    """Describes a method as a tool: first paragraph of the docstring, parameters and types."""
     parameters = inspect.signature(method).parameters.values()
     described = {f"{'**' * (p.kind is p.VAR_KEYWORD)}{p.name}": _type_name(p.annotation) for p in parameters}
     return Tool(name, " ".join((inspect.getdoc(method) or name).split("\n\n")[0].split()), described)
@@ -156,7 +155,6 @@ def _type_name(annotation: Any) -> str:
 
 
 def _prompt_of(row: Mapping[str, Any], instruction: str) -> str:
-    """The text of the row's prompt (a text or messages), else the instruction."""
     prompt = row.get("prompt", instruction)
     if isinstance(prompt, str):
         return prompt
@@ -325,8 +323,7 @@ class OpenEnv:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
-        answer = self._loop.run(self._exchange({"type": "reset", "data": {"seed": seed}}))
-        message = self._message(answer)
+        message = self._message(self._loop.run(self._exchange({"type": "reset", "data": {"seed": seed}})))
         first = Message("user", f"{self._instruction}\n{message.text}".strip(), message.images)
         return Reset((first,), {})
 

@@ -186,8 +186,7 @@ class RemoteEnvironment(_Hosted):
                 if reply.status_code == 200:
                     return self._read(reply)
                 kind = "session_lost" if reply.status_code == 404 else "server_refused"
-                text = f"{self._url} answered {reply.status_code}: {reply.text[:QUOTED_CHARS]}"
-                problem = EpisodeError(kind, text)
+                problem = EpisodeError(kind, f"{self._url} answered {reply.status_code}: {reply.text[:QUOTED_CHARS]}")
                 if reply.status_code < 500:
                     raise problem
             if time.monotonic() + pause_s >= deadline:

@@ -89,7 +89,6 @@ async def _result(call: CallText, connected: Mapping[str, Any], dispatch: Mappin
 
 
 def _joined(results: Sequence[list[Wire]]) -> str | list[Wire]:
-    """The results of all calls as the content of one message: a text where they hold no images."""
     parts = [part for result in results for part in result]
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)

@@ -94,7 +94,6 @@ class CheckpointLoader(DefaultModelLoader):
 
 
 def _folder(model: str) -> Path:
-    """Returns the local directory of `policy.model`; downloads a hub model."""
     return Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
 
 

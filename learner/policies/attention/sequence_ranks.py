@@ -139,8 +139,7 @@ def _all_gathered(values: Tensor, counts: Sequence[int], group: dist.ProcessGrou
     longest = max(counts)
     received = values.new_empty(len(counts) * longest, *values.shape[1:])
     dist.all_gather_single(received, _filled(values, longest), group)
-    parts = received.split(longest)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(received.split(longest), counts, strict=True)])
 
 
 def _filled(values: Tensor, length: int) -> Tensor:

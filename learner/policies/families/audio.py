@@ -128,8 +128,7 @@ class Qwen2Audio(AudioFamily):
         attention_mask = create_bidirectional_mask(
             config=tower.config, inputs_embeds=features.new_zeros(*seen.shape, 1), attention_mask=seen.long()
         )
-        encoded = tower(features, attention_mask=attention_mask).last_hidden_state
-        projected = project(encoded)  # [N, F, H]
+        projected = project(tower(features, attention_mask=attention_mask).last_hidden_state)  # [N, F, H]
         sounds = [row[: num_embeddings(int(num))] for row, num in zip(projected, mask.sum(-1), strict=True)]
         embeds = model.get_input_embeddings()(batch.input_ids)
         embeds = put(embeds, places(batch, core.config.audio_token_id), sounds, batch.audios)

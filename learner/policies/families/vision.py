@@ -103,8 +103,7 @@ class VisionFamily(ImageFamily):
         """Returns modality -> features at all placeholders of a batch, in exactly one call of the vision tower."""
         if not batch.media.inputs:
             return {"image": self.encode_nothing(core, batch.input_ids.device)}
-        encoded = self.encode_shared(core, batch, ranks, batch.media.inputs, [batch.media])
-        return {"image": placed(encoded, batch.media)}
+        return {"image": placed(self.encode_shared(core, batch, ranks, batch.media.inputs, [batch.media]), batch.media)}
 
     def as_taken(self, encoded: Encoded, token_types: Tensor) -> Encoded:
         """The features in the form that the model's forward() takes; `token_types` as in `decoder_inputs`."""
@@ -233,7 +232,6 @@ def _gathered(own: Features, num_tokens: list[int], shares: list[list[int]], ran
 
 
 def _none_of(features: Features) -> Features:
-    """Reduces features of an image to zero rows, through which gradients are zeros."""
     return features[:0] if isinstance(features, Tensor) else [part[:0] for part in features]
 
 

@@ -356,8 +356,7 @@ class LlavaOneVision(VisionFamily, VideoFamily):
             return [], torch.empty(0, 2, dtype=torch.int64, device=batch.input_ids.device)
         sizes, side = batch.media.inputs["image_sizes"], config.vision_config.image_size
         counts = [image_size_to_num_patches(size, config.image_grid_pinpoints, side) for size in sizes]
-        pixels = batch.media.inputs["pixel_values"]
-        return [image[:count] for image, count in zip(pixels, counts, strict=True)], sizes
+        return [image[:count] for image, count in zip(batch.media.inputs["pixel_values"], counts, strict=True)], sizes
 
     def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
         if (

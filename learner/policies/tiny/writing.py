@@ -116,8 +116,7 @@ def build_tokenizer(
         model_max_length=MAX_POSITIONS,
         **options,
     )
-    plain = (ANSWER_OPENING, *added)
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in (ANSWER_OPENING, *added)])
     return tokenizer
 
 

@@ -104,7 +104,6 @@ def at_frames(frames: Sequence[str]) -> str:
 
 
 def _short(filename: str) -> str:
-    """Shortens a path: relative to the folder of installed packages, or its last three parts."""
     parts = Path(filename).parts
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:

@@ -233,7 +233,6 @@ def translations() -> tuple[Translation, ...]:
 
 @cache
 def _homes() -> Mapping[str, str]:
-    """Section of another trainer -> section of ours."""
     sections = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))["sections"]
     return {theirs: ours for ours, names in sections.items() for theirs in names}
 

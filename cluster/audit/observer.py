@@ -15,7 +15,7 @@ from mobula.cluster.files import file_sha256, write_atomically
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from mobula.cluster.metrics.step_records import MetricsRecord, StepRecord, to_line
-from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
 from mobula.cluster.rollout.dispatcher import PromptObserver
 from mobula.cluster.weight_sync.weight_sync import Push
@@ -29,14 +29,11 @@ _logger = logging.getLogger(__name__)
 def group_entry(group: ScoredGroup) -> list[Any]:
     """Returns id, digest of content and rewards, and trained tokens by the version that sampled them."""
     summary = group.summary
-    digest = scored_digest(summary.sha256, group.rewards)
+    values = [
+        None if reward is None else [reward.value, *sorted(reward.components.items())] for reward in group.rewards
+    ]
+    digest = hashlib.sha256(f"{summary.sha256}{json.dumps(values)}".encode()).hexdigest()
     return [summary.group_id, digest, {str(version): num for version, num in summary.tokens_by_version.items()}]
-
-
-def scored_digest(content: str, rewards: Sequence[Reward | None]) -> str:
-    """Returns the sha256 of a group's `GroupSummary.sha256` and its rewards."""
-    values = [None if reward is None else [reward.value, *sorted(reward.components.items())] for reward in rewards]
-    return hashlib.sha256(f"{content}{json.dumps(values)}".encode()).hexdigest()
 
 
 class RunAudit(PromptObserver):

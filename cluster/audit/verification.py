@@ -330,7 +330,6 @@ def _check_logged(history: History, folder: Path, known: set[str]) -> Iterator[A
 
 
 def _check_covers(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:
-    """Compares the other files with their newest digests."""
     present = [name for name in history.covers if is_segment(name) and (folder / name).is_file()]
     for name, cover in history.covers.items():
         is_dropped = name in history.droppable and name < min(present, default="~")

@@ -167,12 +167,6 @@ def critical_value(level: float, degrees: float) -> float:
     return -float(stdtrit(degrees, level))
 
 
-def pooled_deviation(a: Moments, b: Moments) -> float:
-    """Standard deviation of group means within two windows."""
-    degrees = a.num + b.num - 2
-    return math.sqrt((a.m2 + b.m2) / degrees) if degrees > 0 else 0.0
-
-
 def difference(a: Moments, b: Moments, margin: float = 0.0) -> Difference:
     """How far the mean of `b` is above that of `a` by more than `margin` (Welch's t, Welch-Satterthwaite degrees).
     Windows with fewer than `MIN_GROUPS` groups differ by 0."""
@@ -310,7 +304,9 @@ def _comparisons(windows: Sequence[Window]) -> Iterator[tuple[Window, Window]]:
 
 
 def _difference(a: Moments, b: Moments, min_effect: float) -> Difference:
-    return difference(a, b, min_effect * pooled_deviation(a, b))
+    degrees = a.num + b.num - 2
+    deviation = math.sqrt((a.m2 + b.m2) / degrees) if degrees > 0 else 0.0  # of group means within the windows
+    return difference(a, b, min_effect * deviation)
 
 
 def _agreeing(windows: Sequence[Window]) -> int:

@@ -54,7 +54,9 @@ class ArtifactWriter:
         for group, sibling in chosen:
             trajectory = groups_by_id[id(group)].trajectories[sibling]
             if trajectory.response.images:
-                name = f"step-{step:06d}/{_as_file(group.summary.sample_id)}-{sibling}"
+                sample_id = group.summary.sample_id
+                as_file = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in sample_id)
+                name = f"step-{step:06d}/{as_file}-{sibling}"
                 row = self._written(name, trajectory.response)
                 described = {"step": step, "trajectory_id": trajectory.trajectory_id}
                 described["prompt"] = groups_by_id[id(group)].prompt.text
@@ -120,7 +122,3 @@ def _scores(reward: Reward | None) -> dict[str, object]:
     if reward is None:
         return {"reward": None, "components": {}}
     return {"reward": reward.value, "components": dict(reward.components)}
-
-
-def _as_file(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)

@@ -80,7 +80,7 @@ def sampled_values(groups: Sequence[Sequence[Reward | None]], accuracy_component
     scored = [[reward for reward in group if reward is not None] for group in groups]
     for rewards in scored:
         if len({reward.value for reward in rewards}) == 1:
-            marks = [_accuracy(reward, accuracy_component) for reward in rewards]
+            marks = [r.components.get(accuracy_component, float(r.value > 0)) for r in rewards]
             is_right = math.fsum(marks) >= RIGHT_FROM * len(marks)
             right, wrong = right + is_right, wrong + (not is_right)
     every = [reward for rewards in scored for reward in rewards]
@@ -150,10 +150,6 @@ def _centred_rows(groups: Sequence[ScoredGroup]) -> Iterator[dict[str, float]]:
 def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
     left, right = np.array(a), np.array(b)
     return float(left @ right / math.sqrt((left @ left) * (right @ right)))
-
-
-def _accuracy(reward: Reward, component: str) -> float:
-    return reward.components[component] if component in reward.components else float(reward.value > 0)
 
 
 def _reward_values(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -255,9 +255,6 @@ def packed(arrays: Sequence[np.ndarray]) -> Column:
 
 def unpacked(column: Column, lengths: Sequence[int]) -> list[np.ndarray]:
     """Restores the arrays from `packed`."""
-    return column if isinstance(column, list) else stretches(column, lengths)
-
-
-def stretches(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Splits an [N] array into consecutive views of the given lengths."""
-    return [array[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
+    if isinstance(column, list):
+        return column
+    return [column[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]

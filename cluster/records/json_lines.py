@@ -111,10 +111,9 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _constant(name: str) -> float | None:
-    return None if name == "NaN" else SpelledFloat(name)
-
-
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_without_duplicates, parse_int=SpelledInt, parse_float=SpelledFloat, parse_constant=_constant
+    object_pairs_hook=_without_duplicates,
+    parse_int=SpelledInt,
+    parse_float=SpelledFloat,
+    parse_constant=lambda name: None if name == "NaN" else SpelledFloat(name),
 )

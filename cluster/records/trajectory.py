@@ -25,20 +25,15 @@ def group_digest(group: TrajectoryGroup) -> str:
     for ids in (prompt.compact_ids, prompt.expanded_ids):
         digest.update(_bytes(ids, np.int32))
     for trajectory in group.trajectories:
-        digest.update(_outline(trajectory))
+        spans = [(int(span.version), int(span.start), int(span.end)) for span in trajectory.weight_spans]
+        shown = _places(trajectory.actions.media, trajectory.actions.media_spans)
+        reason = trajectory.finish_reason.value
+        digest.update(repr((trajectory.trajectory_id, trajectory.num_steps, spans, shown, reason)).encode())
         for part in trajectory.actions.content():
             digest.update(np.ascontiguousarray(part).data)
         digest.update(_bytes(trajectory.behavior_logprobs, np.float32))
         digest.update(_bytes(trajectory.action_mask, np.bool_))
     return digest.hexdigest()
-
-
-def _outline(trajectory: Trajectory) -> bytes:
-    """Returns the fields that are not arrays, and the lengths that separate the arrays."""
-    spans = [(int(span.version), int(span.start), int(span.end)) for span in trajectory.weight_spans]
-    shown = _places(trajectory.actions.media, trajectory.actions.media_spans)
-    reason = trajectory.finish_reason.value
-    return repr((trajectory.trajectory_id, trajectory.num_steps, spans, shown, reason)).encode()
 
 
 def _places(media: Sequence[MediaHandle], spans: Sequence[MediaSpan]) -> tuple[list[str], list[tuple[int, int]]]:

@@ -415,7 +415,6 @@ def fault_of(path: Path, *, with_hashes: bool = True) -> str | None:
 
 
 def _write_manifest(folder: Path) -> None:
-    """Lists and syncs every file below `folder`, then writes and syncs the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {str(f.relative_to(folder)): {"num_bytes": f.stat().st_size, "sha256": file_sha256(f)} for f in files}
     (folder / MANIFEST_FILE).write_text(json.dumps({"files": entries}, indent=1))

@@ -86,14 +86,10 @@ class AdmissionFilter:
         """Returns why a group with these rewards of its scored siblings is rejected; None if it is kept."""
         if len(rewards) < self.min_scored:
             return TOO_FEW_SCORED
-        if self.drop_uniform and self._is_uniform(rewards):
-            return UNIFORM
-        return None
-
-    def _is_uniform(self, rewards: Sequence[Reward]) -> bool:
         name = self.accuracy_component
         marks = {reward.components.get(name, reward.value) if name else reward.value for reward in rewards}
-        return len(marks) == 1 or len({reward.value for reward in rewards}) == 1
+        is_uniform = len(marks) == 1 or len({reward.value for reward in rewards}) == 1
+        return UNIFORM if self.drop_uniform and is_uniform else None
 
 
 @dataclass(eq=False)
@@ -323,7 +319,6 @@ class RolloutDispatcher:
         self._cursor = new.stop
 
     def _show(self, outcome: GroupOutcome, reason: str | None) -> None:
-        """Shows the observers a group that is kept, or rejected for `reason`."""
         is_new = outcome.group_id not in self._shown and outcome.num_responses > 0
         if is_new:
             self._shown.add(outcome.group_id)
@@ -375,9 +370,12 @@ class RolloutDispatcher:
         try:
             group = await self._scored(prompt, admission.version)
         except ExcludedPromptError as error:
-            await self._leave_out(prompt, admission, error.reason)
+            outcome = GroupOutcome(prompt.prompt_id)
+            self.gate.reject(admission)
+            self._show(outcome, error.reason)
+            await self._forget(outcome, error.reason)
             return
-        reason = self._reason_to_reject(group)
+        reason = self._reason_to_drop(group) or self.admission_filter.reason_to_reject(group.scored_rewards)
         if reason is None:
             await self._accept(group, admission)
         else:
@@ -396,9 +394,6 @@ class RolloutDispatcher:
                 "rewards: a reward pool returns one entry per trajectory, None where scoring failed"
             )
         return ScoredGroup(summary, generated.group, tuple(rewards))
-
-    def _reason_to_reject(self, group: ScoredGroup) -> str | None:
-        return self._reason_to_drop(group) or self.admission_filter.reason_to_reject(group.scored_rewards)
 
     def _reason_to_drop(self, group: ScoredGroup) -> str | None:
         """Returns a reason if tokens were rolled back, or all are too old for the next step to be filled."""
@@ -425,12 +420,6 @@ class RolloutDispatcher:
             )
         self.gate.reject(admission)
         await self._forget(group.outcome, reason)
-
-    async def _leave_out(self, prompt: Prompt, admission: Admission, reason: str) -> None:
-        """Frees the slot of a prompt that cannot be sampled, and rejects the prompt in the journal."""
-        self.gate.reject(admission)
-        self._show(GroupOutcome(prompt.prompt_id), reason)
-        await self._forget(GroupOutcome(prompt.prompt_id), reason)
 
     async def _forget(self, outcome: GroupOutcome, reason: str) -> None:
         del self._pending[outcome.group_id]

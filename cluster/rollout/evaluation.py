@@ -234,14 +234,18 @@ class Evaluator:
                 "see the lines `has no reward` in run.log for component and reason, and check rewards.components"
             )
         accuracy, num = mean_of_component(self.accuracy_component, scored)
-        by_prompt = {prompt.prompt.prompt_id: component_means(prompt.scored) for prompt in prompts if prompt.scored}
-        by_prompt = by_prompt if suite.settings.num_samples > 1 else {}
-        if suite.settings.num_samples == 1:
+        by_prompt: dict[str, dict[str, float]] = {}
+        gains: dict[str, float] = {}  # over the suite's first evaluation
+        if suite.settings.num_samples == 1:  # too noisy for gains
             name = self.accuracy_component
             values = [reward.components[name] for reward in scored if name in reward.components]
             low, high = interval_of_mean(values, suite.settings.seed)
         else:
             low, high = bootstrap_interval(self._means(prompts), suite.settings.seed)
+            by_prompt = {p.prompt.prompt_id: component_means(p.scored) for p in prompts if p.scored}
+            earlier = [result for results in self.results.values() for result in results if result.suite == suite.name]
+            first = next((result.by_prompt for result in earlier if result.identity == suite.identity), {})
+            gains = paired_gains(first, by_prompt)
         return EvaluationResult(
             version,
             accuracy,
@@ -251,18 +255,10 @@ class Evaluator:
             num,
             len(rewards) - len(scored),
             suite.name,
-            {**self._values(suite, prompts, scored), **self._gains(suite, by_prompt)},
+            {**self._values(suite, prompts, scored), **gains},
             by_prompt,
             suite.identity,
         )
-
-    def _gains(self, suite: Suite, by_prompt: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """Returns the gains over the suite's first evaluation; empty for one response per prompt (too noisy)."""
-        if suite.settings.num_samples == 1:
-            return {}
-        earlier = [result for results in self.results.values() for result in results if result.suite == suite.name]
-        first = [result for result in earlier if result.identity == suite.identity][:1]
-        return paired_gains(first[0].by_prompt if first else {}, by_prompt)
 
     def _means(self, prompts: Sequence[ScoredPrompt]) -> list[float]:
         name = self.accuracy_component
@@ -390,15 +386,11 @@ class ContactSheets:
         sheet = contact_sheet(images, columns=PROMPTS_A_ROW * per_prompt)
         name = f"{suite}-{version}.png"
         (self._folder / name).write_bytes(sheet)
-        self._add_row(
-            name, suite, version, hashlib.sha256(sheet).hexdigest(), [text for text, images in shown if images]
-        )
-
-    def _add_row(self, name: str, suite: str, version: int, digest: str, texts: Sequence[str]) -> None:
+        digest, texts = hashlib.sha256(sheet).hexdigest(), [text for text, images in shown if images]
         path = self._folder / SHEETS_FILE
         rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         rows = [row for row in rows if row["file"] != name]
-        rows.append({"file": name, "suite": suite, "version": version, "sha256": digest, "prompts": list(texts)})
+        rows.append({"file": name, "suite": suite, "version": version, "sha256": digest, "prompts": texts})
         write_atomically(path, json.dumps(rows, indent=1, ensure_ascii=False))
 
     def _images(self, scored: ScoredPrompt) -> list[bytes]:

@@ -80,7 +80,8 @@ class InFlightRequest:
     def next_attempt(self) -> Attempt:
         """Begins a new attempt from the received tokens. Later chunks of earlier attempts are refused."""
         if self._attempt is not None:
-            self._table.count_resumed(self._num_new(self._attempt), self._num_lost())
+            num_kept = self.num_tokens - sum(sibling.num_tokens for sibling in self._attempt.siblings)
+            self._table.resumed.update({PROMPTS: 1, TOKENS_KEPT: num_kept, TOKENS_LOST: self._num_lost()})
         known = self.siblings if self.num_tokens else ()
         self._attempt = Attempt(self._table.new_request_id(self.prompt_id), known)
         self._table.on_attempt(self.prompt_id)
@@ -98,9 +99,6 @@ class InFlightRequest:
         self._siblings[chunk.sibling] = known.followed_by(chunk.tokens)
         if chunk.response is not None:
             self._table.on_ended(EndedResponse(self._prompt, chunk.sibling, chunk.response))
-
-    def _num_new(self, attempt: Attempt) -> int:
-        return self.num_tokens - sum(sibling.num_tokens for sibling in attempt.siblings)
 
     def _num_lost(self) -> int:
         """Returns the maximum number of tokens that were sampled and not received: less than a chunk for each
@@ -151,9 +149,6 @@ class InFlightRequests:
 
     def new_request_id(self, prompt_id: str) -> str:
         return f"{prompt_id}~{next(self._numbers)}"
-
-    def count_resumed(self, num_kept: int, num_lost: int) -> None:
-        self.resumed.update({PROMPTS: 1, TOKENS_KEPT: num_kept, TOKENS_LOST: num_lost})
 
     def _new(self, prompt: Prompt, settings: SamplingSettings) -> InFlightRequest:
         return InFlightRequest(prompt, settings, self, self.clock())

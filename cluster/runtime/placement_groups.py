@@ -87,7 +87,12 @@ def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: fl
     """Reserves the resources of every worker on its planned node. Returns worker name -> booking."""
     bookings: dict[str, Booking] = {}
     for members in _groups(plan):
-        group = _reserve(members, _group_name(f"{run_name}/{members[0].name}"))
+        group = placement_group(
+            [bundle_of(worker) for worker in members],
+            strategy="PACK",
+            name=_group_name(f"{run_name}/{members[0].name}"),
+            bundle_label_selector=[{NODE_LABEL: worker.node_id} for worker in members],
+        )
         bookings.update({worker.name: Booking(group, index) for index, worker in enumerate(members)})
     pending = _wait(bookings, time.monotonic() + timeout_s)
     if pending:
@@ -177,15 +182,6 @@ def remove_group(group_id: str) -> None:
 def _groups(plan: PlacementPlan) -> list[Sequence[PlacedWorker]]:
     together = [members for role in TOGETHER if (members := plan.of_role(role))]
     return [*together, *([worker] for worker in plan.workers if worker.role not in TOGETHER)]
-
-
-def _reserve(members: Sequence[PlacedWorker], name: str) -> PlacementGroup:
-    return placement_group(
-        [bundle_of(worker) for worker in members],
-        strategy="PACK",
-        name=name,
-        bundle_label_selector=[{NODE_LABEL: worker.node_id} for worker in members],
-    )
 
 
 def _group_name(name: str) -> str:

@@ -147,18 +147,13 @@ def actor_death(error: RayError, what: str, actor_id: str | None = None) -> Work
     return died
 
 
-def memory_settings(what: str) -> tuple[str, str, str]:
-    """Returns three settings that reduce the memory of a role; `what` begins with the role's name."""
-    return MEMORY_SETTINGS.get(what.partition("/")[0], OTHER_SETTINGS)
-
-
 def _out_of_memory(text: str, what: str, actor_id: str | None) -> Failure:
     """Returns the failure of a process that Ray's memory monitor killed, with its memory, the node's, and settings."""
     killed = {actor: (pid, used) for actor, pid, used in KILLED.findall(text)}
     pid, used = killed.get(actor_id or "", next(iter(killed.values())) if len(killed) == 1 else ("", ""))
     process = f"its process {pid}, which used {used} GB," if pid else "its process"
     node = f": {found[1]} of {found[2]} GB are used" if (found := NODE_MEMORY.search(text)) is not None else ""
-    first, second, third = memory_settings(what)
+    first, second, third = MEMORY_SETTINGS.get(what.partition("/")[0], OTHER_SETTINGS)  # by role
     return Failure(
         f"Ray ended {process} because its node is out of memory{node}; change {first}, {second} or {third}, "
         "or use a node with more memory"
@@ -176,15 +171,12 @@ def _failure(error: RayError, text: str, log: str) -> Failure:
         exceptions = EXCEPTION.findall(text) or lines[-1:]
         return Failure(exceptions[-1], frames_in(text))
     if (found := EXIT.search(text)) is None:
-        return Failure(_reason(lines) or type(error).__name__)
+        reason = next((line for line in lines if line.startswith("The actor is dead because")), "".join(lines[-1:]))
+        return Failure(reason or type(error).__name__)
     kind, detail = found[1], " ".join(found[2].split())
     if LOST_CONNECTION in detail:
         return Failure(f"{process} ended without a word, as after SIGKILL or out of memory (Ray: {kind})")
     return Failure(f"{process} ended (Ray: {kind}, {detail.rstrip('.')})")
-
-
-def _reason(lines: list[str]) -> str:
-    return next((line for line in lines if line.startswith("The actor is dead because")), "".join(lines[-1:]))
 
 
 def _process_id(text: str) -> str | None:

@@ -47,7 +47,6 @@ class TelemetrySink(SpanSink):
         self._provider.shutdown()
 
     def _root(self, span: Span) -> OpenSpan:
-        """Returns the root span of a trace; it begins with the first span."""
         if span.trace not in self._roots:
             name = "step" if span.trace.startswith(STEP) else "prompt"
             self._roots[span.trace] = self._tracer.start_span(name, start_time=span.start_ns)

@@ -203,7 +203,6 @@ class ChromeTraceSink(SpanSink):
 
 
 def _events(whole: Span, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    """Yields complete events and the names of the rows; times count from the start of the step."""
     rows: dict[tuple[int, str], int] = {}
     for span in [whole, *sorted(spans, key=lambda span: span.start_ns)]:
         process = LOOP if span.trace.startswith("step ") else PROMPTS

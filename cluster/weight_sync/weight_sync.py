@@ -162,7 +162,10 @@ class WeightSync:
                 sent = await self._send(push, wave, is_last=number == len(waves))
             await self._announce(version)  # if there was no receiver
             await self.canary_tolerance.rounding.measure(self.sender, self.probe)
-            expected = await self._expected() if self._is_canary_due() else None
+            # Each push is compared until the weights have changed: an engine that keeps old weights equals the learner.
+            is_on = self.canary_interval > 0
+            is_due = is_on and (not self._has_checked_changed or self.num_pushes % self.canary_interval == 0)
+            expected = await self._expected() if is_due else None
             self.num_pushes += 1
             settle = self._settle(push, sent, expected)
             if self._tasks is None:
@@ -184,6 +187,8 @@ class WeightSync:
         if expected is not None:
             gap, by_class = await self._canary(push, expected)
         self.members.published(push.version)
+        # Every way of sending compares digests of all bytes.
+        how = "checksum" if gap is None else "checksum+canary"
         done = Push(
             push.version,
             push.manifest.num_bytes if contents is None else contents.num_bytes,
@@ -194,16 +199,11 @@ class WeightSync:
             changed_share=None if num_changed is None else num_changed / max(1, push.manifest.num_elements),
             manifest_sha256=push.manifest.sha256,
             checksum="" if contents is None or not contents.checksum else f"{contents.checksum:032x}",
-            receivers=self._verified(push, has_canary=gap is not None),
+            receivers={r.name: how if r in push.reached else "newer" for r in self.members.receivers()},
             canary_by_class=by_class,
         )
         for on_published in self.on_published:
             await on_published(done)
-
-    def _verified(self, push: _Underway, *, has_canary: bool) -> dict[str, str]:
-        """Returns how the weights of each engine were verified. Every way of sending compares digests of all bytes."""
-        how = "checksum+canary" if has_canary else "checksum"
-        return {r.name: how if r in push.reached else "newer" for r in self.members.receivers()}
 
     async def admit(self, receiver: Receiver) -> int:
         """Brings a late joiner to the learner's version through the object store; returns that version.
@@ -385,12 +385,6 @@ class WeightSync:
             broken = WeightSyncError(f"transfer epoch {wave.epoch} did not come together")
             return {r: outcome or joined or broken for r, outcome in zip(receivers, met, strict=True)}
         return wave
-
-    def _is_canary_due(self) -> bool:
-        """Whether to compare log-probs: at each push until the weights have changed, because an engine that keeps old
-        weights equals the learner until then, and at every `canary_interval`-th."""
-        is_on = self.canary_interval > 0
-        return is_on and (not self._has_checked_changed or self.num_pushes % self.canary_interval == 0)
 
     async def _expected(self) -> np.ndarray:
         expected = await self.sender.sequence_logprobs(self.probe)

@@ -97,7 +97,9 @@ class FaultPatterns:
         is_early = death.num_pushes <= MAX_PUSHES
         self._num_early = self._num_early + 1 if is_early else 0
         self._num_after_push = self._num_after_push + (death.num_pushes > 0) if is_early else 0
-        self._narrow(death.prompt_ids)
+        common = self._suspects & death.prompt_ids
+        self._num_common = self._num_common + 1 if common else 1
+        self._suspects = common or death.prompt_ids
         if self._num_common >= MIN_DEATHS and len(death.prompt_ids) == 1:
             [prompt_id] = death.prompt_ids
             finding = OnePrompt(prompt_id, self._num_common)
@@ -129,15 +131,6 @@ class FaultPatterns:
     def run_alone(self) -> bool:
         """Whether suspects run one at a time: a further death then identifies the prompt."""
         return self._num_common > 2 or (self._num_common == 2 and len(self._suspects) <= MAX_ALONE)
-
-    def _narrow(self, in_flight: frozenset[str]) -> None:
-        common = self._suspects & in_flight
-        if common:
-            self._num_common += 1
-            self._suspects = common
-        else:
-            self._num_common = 1
-            self._suspects = in_flight
 
     def _begin(self) -> None:
         self._num_early = 0

@@ -144,7 +144,11 @@ class WorkerPool(Generic[Handle]):
         self.workers = [w for w in self.workers if w.state is not WorkerState.QUARANTINED or w.task is not None]
         staying = [worker for worker in self.workers if not worker.leaving.is_set()]
         for worker in staying[num_workers:]:
-            self._drain(worker)
+            worker.leaving.set()
+            _logger.info("%s drains: %s in flight: %d", worker.name, self.work, worker.load)
+            if worker.task is not None and not self._is_stopped:
+                self._run(self._abort_start(worker), f"abort the start of {worker.name}")
+            self._remove_if_idle(worker)
         taken = {worker.index for worker in self.workers}
         free = (index for index in range(num_workers + len(taken)) if index not in taken)
         for _ in range(num_workers - len(staying)):
@@ -202,7 +206,6 @@ class WorkerPool(Generic[Handle]):
             await self._start(worker)
 
     async def _try_start(self, worker: Worker[Handle]) -> bool:
-        """Starts a process for the worker. Returns False if the start failed and has to be retried."""
         self._set(worker, WorkerState.STARTING)
         try:
             worker.handle = await self.hooks.start(worker.index)
@@ -239,13 +242,6 @@ class WorkerPool(Generic[Handle]):
         except TimeoutError:
             return True
         return False
-
-    def _drain(self, worker: Worker[Handle]) -> None:
-        worker.leaving.set()
-        _logger.info("%s drains: %s in flight: %d", worker.name, self.work, worker.load)
-        if worker.task is not None and not self._is_stopped:
-            self._run(self._abort_start(worker), f"abort the start of {worker.name}")
-        self._remove_if_idle(worker)
 
     async def _abort_start(self, worker: Worker[Handle]) -> None:
         """Ends process and reservation of a starting worker: the start fails soon, and the worker is removed."""

@@ -187,7 +187,6 @@ def _circles(rewards: RewardsConfig) -> Iterator[str]:
 
 
 def _recipe_flaws(rewards: RewardsConfig, label: str) -> Iterator[str]:
-    """Errors of one recipe."""
     recipe, key = rewards.recipes[label], f"rewards.recipes.{label}"
     known = [component.name for component in rewards.components]
     unknown = [name for name in recipe.components if name not in known]

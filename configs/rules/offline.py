@@ -25,7 +25,6 @@ def _rows_fit_the_job(config: RunConfig) -> str | None:
 
 
 def _rows_replace_rollouts(config: RunConfig) -> str | None:
-    """Keys that offline jobs do not use."""
     if not config.offline.is_on:
         return None
     wanted = {
@@ -161,7 +160,6 @@ def _losses_have_what_they_need(config: RunConfig) -> str | None:
 
 
 def _nothing_reads_tokens(config: RunConfig) -> str | None:
-    """Parts of a run that read token ids or a distribution over tokens."""
     if not config.sampler.is_flow:
         return None
     algorithm = config.algorithm
@@ -192,7 +190,6 @@ def _nothing_reads_tokens(config: RunConfig) -> str | None:
 
 
 def _nothing_reads_text(config: RunConfig) -> str | None:
-    """Parts of a run that decode responses to text, or compute a policy of text."""
     if not config.sampler.draws_tokens:
         return None
     algorithm, sampler = config.algorithm, config.sampler

@@ -67,7 +67,6 @@ def section_below(annotation: Any) -> tuple[type[Section] | None, str]:
 
 
 def _values(annotation: Any) -> frozenset[str]:
-    """The built-in names that a key takes."""
     if get_origin(annotation) is Literal:
         return frozenset(map(str, get_args(annotation)))
     if isinstance(annotation, type) and issubclass(annotation, Enum):

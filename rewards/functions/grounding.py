@@ -169,7 +169,6 @@ class Iou:
 
 
 def _shares(boxes: Sequence[BoundingBox], scale: Scale, request: RewardRequest) -> list[BoundingBox]:
-    """Converts boxes to fractions of the image's width and height."""
     sizes = {"pixels": _file_size, "shown_pixels": _shown_size}
     width, height = sizes[scale](request) if scale in sizes else (LIMITS[scale], LIMITS[scale])
     return [rescaled(box, 1 / width, 1 / height) for box in boxes]

@@ -85,7 +85,6 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
 
 
 def _check_request(target: str, parameters: Sequence[tuple[str, str, bool]]) -> None:
-    """Refuses a function without a positional parameter for the request."""
     takes = f"reward function {target!r} takes ({', '.join(name for name, _, _ in parameters)})"
     if not parameters or parameters[0][1] in ("KEYWORD_ONLY", "VAR_KEYWORD"):
         raise ValueError(f"{takes} and no request: {CALL}")

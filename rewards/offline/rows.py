@@ -361,7 +361,6 @@ def _text(value: Any, name: str) -> str:
 
 
 def _references(value: Any) -> tuple[str, ...]:
-    """Returns the non-empty references, without surrounding white space."""
     if isinstance(value, str):
         value = value.strip()
         return (value,) if value else ()
@@ -391,7 +390,6 @@ def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _prompt(value: Any) -> str:
-    """Returns a text, or the joined texts of chat messages."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list | tuple) and all(isinstance(message, dict) for message in value):

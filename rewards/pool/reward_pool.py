@@ -332,7 +332,6 @@ class RewardPool:
         return group.lean(with_media=self._needs_images) if isinstance(group, Answers) else group
 
     async def _ask(self, group: Any, known: Mapping[int, bytes]) -> GroupOutcomes:
-        """Returns the outcomes of all services for the responses that are not `known`."""
         by_service: list[GroupOutcomes] = []
         for stage in self._stages:
             earlier = [outcomes or {} for outcomes in _merged(by_service).outcomes] if by_service else None
@@ -372,7 +371,6 @@ class RewardPool:
 
 
 def _complete(by_response: Iterable[Outcomes | None]) -> list[Outcomes]:
-    """Checks that every response of a group has outcomes, and returns them."""
     complete: list[Outcomes] = []
     for outcomes in by_response:
         assert outcomes is not None, "a response has no outcomes"

@@ -274,7 +274,6 @@ class SampleKeeper:
         return sample
 
     def _record(self, sample: ReportSample) -> SampleRecord:
-        """Converts a sample for trackers; images without a thumbnail are left out."""
         images = tuple(self._thumbnails[key] for key in sample.media_keys if key in self._thumbnails)
         return SampleRecord(
             sample.step, sample.kind, sample.prompt, sample.response, sample.references, sample.reward, images

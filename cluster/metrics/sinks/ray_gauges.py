@@ -48,7 +48,9 @@ class RaySink:
         self._is_closing = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._beat, name="metrics-heartbeat", daemon=True)
-        self._publish(_at_start(self.now()))
+        counters = {(f"{name}_total", ALL_REASONS): 0.0 for name in CounterName}
+        live = {LiveName.UP: 1.0, LiveName.STEP: 0.0, LiveName.LAST_STEP_TIME: self.now()}
+        self._publish({(name, ""): value for name, value in live.items()} | counters)
         self._thread.start()
 
     def post(self, status: RunStatus) -> None:
@@ -113,14 +115,8 @@ class RaySink:
 
 
 def _extra_tag(name: str, extra: str) -> dict[str, str]:
-    """Returns the extra tag of a series, if it has one; the tag of a counter is the reason."""
     key = next((metric.tag for metric in (*LiveName, *SplitName) if metric == name), "reason")
     return {key: extra} if extra else {}
-
-
-def _at_start(now: float) -> dict[Key, float]:
-    counters = {(f"{name}_total", ALL_REASONS): 0.0 for name in CounterName}
-    return {(LiveName.UP, ""): 1.0, (LiveName.STEP, ""): 0.0, (LiveName.LAST_STEP_TIME, ""): now, **counters}
 
 
 def _of_run(status: RunStatus) -> dict[Key, float]:

@@ -35,7 +35,6 @@ class TensorBoardSink(ScalarSink):
         self._writer.close()
 
     def _log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Writes one event with all scalars."""
         self._add([Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()], step)
 
     def _add(self, values: Sequence[Summary.Value], step: int) -> None:

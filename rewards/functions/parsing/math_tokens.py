@@ -174,7 +174,6 @@ def _scanned(text: str) -> list[Token]:
 
 
 def _depth_of(token: Token) -> int:
-    """Returns 1 for an opening bracket, -1 for a closing bracket, else 0."""
     return _DEPTHS.get(token.text) or token.text.startswith("\\begin{") - token.text.startswith("\\end{")
 
 

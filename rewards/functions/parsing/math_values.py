@@ -209,7 +209,6 @@ def _quantity(found: Sequence[Token]) -> Value:
 
 
 def _measured(found: Sequence[Token], index: int) -> Value | None:
-    """Returns a quantity if a unit begins at `index`."""
     before, first, rest = found[index - 1].text, found[index], found[index:]
     texts = [token.text for token in rest]
     if first.text in ("(", "[", "|") or before in _JOINTS:
@@ -256,7 +255,6 @@ def _bracket(found: Sequence[Token]) -> Value | None:
 
 
 def _matrix(found: Sequence[Token]) -> Value | None:
-    """Reads a matrix, with a factor before it or without."""
     index = next((index for index, token in enumerate(found) if _MATRIX.fullmatch(token.text)), None)
     if index is None or closing(found, index) != len(found) - 1:
         return None

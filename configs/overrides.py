@@ -483,7 +483,6 @@ def _parsed(text: str) -> HydraOverride:
 
 
 def _one_value(name: str, text: str) -> str:
-    """Formats `text` as an override of the scalar key `name`, for error messages."""
     value = text.partition("=")[2]
     if name in groups():
         return f"{name} is one of {', '.join(groups()[name])}"

@@ -250,7 +250,10 @@ class Metrics:
         if step <= self.totals.version:
             return
         samples = self._kept_samples(step, scope.groups)
-        self._count_reasons(scope.groups)
+        for reason, num in reasons_of(scope.groups).items():
+            known = self.counts(CounterName.REWARD_REASONS)
+            name = reason if reason in known or len(known) < MAX_REASONS else OTHER
+            self.count(CounterName.REWARD_REASONS, name, num)
         scope.rejected, self._rejected = self._rejected, []
         record = scope.finish(self._observed, self._counters)
         self.totals.add(record)
@@ -342,12 +345,6 @@ class Metrics:
             _logger.exception("step %d: a report sample could not be kept", step)
             self.count(CounterName.DROPPED_SAMPLES, "error")
             return ()
-
-    def _count_reasons(self, groups: Sequence[ScoredGroup]) -> None:
-        for reason, num in reasons_of(groups).items():
-            known = self.counts(CounterName.REWARD_REASONS)
-            name = reason if reason in known or len(known) < MAX_REASONS else OTHER
-            self.count(CounterName.REWARD_REASONS, name, num)
 
     def _warn_of_idle_steps(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> None:
         try:

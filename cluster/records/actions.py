@@ -192,7 +192,9 @@ class LatentActions:
     @property
     def values(self) -> np.ndarray:
         """The latents as numbers, float32 or float16 [T + 1, ...]."""
-        return from_bfloat16(self.latents) if self.latents.dtype == np.uint16 else self.latents
+        if self.latents.dtype != np.uint16:
+            return self.latents
+        return (self.latents.astype(np.uint32) << 16).view(np.float32)  # inverse of `to_bfloat16`
 
     @property
     def num_steps(self) -> int:
@@ -238,11 +240,6 @@ class LatentActions:
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """Returns the bits of bfloat16 values as uint16, since NumPy has no bfloat16. `values` are rounded to bfloat16."""
     return (np.ascontiguousarray(values, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Returns the float32 values of bits from `to_bfloat16`."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def packed(arrays: Sequence[np.ndarray]) -> Column:

@@ -192,7 +192,6 @@ class Checkpoints:
                 return path
 
     async def _finish_write(self, *, is_waiting: bool = True) -> None:
-        """Takes the outcome of the checkpoint in progress, if it is done. `is_waiting`: waits until it is done."""
         if self._running is not None and (is_waiting or self._running.done()):
             self._is_overdue = await self._running is None
             self._running = None

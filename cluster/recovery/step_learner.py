@@ -225,7 +225,6 @@ class StepLearner:
         return None
 
     async def _flush(self, num_left: int) -> None:
-        """Waits until at most `num_left` steps are unwritten."""
         while len(self._waiting) > num_left:
             version, writing = self._waiting.popleft()
             try:

@@ -266,20 +266,15 @@ def _refusal(role: str, index: int, workers: WorkerResources, spaces: Sequence[_
         labelled = [space.node.shown for space in spaces if space.is_labelled(workers)]
         free += f". With the labels {_shown(workers.node_labels)} there is {', '.join(labelled) or 'no node'}"
     custom = f", {_shown(workers.custom_resources)}" if workers.custom_resources else ""
-    whole = _of_whole_gpus(role, workers)
+    whole = ""
+    if workers.num_gpus > 1:
+        split = "resources.rollout.tensor_parallel with it; " if role == "rollout" else ""
+        whole = f" ({split}its GPUs are whole ones of one node: shares of other roles take GPUs away from it)"
     return (
         f"resources.{role} asks for {workers.num_workers} workers with {workers.num_cpus:g} CPUs and "
         f"{workers.num_gpus:g} GPUs{custom} each, and worker {index} fits nowhere: {free}. Use a preset smaller than "
         f"resources={preset}, or lower resources.{role}.num_workers, num_cpus or num_gpus{whole}"
     )
-
-
-def _of_whole_gpus(role: str, workers: WorkerResources) -> str:
-    """Returns further advice for a worker of several GPUs: they must be whole GPUs of one node."""
-    if workers.num_gpus <= 1:
-        return ""
-    split = "resources.rollout.tensor_parallel with it; " if role == "rollout" else ""
-    return f" ({split}its GPUs are whole ones of one node: shares of other roles take GPUs away from it)"
 
 
 def _shown(pairs: Mapping[str, Any]) -> str:

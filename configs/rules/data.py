@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from graphlib import CycleError
 
 from mobula.configs.rules.row import Rule, RuleRow
@@ -115,62 +115,41 @@ ENVIRONMENT_RULES: tuple[Rule, ...] = (
 
 def reward_contradictions(rewards: RewardsConfig) -> tuple[str, ...]:
     """Contradictions within the section `rewards`, each with the next action."""
-    contradictions = [message for rule in _RULES if (message := rule(rewards)) is not None]
-    if _names_differ(rewards) is None:
-        contradictions += [message for label in rewards.recipes for message in _recipe_flaws(rewards, label)]
-    return tuple(contradictions or _circles(rewards))
+    return tuple(_flaws(rewards)) or tuple(_circles(rewards))
 
 
-def _names_differ(rewards: RewardsConfig) -> str | None:
-    repeated = [name for name, count in Counter(c.name for c in rewards.components).items() if count > 1]
-    if not repeated:
-        return None
-    return (
-        f"rewards.components names {', '.join(repeated)} more than once: metrics and reports tell parts apart by name, "
-        "so give each rewards.components.INDEX.name its own"
-    )
-
-
-def _has_signal(rewards: RewardsConfig) -> str | None:
-    if rewards.recipes or any(component.weight != 0 and component.trained for component in rewards.components):
-        return None
-    return (
-        f"rewards.components has {len(rewards.components)} parts and none is trained with a weight, so every reward is "
-        "0: give at least one part with trained=true a weight other than 0, e.g. rewards=math_answer"
-    )
-
-
-def _judges_have_weights(rewards: RewardsConfig) -> str | None:
+def _flaws(rewards: RewardsConfig) -> Iterator[str]:
+    if not rewards.recipes and all(component.weight == 0 or not component.trained for component in rewards.components):
+        yield (
+            f"rewards.components has {len(rewards.components)} parts and none is trained with a weight, so every "
+            "reward is 0: give at least one part with trained=true a weight other than 0, e.g. rewards=math_answer"
+        )
     idle = [name for name, weight in rewards.judge_weights.items() if weight == 0]
-    if not idle:
-        return None
-    return (
-        f"rewards.components has {', '.join(idle)} with trained=false and weight=0, so the judge's sum lacks it: "
-        "give it a weight, e.g. 1, or set trained=true to measure it without a judge"
-    )
-
-
-def _accuracy_is_scored(rewards: RewardsConfig) -> str | None:
-    name, names = rewards.accuracy_component, [component.name for component in rewards.components]
-    if name not in names:
-        return (
-            f"rewards.accuracy_component={name} is no part of the reward: "
+    if idle:
+        yield (
+            f"rewards.components has {', '.join(idle)} with trained=false and weight=0, so the judge's sum lacks it: "
+            "give it a weight, e.g. 1, or set trained=true to measure it without a judge"
+        )
+    repeated = [name for name, count in Counter(c.name for c in rewards.components).items() if count > 1]
+    if repeated:
+        yield (
+            f"rewards.components names {', '.join(repeated)} more than once: metrics and reports tell parts apart by "
+            "name, so give each rewards.components.INDEX.name its own"
+        )
+    accuracy, names = rewards.accuracy_component, [component.name for component in rewards.components]
+    if accuracy not in names:
+        yield (
+            f"rewards.accuracy_component={accuracy} is no part of the reward: "
             f"set it to one of {', '.join(names) or 'rewards.components, which is empty'}"
         )
-    if not any(name in recipe.components for recipe in rewards.active_recipes.values()):
-        return (
-            f"no recipe of rewards.recipes has {name}, whose mean is the accuracy: add it to one, with weight 0 if it "
-            "is not to count, or change rewards.accuracy_component"
+    elif not any(accuracy in recipe.components for recipe in rewards.active_recipes.values()):
+        yield (
+            f"no recipe of rewards.recipes has {accuracy}, whose mean is the accuracy: add it to one, with weight 0 if "
+            "it is not to count, or change rewards.accuracy_component"
         )
-    return None
-
-
-_RULES: Sequence[Callable[[RewardsConfig], str | None]] = (
-    _has_signal,
-    _judges_have_weights,
-    _names_differ,
-    _accuracy_is_scored,
-)
+    if not repeated:
+        for label in rewards.recipes:
+            yield from _recipe_flaws(rewards, label)
 
 
 def _circles(rewards: RewardsConfig) -> Iterator[str]:

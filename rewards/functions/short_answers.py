@@ -103,7 +103,8 @@ class Keywords:
 
     def __call__(self, request: RewardRequest) -> Score:
         keywords, text = given_metadata(request.metadata, "keywords"), request.response.text
-        if not isinstance(keywords, list | tuple) or not keywords or not all(map(_is_word, keywords)):
+        is_list = isinstance(keywords, list | tuple) and len(keywords) > 0
+        if not is_list or not all(isinstance(keyword, str) and keyword.strip() for keyword in keywords):
             raise RewardError(f"metadata.keywords is {keywords!r}: give a list of words")
         if self._is_compatible:
             hits = sum(keyword.lower() in text.lower() for keyword in keywords)
@@ -118,10 +119,6 @@ class Keywords:
 
 def _parts(hits: int, keywords: Sequence[str], num_words: int) -> dict[str, float]:
     return {"hits": float(hits), "num_keywords": float(len(keywords)), "words": float(num_words)}
-
-
-def _is_word(keyword: object) -> bool:
-    return isinstance(keyword, str) and bool(keyword.strip())
 
 
 @lru_cache(maxsize=4096)  # a group's responses share their keywords

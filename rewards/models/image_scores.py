@@ -49,15 +49,13 @@ class ClipEmbedder:
         self.learnt_scale = math.exp(float(self.model.get_parameter("logit_scale")))
         self._device = torch.device(tools.device)
 
-    def embed_images(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        pixels = self._processor.image_processor(images=list(images), return_tensors="pt")["pixel_values"]
-        embeddings = self.model.get_image_features(pixel_values=pixels.to(self._device, self.model.dtype)).pooler_output
-        return torch.nn.functional.normalize(embeddings.float(), dim=-1)
-
     def embed_batch(self, batch: Sequence[_Images]) -> Sequence[torch.Tensor]:
         """Embeds the images of each request, [images, D] each."""
-        embeddings = self.embed_images([image for one in batch for image in one.images])
-        return embeddings.split([len(one.images) for one in batch])
+        images = [image for one in batch for image in one.images]
+        pixels = self._processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
+        embeddings = self.model.get_image_features(pixel_values=pixels.to(self._device, self.model.dtype)).pooler_output
+        normalised = torch.nn.functional.normalize(embeddings.float(), dim=-1)
+        return normalised.split([len(one.images) for one in batch])
 
     def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
         """Texts are truncated to `max_tokens`."""

@@ -138,7 +138,9 @@ class RewardService:
         try:
             async with self._work.slot(is_urgent=is_urgent) as slot:
                 self._is_waiting = False
-                batch = self._next_batch()
+                size = min(len(self._queue), self._settings.max_batch)
+                alone = next((i for i in range(size) if self._queue[i].lost), size)  # a worker was lost over it
+                batch = [self._queue.popleft() for _ in range(min(size, max(1, alone)))]
                 self._carry()
                 if batch:
                     await self._deliver(slot, batch)
@@ -150,12 +152,6 @@ class RewardService:
                 self._is_waiting = False
                 batch = [self._queue.popleft() for _ in range(len(self._queue))]
             _fail(batch, error)
-
-    def _next_batch(self) -> list[_Waiting]:
-        """Takes the groups of the next call; a group over which a worker was lost is sent alone."""
-        size = min(len(self._queue), self._settings.max_batch)
-        alone = next((i for i in range(size) if self._queue[i].lost), size)
-        return [self._queue.popleft() for _ in range(min(size, max(1, alone)))]
 
     async def _deliver(self, slot: WorkerSlot, batch: Sequence[_Waiting]) -> None:
         what = f"{slot.name} to score {len(batch)} groups (timeouts.reward_s)"

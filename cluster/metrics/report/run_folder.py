@@ -134,12 +134,6 @@ def in_folder(findings: Sequence[RunFinding], folder: Path) -> list[RunFinding]:
     ]
 
 
-def pictures_of(findings: Sequence[RunFinding], folder: Path) -> dict[str, bytes]:
-    """Returns path -> PNG of the pictures of the findings that exist."""
-    names = {name for finding in findings for each in finding.evidence for name in each.images if _is_path(name)}
-    return {name: (folder / name).read_bytes() for name in sorted(names) if (folder / name).is_file()}
-
-
 def _is_path(image: str) -> bool:
     return image.startswith(f"{PICTURES_FOLDER}/")
 
@@ -228,6 +222,7 @@ def read_run_folder(folder: Path) -> RunFolder:
     by_suite = {suite: [results[version] for version in sorted(results)] for suite, results in evaluations.items()}
     summary, config = folder / SUMMARY_FILE, folder / CONFIG_FILE
     findings = read_findings(folder)
+    pictures = {name for finding in findings for each in finding.evidence for name in each.images if _is_path(name)}
     return RunFolder(
         name=folder.resolve().name,
         steps=[r for r in records if isinstance(r, StepRecord)],
@@ -241,7 +236,7 @@ def read_run_folder(folder: Path) -> RunFolder:
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         guard=read_events(folder / GUARD_FILE),
         findings=findings,
-        pictures=pictures_of(findings, folder),
+        pictures={name: (folder / name).read_bytes() for name in sorted(pictures) if (folder / name).is_file()},
     )
 
 

@@ -258,7 +258,6 @@ class SampleKeeper:
     def _offer_one(
         self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random
     ) -> ReportSample | None:
-        """Puts one response of this step into the bucket of `kind` and returns it; None if no response qualifies."""
         period: Period = "early" if 2 * step <= self.num_steps else "late"
         bucket = [s for s in self._samples if (s.period, s.kind) == (period, kind)]
         candidate = _choose(kind, groups, choice, known={s.sample_id for s in bucket})

@@ -87,7 +87,9 @@ class RaySink:
             try:
                 with self._lock:
                     self._set_all(self._latest)
-                    self._set_workers()
+                    for (name, role, index, node, extra), value in self._of_workers.items():
+                        tags = {**self.tags, "role": role, "index": index, "node": node, **_extra_tag(name, extra)}
+                        self._find(name, tuple(tags)).set(value, tags=tags)
             except Exception as error:  # the next `emit` raises it, which drops this sink
                 self._failure = error
                 return
@@ -97,11 +99,6 @@ class RaySink:
             if math.isfinite(value):
                 tags = {**self.tags, **_extra_tag(name, extra)}
                 self._find(name, tuple(tags)).set(value, tags=tags)
-
-    def _set_workers(self) -> None:
-        for (name, role, index, node, extra), value in self._of_workers.items():
-            tags = {**self.tags, "role": role, "index": index, "node": node, **_extra_tag(name, extra)}
-            self._find(name, tuple(tags)).set(value, tags=tags)
 
     def _find(self, name: str, tag_keys: tuple[str, ...]) -> Gauge:
         if name not in self._series:
@@ -178,7 +175,6 @@ def _of_worker(worker: WorkerStatus) -> Iterator[tuple[LiveName, float]]:
 
 
 def _flat(record: StepRecord) -> dict[Key, float]:
-    """Returns every number of a record by series and extra tag, and the sum of each counter over its reasons."""
     return {
         (LiveName.STEP, ""): record.step,
         **{(name, ""): value for name, value in record.values.items()},

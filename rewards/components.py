@@ -78,16 +78,13 @@ class BuiltRecipe:
             needs, at_least = self._shut_gate(name, outcomes) or (None, None)
             assert needs is not None, f"component {name!r} neither ran nor was kept from it"
             reasons[name] = f"not run: {needs} is below {at_least:g}"
-        return Reward(self._total(values), values, reasons)
-
-    def _total(self, values: Mapping[str, float]) -> float:
         try:
             total = self.scale * math.fsum(self.weights[name] * value for name, value in values.items())
         except OverflowError:
             total = math.inf
         if not math.isfinite(total):
             raise ComponentError(RECIPE, FailureKind.NOT_FINITE, f"no float holds the weighted sum of {dict(values)}")
-        return total
+        return Reward(total, values, reasons)
 
     def _shut_gate(self, component: str, outcomes: Mapping[str, Outcome]) -> tuple[str, float] | None:
         """Returns the first condition of a component that is not met; None if all are met."""

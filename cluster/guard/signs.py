@@ -366,21 +366,16 @@ class Observer:
             **reward_and_judge([group.scored_rewards for group in groups], self.judge_weights),
         }
         if self.quantities & TEXTS:
-            values |= self._texts(groups)
+            stride = max(1, len(groups) // self.num_text_groups)
+            chosen = [group.group for group in groups[::stride][: self.num_text_groups]]
+            fetched: list[TrajectoryGroup] = self.fetch(chosen, timeout_s=self.timeout_s, what="groups for the guard")
+            texts = [[t.response.text for t in group.trajectories] for group in fetched]
+            values[Quantity.REPETITION] = _means([[repeated_words(t, self.ngram) for t in group] for group in texts])
+            values[Quantity.SCRIPT_MIX] = _means([[script_mix(text) for text in group] for group in texts])
         return Window(step, step, {q: Moments.of(values[q]) for q in sorted(self.quantities) if values[q]})
 
     def _formats(self, rewards: Sequence[Reward]) -> list[float]:
         return [r.components[name] for r in rewards for name in self.format_components if name in r.components]
-
-    def _texts(self, groups: Sequence[ScoredGroup]) -> dict[Quantity, list[float]]:
-        stride = max(1, len(groups) // self.num_text_groups)
-        chosen = [group.group for group in groups[::stride][: self.num_text_groups]]
-        fetched: list[TrajectoryGroup] = self.fetch(chosen, timeout_s=self.timeout_s, what="groups for the guard")
-        texts = [[t.response.text for t in group.trajectories] for group in fetched]
-        return {
-            Quantity.REPETITION: _means([[repeated_words(text, self.ngram) for text in group] for group in texts]),
-            Quantity.SCRIPT_MIX: _means([[script_mix(text) for text in group] for group in texts]),
-        }
 
 
 def reward_and_judge(

@@ -28,8 +28,13 @@ def step_values(
     summaries = [group.summary for group in groups]
     num_samples = sum(s.num_trajectories for s in summaries)
     num_tokens = sum(s.num_tokens for s in summaries)
+    rewards = [reward.value for group in groups for reward in group.scored_rewards]
+    mean = math.fsum(rewards) / len(rewards)
     return {
-        **_reward_values(groups),
+        MetricName.REWARD_MEAN: mean,
+        MetricName.REWARD_STD: math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+        MetricName.REWARD_MAX: max(rewards),
+        MetricName.REWARD_MIN: min(rewards),
         MetricName.NUM_GROUPS: float(len(groups)),
         MetricName.NUM_SAMPLES: float(num_samples),
         MetricName.NUM_TOKENS: float(num_tokens),
@@ -150,17 +155,6 @@ def _centred_rows(groups: Sequence[ScoredGroup]) -> Iterator[dict[str, float]]:
 def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
     left, right = np.array(a), np.array(b)
     return float(left @ right / math.sqrt((left @ left) * (right @ right)))
-
-
-def _reward_values(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    rewards = [reward.value for group in groups for reward in group.scored_rewards]
-    mean = math.fsum(rewards) / len(rewards)
-    return {
-        MetricName.REWARD_MEAN: mean,
-        MetricName.REWARD_STD: math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
-        MetricName.REWARD_MAX: max(rewards),
-        MetricName.REWARD_MIN: min(rewards),
-    }
 
 
 HELD_OUT = "held_out"  # the suite that gives the accuracy of the run

@@ -377,7 +377,11 @@ class RolloutDispatcher:
             return
         reason = self._reason_to_drop(group) or self.admission_filter.reason_to_reject(group.scored_rewards)
         if reason is None:
-            await self._accept(group, admission)
+            self._show(group.outcome, None)
+            await self.replay.reserve(group)  # the group keeps its slot until the buffer has room: back-pressure
+            self.gate.accept(admission)
+            version = min(admission.version, group.summary.oldest_version)  # tokens kept over a fault may be older
+            self._order.add(replace(admission, version=version), group)
         else:
             await self._reject(group, admission, reason)
         await self._put_complete_steps()
@@ -401,13 +405,6 @@ class RolloutDispatcher:
             return ROLLED_BACK
         is_over_age = self._age_limit.drops(group.summary.tokens_by_version, self._order.next_step)
         return OVER_AGE if is_over_age else None
-
-    async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
-        self._show(group.outcome, None)
-        await self.replay.reserve(group)  # the group keeps its slot until the buffer has room: back-pressure
-        self.gate.accept(admission)
-        version = min(admission.version, group.summary.oldest_version)  # tokens kept over a fault may be older
-        self._order.add(replace(admission, version=version), group)
 
     async def _reject(self, group: ScoredGroup, admission: Admission, reason: str) -> None:
         self._show(group.outcome, reason)

@@ -236,12 +236,14 @@ class Evaluator:
         accuracy, num = mean_of_component(self.accuracy_component, scored)
         by_prompt: dict[str, dict[str, float]] = {}
         gains: dict[str, float] = {}  # over the suite's first evaluation
+        name = self.accuracy_component
         if suite.settings.num_samples == 1:  # too noisy for gains
-            name = self.accuracy_component
             values = [reward.components[name] for reward in scored if name in reward.components]
             low, high = interval_of_mean(values, suite.settings.seed)
         else:
-            low, high = bootstrap_interval(self._means(prompts), suite.settings.seed)
+            by_response = [[r.components[name] for r in prompt.scored if name in r.components] for prompt in prompts]
+            means = [math.fsum(of_prompt) / len(of_prompt) for of_prompt in by_response if of_prompt]
+            low, high = bootstrap_interval(means, suite.settings.seed)
             by_prompt = {p.prompt.prompt_id: component_means(p.scored) for p in prompts if p.scored}
             earlier = [result for results in self.results.values() for result in results if result.suite == suite.name]
             first = next((result.by_prompt for result in earlier if result.identity == suite.identity), {})
@@ -259,11 +261,6 @@ class Evaluator:
             by_prompt,
             suite.identity,
         )
-
-    def _means(self, prompts: Sequence[ScoredPrompt]) -> list[float]:
-        name = self.accuracy_component
-        values = [[r.components[name] for r in prompt.scored if name in r.components] for prompt in prompts]
-        return [math.fsum(of_prompt) / len(of_prompt) for of_prompt in values if of_prompt]
 
     def _values(self, suite: Suite, prompts: Sequence[ScoredPrompt], scored: Sequence[Reward]) -> dict[str, float]:
         """Returns the mean length, reflection ratios, and pass@k of prompts whose responses all have an accuracy."""

@@ -86,7 +86,8 @@ def _held() -> str:
 def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:
     """Reserves the resources of every worker on its planned node. Returns worker name -> booking."""
     bookings: dict[str, Booking] = {}
-    for members in _groups(plan):
+    together = [members for role in TOGETHER if (members := plan.of_role(role))]
+    for members in [*together, *([worker] for worker in plan.workers if worker.role not in TOGETHER)]:
         group = placement_group(
             [bundle_of(worker) for worker in members],
             strategy="PACK",
@@ -177,11 +178,6 @@ def groups_of_dead_drivers() -> list[tuple[str, str]]:
 def remove_group(group_id: str) -> None:
     """Removes the group with this id. Any process may have created it."""
     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
-
-
-def _groups(plan: PlacementPlan) -> list[Sequence[PlacedWorker]]:
-    together = [members for role in TOGETHER if (members := plan.of_role(role))]
-    return [*together, *([worker] for worker in plan.workers if worker.role not in TOGETHER)]
 
 
 def _group_name(name: str) -> str:

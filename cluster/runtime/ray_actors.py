@@ -36,7 +36,7 @@ from mobula.cluster.runtime.network import node_address, use_node_interface
 from mobula.cluster.runtime.placement import PlacedWorker
 from mobula.cluster.runtime.placement_groups import Booking
 from mobula.cluster.runtime.usage import VitalsMeter
-from mobula.cluster.runtime.vitals import HasEngine, Vitals
+from mobula.cluster.runtime.vitals import Vitals
 
 _logger = logging.getLogger(__name__)
 
@@ -403,7 +403,8 @@ def _hosted(role: type, name: str) -> type:
 
         @ray.method(concurrency_group=HEALTH)
         def is_alive(self) -> Vitals:
-            return self._vitals.read(self.engine_load() if isinstance(self, HasEngine) else None)
+            engine_load = getattr(self, "engine_load", None)  # of a role with an engine: an `EngineLoad`, at once
+            return self._vitals.read(engine_load() if engine_load else None)
 
         def __repr__(self) -> str:  # shown in the dashboard and in log prefixes
             return name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,3 @@ class ObjectStoreUse:
 
     used_bytes: int
     total_bytes: int
-
-
-@runtime_checkable
-class HasEngine(Protocol):
-    """A role with an engine."""
-
-    def engine_load(self) -> EngineLoad:
-        """Returns the load at once, from any thread, also before the engine has started."""

@@ -217,10 +217,6 @@ def _events(whole: Span, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
             "tid": row,
             "args": {"trace": span.trace, **span.attributes},
         }
-    yield from _names(whole, rows)
-
-
-def _names(whole: Span, rows: Mapping[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
     for process, name in ((LOOP, whole.trace), (PROMPTS, "prompts")):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     for (process, trace), row in rows.items():

@@ -18,7 +18,7 @@ import numpy as np
 from mobula.cluster.errors import DeadlineError, EngineDiedError, LostObjectError, RolloutError, WorkerDiedError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import FinishReason, Prompt, Trajectory
-from mobula.cluster.roles import PromptScores, SamplingSettings
+from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.rollout_pool import Engine, RolloutPool
 from mobula.cluster.runtime.object_store import fetch
@@ -235,7 +235,11 @@ class PooledAdapterEngines:
                 )
             trajectories = await self._retries.retried(prompt, lambda: self._sampled(prompt, settings))
         samples = tuple(map(_scored, trajectories)) * (call.settings.num_samples // settings.num_samples)
-        return _result(samples, scores, call)
+        if scores is None:
+            return SampleResult(samples)
+        logprobs = np.concatenate([np.array([np.nan], dtype=np.float32), scores.logprobs])  # [P]
+        top = [(), *scores.top] if call.num_top_prompt_tokens else None
+        return SampleResult(samples, logprobs if call.has_prompt_logprobs else None, top)
 
     async def _sampled(self, prompt: Prompt, settings: SamplingSettings) -> Sequence[Trajectory]:
         generated = await self._pool.generate(prompt, settings)
@@ -341,11 +345,3 @@ def _scored(trajectory: Trajectory) -> ScoredTokens:
     assert isinstance(trajectory.actions, TokenActions), "engines of a training service sample tokens"
     reason = "length" if trajectory.finish_reason is FinishReason.LENGTH else "stop"
     return ScoredTokens(trajectory.actions.token_ids, trajectory.behavior_logprobs, reason)
-
-
-def _result(samples: Sequence[ScoredTokens], scores: PromptScores | None, call: SampleCall) -> SampleResult:
-    if scores is None:
-        return SampleResult(samples)
-    logprobs = np.concatenate([np.array([np.nan], dtype=np.float32), scores.logprobs])  # [P]
-    top = [(), *scores.top] if call.num_top_prompt_tokens else None
-    return SampleResult(samples, logprobs if call.has_prompt_logprobs else None, top)

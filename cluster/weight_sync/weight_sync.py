@@ -155,7 +155,8 @@ class WeightSync:
             push = _Underway(version, manifest, len(receivers), started)
             self.members.announced(version)
             sent: _Sent | None = None
-            waves = self._cut(receivers)
+            size = self.wave_size or max(1, len(receivers))
+            waves = [tuple(receivers[i : i + size]) for i in range(0, len(receivers), size)]
             for number, wave in enumerate(waves, start=1):
                 # One wave after the other: engines of the other waves sample meanwhile.
                 await self._arrive(push, sent)
@@ -240,10 +241,6 @@ class WeightSync:
                 raise outcome
         self._agreed = {id(r) for r in self.members.receivers()}
         return manifest
-
-    def _cut(self, receivers: Sequence[Receiver]) -> list[tuple[Receiver, ...]]:
-        size = self.wave_size or max(1, len(receivers))
-        return [tuple(receivers[i : i + size]) for i in range(0, len(receivers), size)]
 
     async def _send(self, push: _Underway, receivers: tuple[Receiver, ...], *, is_last: bool) -> _Sent | None:
         """Sends to one wave, in up to `max_attempts` epochs; None if all of its receivers are lost."""

@@ -74,7 +74,13 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
         is_file = target.rpartition(":")[0].endswith(".py")
         action = "fix the file" if is_file else "put it on the PYTHONPATH, or name a function"
         raise ValueError(f"reward function {target!r} cannot be imported ({error}): {action}") from error
-    _check_request(target, given)
+    takes = f"reward function {target!r} takes ({', '.join(name for name, _, _ in given)})"
+    if not given or given[0][1] in ("KEYWORD_ONLY", "VAR_KEYWORD"):
+        raise ValueError(f"{takes} and no request: {CALL}")
+    if any(kind == "POSITIONAL_ONLY" and not has_default for _, kind, has_default in given[1:]):
+        raise ValueError(f"{takes}, of which options are given by keyword: {CALL}")
+    if given[0][0] in OF_OTHER_TRAINERS:
+        raise ValueError(f"{takes}, as functions of other trainers do: {CALL}")
     none = inspect.Parameter.empty
     return inspect.Signature(
         [
@@ -82,16 +88,6 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
             for name, kind, has_default in given
         ]
     )
-
-
-def _check_request(target: str, parameters: Sequence[tuple[str, str, bool]]) -> None:
-    takes = f"reward function {target!r} takes ({', '.join(name for name, _, _ in parameters)})"
-    if not parameters or parameters[0][1] in ("KEYWORD_ONLY", "VAR_KEYWORD"):
-        raise ValueError(f"{takes} and no request: {CALL}")
-    if any(kind == "POSITIONAL_ONLY" and not has_default for _, kind, has_default in parameters[1:]):
-        raise ValueError(f"{takes}, of which options are given by keyword: {CALL}")
-    if parameters[0][0] in OF_OTHER_TRAINERS:
-        raise ValueError(f"{takes}, as functions of other trainers do: {CALL}")
 
 
 class EnvironmentReward:

@@ -130,7 +130,12 @@ class History:
         try:
             if record.kind in REPLAY:
                 apply, fields = REPLAY[record.kind]
-                _check_body(record, fields)
+                for name, kind in fields.items():
+                    if not isinstance(record.body[name], kind):
+                        raise TypeError(f"{name} is {type(record.body[name]).__name__}")
+                    if kind is int:
+                        _integers(record.body[name])
+                _integers(*record.body.get("kept", ()))
                 apply(self, record)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self._find(f"{record.name} is not as this version writes it ({type(error).__name__}: {error})")
@@ -349,15 +354,6 @@ REPLAY: Mapping[str, tuple[Callable[[History, AuditRecord], None], Mapping[str, 
     AuditKind.ROLLED_BACK: (History._rolled_back, {"version": int, "restored": int, "text": str}),
     AuditKind.ENDED: (History._end, {"status": str, "files": dict}),
 }
-
-
-def _check_body(record: AuditRecord, fields: Mapping[str, Any]) -> None:
-    for name, kind in fields.items():
-        if not isinstance(record.body[name], kind):
-            raise TypeError(f"{name} is {type(record.body[name]).__name__}")
-        if kind is int:
-            _integers(record.body[name])
-    _integers(*record.body.get("kept", ()))
 
 
 def _integers(*values: Any) -> None:

@@ -248,7 +248,9 @@ class Checkpoints:
             yield
         except Exception as error:
             is_os_error = isinstance(error, OSError)
-            if not (_is_full_disk(error) or (is_os_error and draft is not None)):
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            is_full = is_full or any(text in str(error) for text in _FULL_DISK)
+            if not (is_full or (is_os_error and draft is not None)):
                 raise
             if draft is not None:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -266,20 +268,12 @@ class Checkpoints:
             _remove(path)  # damaged: a complete checkpoint would have been resumed
         os.rename(draft, path)
         sync(self.folder)
-        self._prune()
+        complete = [old for old in _newest_first(self.folder) if fault_of(old, with_hashes=False) is None]
+        kept = self.kept([_version(old) for old in complete])
+        for old in complete[self.schedule.keep :]:
+            if _version(old) != 0 and _version(old) not in kept:
+                _remove(old)
         return path
-
-    def _prune(self) -> None:
-        complete = [path for path in _newest_first(self.folder) if fault_of(path, with_hashes=False) is None]
-        kept = self.kept([_version(path) for path in complete])
-        for path in complete[self.schedule.keep :]:
-            if _version(path) != 0 and _version(path) not in kept:
-                _remove(path)
-
-
-def _is_full_disk(error: Exception) -> bool:
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return is_full or any(text in str(error) for text in _FULL_DISK)
 
 
 def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) -> Path | None:

@@ -95,7 +95,13 @@ def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: fl
             bundle_label_selector=[{NODE_LABEL: worker.node_id} for worker in members],
         )
         bookings.update({worker.name: Booking(group, index) for index, worker in enumerate(members)})
-    pending = _wait(bookings, time.monotonic() + timeout_s)
+    deadline = time.monotonic() + timeout_s
+    # The remaining time is rounded up, because Ray truncates it to whole seconds.
+    pending = [
+        name
+        for name, booking in bookings.items()
+        if not booking.group.wait(math.ceil(max(0.0, deadline - time.monotonic())))
+    ]
     if pending:
         remove_placement_groups(bookings)
         raise PlacementError(
@@ -183,13 +189,3 @@ def remove_group(group_id: str) -> None:
 def _group_name(name: str) -> str:
     """Makes a unique name: Ray refuses duplicates, and groups of a killed run are removed with a delay."""
     return f"{name}/{uuid4().hex[:8]}"
-
-
-def _wait(bookings: Mapping[str, Booking], deadline: float) -> list[str]:
-    """Waits for all groups until `deadline` (monotonic clock). Returns the names of workers that are still pending. The
-    remaining time is rounded up, because Ray truncates it to whole seconds."""
-    return [
-        name
-        for name, booking in bookings.items()
-        if not booking.group.wait(math.ceil(max(0.0, deadline - time.monotonic())))
-    ]

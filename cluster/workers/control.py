@@ -127,7 +127,10 @@ class ControlLoop:
             try:
                 await self._exchange(status)
             except Exception as error:  # the run does not need the panel; the next call starts a new one
-                await self._lose_panel(error)
+                self._num_panels_lost += 1
+                self.on_panel_lost(type(error).__name__)
+                _logger.warning("the control panel was lost (%s) and is replaced: %s", type(error).__name__, error)
+                await self._drop_panel()
             await asyncio.sleep(self.interval_s)
 
     async def _exchange(self, status: RunStatus) -> None:
@@ -141,12 +144,6 @@ class ControlLoop:
             self._requests.put_nowait(request)
         for request_id in sent:
             del self._outcomes[request_id]
-
-    async def _lose_panel(self, error: Exception) -> None:
-        self._num_panels_lost += 1
-        self.on_panel_lost(type(error).__name__)
-        _logger.warning("the control panel was lost (%s) and is replaced: %s", type(error).__name__, error)
-        await self._drop_panel()
 
     async def _drop_panel(self) -> None:
         dropped, self._panel = self._panel, None

@@ -261,7 +261,9 @@ class JsonPoster:
         said = reply[:QUOTED_CHARS].decode("utf-8", "replace")
         if status == 429 or status >= 500:
             kind = TimedOutError if status == 504 else RewardError
-            raise _AgainError(kind(f"{endpoint.url} answered {status}: {said}"), _retry_after(response))
+            wait_s = response.headers.get("Retry-After", "")  # or a date, which is not read
+            is_busy = status in (429, 503) and wait_s.isdecimal()
+            raise _AgainError(kind(f"{endpoint.url} answered {status}: {said}"), float(wait_s) if is_busy else None)
         raise RefusedError(endpoint.url, status, said)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
@@ -272,12 +274,6 @@ class JsonPoster:
                 raise RewardError(f"{response.url} replied with more than max_reply_bytes={limit}: raise it")
             chunks.append(chunk)
         return b"".join(chunks)
-
-
-def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    """Returns the seconds that a busy server (429, 503) asks for; None without a header, or for a date."""
-    said = response.headers.get("Retry-After", "")
-    return float(said) if response.status in (429, 503) and said.isdecimal() else None
 
 
 FRAME_BYTES = 128  # overhead of a body beside its samples

@@ -166,7 +166,12 @@ class Component:
         outcomes: dict[bytes, Outcome] = {key: self._cache[key] for key in keys if key in self._cache}
         outcomes |= dict(zip(new, self._tried(list(new.values())), strict=True))
         for key in keys:
-            self._remember(key, outcomes[key])
+            if isinstance(outcomes[key], ScoringFailure):  # not cached: a later try may succeed
+                continue
+            self._cache[key] = outcomes[key]
+            self._cache.move_to_end(key)
+            while len(self._cache) > self._cache_entries:
+                self._cache.popitem(last=False)
         return [outcomes[key] for key in keys]
 
     def _tried(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
@@ -179,14 +184,6 @@ class Component:
             for i, outcome in zip(failed, evaluate_batch(self._function, [requests[i] for i in failed]), strict=True):
                 outcomes[i] = outcome
         return outcomes
-
-    def _remember(self, key: bytes, outcome: Outcome) -> None:
-        if isinstance(outcome, ScoringFailure):  # not cached: a later try may succeed
-            return
-        self._cache[key] = outcome
-        self._cache.move_to_end(key)
-        while len(self._cache) > self._cache_entries:
-            self._cache.popitem(last=False)
 
 
 def build_components(rewards: RewardsConfig, service: str | None, tools: Tools) -> tuple[Component, ...]:

@@ -143,17 +143,13 @@ def _resources(node: Mapping[str, Any], has: Mapping[str, float]) -> NodeResourc
     """Returns a row of `ray.nodes()` with the resources `has`, all or the free ones."""
     labels = tuple(sorted(node.get("Labels", {}).items()))
     cpus, gpus = has.get("CPU", 0.0), has.get("GPU", 0.0)
-    return NodeResources(node["NodeID"], cpus, gpus, name=node_name(node), custom=_custom(has), labels=labels)
-
-
-def _custom(resources: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Returns the custom resources of a node: without CPUs, GPUs, memory and Ray's own markers."""
-    own = ("CPU", "GPU", "memory", "object_store_memory")
-    return tuple(
+    ours = ("CPU", "GPU", "memory", "object_store_memory")  # and Ray's own markers are no custom resources
+    custom = tuple(
         (name, amount)
-        for name, amount in sorted(resources.items())
-        if name not in own and not name.startswith(("node:", "accelerator_type:", "bundle_")) and "_group_" not in name
+        for name, amount in sorted(has.items())
+        if name not in ours and not name.startswith(("node:", "accelerator_type:", "bundle_")) and "_group_" not in name
     )
+    return NodeResources(node["NodeID"], cpus, gpus, name=node_name(node), custom=custom, labels=labels)
 
 
 def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:

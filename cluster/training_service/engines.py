@@ -251,10 +251,7 @@ class PooledAdapterEngines:
         return group.trajectories
 
     def _checked(self, call: SampleCall) -> tuple[Prompt, SamplingSettings]:
-        """Returns the prompt under a unique id, and the engine's settings.
-
-        Greedy samples are equal, so one is drawn.
-        """
+        """Returns the prompt under a unique id, and the engine's settings. Greedy samples are equal: one is drawn."""
         prompt, limits = call.prompt, self._limits
         room = limits.max_model_len - prompt.num_tokens
         if prompt.num_tokens == 0 or room < 1:

@@ -228,7 +228,6 @@ class WeightSync:
         self._held[receiver] = version
 
     async def _agreed_manifest(self) -> Manifest:
-        """Returns the manifest, after every new receiver has compared it with its checkpoint."""
         if self._manifest is None:
             self._manifest = await self.sender.manifest()
         manifest = self._manifest

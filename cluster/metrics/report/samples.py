@@ -302,7 +302,13 @@ class SampleKeeper:
         what = f"group {candidate.group.summary.group_id}"
         (group,) = self.fetch([candidate.group.group], timeout_s=self.timeout_s, what=what)
         trajectory = group.trajectories[candidate.sibling]
-        self._load_thumbnails(group, trajectory)
+        handles = (*group.prompt.media, *trajectory.actions.media)
+        missing = [handle for handle in handles if handle.key not in self._thumbnails]
+        if missing:
+            what = f"images of {group.prompt.sample_id}"
+            references = [handle.reference for handle in missing]
+            media: list[ProcessedMedia] = self.fetch(references, timeout_s=self.timeout_s, what=what)
+            self._thumbnails |= {h.key: m.thumbnail for h, m in zip(missing, media, strict=True) if m.thumbnail}
         return ReportSample(
             step=step,
             period=period,
@@ -320,15 +326,6 @@ class SampleKeeper:
             media_keys=tuple(handle.key for handle in group.prompt.media),
             turns=_turns(trajectory),
         )
-
-    def _load_thumbnails(self, group: TrajectoryGroup, trajectory: Trajectory) -> None:
-        handles = (*group.prompt.media, *trajectory.actions.media)
-        missing = [handle for handle in handles if handle.key not in self._thumbnails]
-        if missing:
-            what = f"images of {group.prompt.sample_id}"
-            references = [handle.reference for handle in missing]
-            media: list[ProcessedMedia] = self.fetch(references, timeout_s=self.timeout_s, what=what)
-            self._thumbnails |= {h.key: m.thumbnail for h, m in zip(missing, media, strict=True) if m.thumbnail}
 
 
 def write_samples(path: Path, content: SampleFile, write: Callable[[Path, str], None] = write_atomically) -> None:

@@ -32,16 +32,6 @@ class SampleSink(Sink, Protocol):
         """Shows responses of one step, at least one."""
 
 
-def step_scalars(record: StepRecord) -> dict[str, float]:
-    """Returns values of the step and of each reward component, seconds by phase, and counts by reason."""
-    scalars = {f"step/{name}": value for name, value in record.values.items()}
-    scalars |= {f"reward/{name}": value for name, value in record.components.items()}
-    scalars |= {f"seconds/{phase}": seconds for phase, seconds in record.seconds.items()}
-    for name, reasons in record.counters.items():
-        scalars |= {f"count_{name}/{reason}": count for reason, count in reasons.items()}
-    return scalars
-
-
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
     """Returns `evaluation/<name>`, or `evaluation_<suite>/<name>` for other suites than the run's own."""
     group = "evaluation" if record.suite == HELD_OUT else f"evaluation_{record.suite}"
@@ -53,7 +43,12 @@ class ScalarSink(ABC):
     """A sink that logs the scalars of steps and of evaluations in one way."""
 
     def emit(self, record: StepRecord) -> None:
-        self._log(step_scalars(record), record.step)
+        scalars = {f"step/{name}": value for name, value in record.values.items()}
+        scalars |= {f"reward/{name}": value for name, value in record.components.items()}
+        scalars |= {f"seconds/{phase}": seconds for phase, seconds in record.seconds.items()}
+        for name, reasons in record.counters.items():
+            scalars |= {f"count_{name}/{reason}": count for reason, count in reasons.items()}
+        self._log(scalars, record.step)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         self._log(evaluation_scalars(record), record.version)

@@ -166,9 +166,10 @@ class Component:
         outcomes: dict[bytes, Outcome] = {key: self._cache[key] for key in keys if key in self._cache}
         outcomes |= dict(zip(new, self._tried(list(new.values())), strict=True))
         for key in keys:
-            if isinstance(outcomes[key], ScoringFailure):  # not cached: a later try may succeed
+            outcome = outcomes[key]
+            if isinstance(outcome, ScoringFailure):  # not cached: a later try may succeed
                 continue
-            self._cache[key] = outcomes[key]
+            self._cache[key] = outcome
             self._cache.move_to_end(key)
             while len(self._cache) > self._cache_entries:
                 self._cache.popitem(last=False)
@@ -184,13 +185,6 @@ class Component:
             for i, outcome in zip(failed, evaluate_batch(self._function, [requests[i] for i in failed]), strict=True):
                 outcomes[i] = outcome
         return outcomes
-
-
-def build_components(rewards: RewardsConfig, service: str | None, tools: Tools) -> tuple[Component, ...]:
-    """Returns the components of a service (None: of all services), each after the components of its gates."""
-    order = rewards.gate_order()
-    chosen = [c for c in rewards.components if service in (None, c.service)]
-    return tuple(_build(component, tools) for component in sorted(chosen, key=lambda c: order.index(c.name)))
 
 
 def content_key(request: RewardRequest) -> bytes:
@@ -232,7 +226,9 @@ class RewardScoring:
     def __init__(self, rewards: RewardsConfig, service: str | None, tools: Tools) -> None:
         """With a `service` only its components run; outcomes of other services are passed as `earlier`."""
         self.book = RecipeBook(rewards)
-        self.components: tuple[Component, ...] = build_components(rewards, service, tools)
+        order = rewards.gate_order()  # a component comes after the components of its gates
+        chosen = sorted(rewards.components, key=lambda component: order.index(component.name))
+        self.components = tuple(_build(c, tools) for c in chosen if service in (None, c.service))
 
     @property
     def num_retried(self) -> int:

@@ -157,14 +157,10 @@ class Difference:
             return 0.0
         if math.isinf(self.t):
             return math.inf
-        return self.t / critical_value(level, self.degrees)
+        from scipy.special import stdtrit  # slow import, which runs without a guard do not need
 
-
-def critical_value(level: float, degrees: float) -> float:
-    """The one-sided critical value of Student's t distribution."""
-    from scipy.special import stdtrit  # slow import, which runs without a guard do not need
-
-    return -float(stdtrit(degrees, level))
+        one_sided = -float(stdtrit(self.degrees, level))  # critical value of Student's t distribution
+        return self.t / one_sided
 
 
 def difference(a: Moments, b: Moments, margin: float = 0.0) -> Difference:

@@ -62,7 +62,8 @@ class SignalWatch:
             index = next(i for i, reward in enumerate(scored.rewards) if reward is not None)
             reward, trajectory = scored.scored_rewards[0], group.trajectories[index]
             reasons = "".join(f", {name}: {reason}" for name, reason in reward.reasons.items())
-            yield f"  sample {group.prompt.sample_id}: reward {reward.value:g} ({_parts(reward)}{reasons})"
+            parts = ", ".join(f"{name} {value:g}" for name, value in reward.components.items())
+            yield f"  sample {group.prompt.sample_id}: reward {reward.value:g} ({parts}{reasons})"
             yield f"    prompt ends: {_tail(group.prompt.text)!r}"
             yield f"    response ({trajectory.finish_reason}): {_tail(trajectory.response.text)!r}"
             yield f"    references: {group.prompt.references!r}"
@@ -101,10 +102,6 @@ def _hints(record: StepRecord, rewards: Sequence[Reward]) -> Iterator[str]:
     for reason, num in record.counters.get("reward_failures", {}).items():
         if num:
             yield f"responses without a reward so far ({reason}): {num}, see run.log"
-
-
-def _parts(reward: Reward) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in reward.components.items())
 
 
 def _tail(text: str) -> str:

@@ -275,11 +275,9 @@ class PooledAdapterEngines:
         return replace(prompt, prompt_id=f"call/{next(self._numbers)}", sample_id=content), settings
 
     async def _load_on_all(self, adapter: str, folder: Path, loaded: set[Engine]) -> None:
-        """Loads an adapter on every engine, and adds the engines to `loaded`.
-
-        Engines that join meanwhile are included: `_admit` gives them served adapters alone, because an adapter that
-        kills engines would also kill their successors.
-        """
+        """Loads an adapter on every engine, and adds the engines to `loaded`. Engines that join meanwhile are included:
+        `_admit` gives them served adapters alone, because an adapter that kills engines would also kill their
+        successors."""
         num_tries = 0
         while missing := await self._without(loaded, adapter):
             if num_tries == LOADING_TRIES:

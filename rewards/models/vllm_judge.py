@@ -88,16 +88,6 @@ class ChatEngine:
         return [refused[index] if index in refused else next(replies) for index in range(len(conversations))]
 
 
-def shared_engine(model: str, options: Mapping[str, Any], tools: Tools) -> ChatEngine:
-    engine: ChatEngine = tools.shared((ChatEngine, model), lambda: ChatEngine(model, options, tools))
-    if engine.options != dict(options):
-        raise ValueError(
-            f"options.engine={dict(options)} differs from {engine.options} of another component of this service with "
-            f"options.model={model!r}, whose engine they share: give both the same, or each a service of its own"
-        )
-    return engine
-
-
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     """Builds vLLM's sampling parameters; `structured_outputs` is a mapping, such as {regex: "[1-5]"}."""
     given = dict(values)
@@ -218,7 +208,13 @@ class VllmJudge:
         fields = limits | checked_extra(extra, OWN_FIELDS)
         self._template_fields = fields.pop(TEMPLATE_FIELD, {})
         sampling_params(fields)  # refused before a model is loaded
-        self._engine = shared_engine(model, engine, tools)
+        self._engine: ChatEngine = tools.shared((ChatEngine, model), lambda: ChatEngine(model, engine, tools))
+        if self._engine.options != dict(engine):
+            raise ValueError(
+                f"options.engine={dict(engine)} differs from {self._engine.options} of another component of this "
+                f"service with options.model={model!r}, whose engine they share: give both the same, or each a service "
+                "of its own"
+            )
         self._params = sampling_params({**self._engine.sampling_defaults, **fields})
         self._in_time = tools.in_time
 

@@ -160,19 +160,14 @@ def _records(reader: pa.RecordBatchStreamReader) -> Iterator[JournalRecord]:
     while True:
         try:
             batch, metadata = reader.read_next_batch_with_custom_metadata()
-            record = _record(batch, metadata)
+            batch.validate(full=True)
+            kind, body = metadata[b"kind"].decode(), metadata[b"body"].decode()
+            if int(metadata[b"checksum"]) != _checksum(kind, body, batch):
+                raise ValueError("a record's checksum is wrong")
+            record = JournalRecord(RecordKind(kind), json.loads(body), batch)
         except (StopIteration, pa.ArrowException, OSError, ValueError, KeyError, TypeError):
             return
         yield record
-
-
-def _record(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes]) -> JournalRecord:
-    """Raises: ValueError, KeyError, TypeError: the record is damaged."""
-    batch.validate(full=True)
-    kind, body = metadata[b"kind"].decode(), metadata[b"body"].decode()
-    if int(metadata[b"checksum"]) != _checksum(kind, body, batch):
-        raise ValueError("a record's checksum is wrong")
-    return JournalRecord(RecordKind(kind), json.loads(body), batch)
 
 
 def _checksum(kind: str, body: str, rows: pa.RecordBatch) -> int:

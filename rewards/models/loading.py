@@ -80,7 +80,17 @@ def load_strictly(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
 
 
 def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
-    _refuse_quantised(name)
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(name)
+    except OSError as error:
+        raise ValueError(f"options.model={name!r} cannot be loaded ({_first_line(error)}): use a checkpoint") from error
+    for part in (settings, *(part for part in settings.values() if isinstance(part, dict))):
+        if isinstance(scheme := part.get("quantization_config"), dict):
+            # It needs special kernels, and was never compared with its original.
+            raise ValueError(
+                f"options.model={name!r} is quantised ({scheme.get('quant_method') or scheme}), which is not computed "
+                "here: name the checkpoint that it was made from"
+            )
     try:
         model, info = model_class.from_pretrained(
             name, dtype=torch_dtype(tools), output_loading_info=True, ignore_mismatched_sizes=True
@@ -100,20 +110,6 @@ def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
     if tools.device == "cuda" and tools.gpu_share < 1:  # keeps memory for the other roles on the GPU
         torch.cuda.set_per_process_memory_fraction(tools.gpu_share)
     return model.eval().requires_grad_(False).to(tools.device)
-
-
-def _refuse_quantised(name: str) -> None:
-    """Refuses quantised models, which need special kernels and were never compared with their originals."""
-    try:
-        settings, _ = PretrainedConfig.get_config_dict(name)
-    except OSError as error:
-        raise ValueError(f"options.model={name!r} cannot be loaded ({_first_line(error)}): use a checkpoint") from error
-    for part in (settings, *(part for part in settings.values() if isinstance(part, dict))):
-        if isinstance(scheme := part.get("quantization_config"), dict):
-            raise ValueError(
-                f"options.model={name!r} is quantised ({scheme.get('quant_method') or scheme}), which is not computed "
-                "here: name the checkpoint that it was made from"
-            )
 
 
 def load_processor(processor_class: Any, name: str) -> Any:

@@ -185,7 +185,11 @@ class RecordScorer:
             numbers.append(number)
             records.append(record)
             requests.append(self._request(record))
-        rewards = self._rewards(requests)
+        self._tools.end_at(time.monotonic() + BATCH_SHARE * self._options.timeout_s)
+        scored = iter(self._scoring.rewards([r for r in requests if isinstance(r, RewardRequest)]))
+        rewards: list[Reward | ComponentError] = [
+            next(scored) if isinstance(request, RewardRequest) else request for request in requests
+        ]
         self._count(summary, numbers, records, rewards)
         rows = b"".join(map(_line, numbers, records, rewards)) if self._options.writes_rows else b""
         return ScoredBatch(batch.size, summary, rows, self._tools.in_time.num_stuck > 0)
@@ -195,12 +199,6 @@ class RecordScorer:
             return record.request(self._files.read, needs_images=self._needs_images)
         except RewardError as error:
             return ComponentError(IMAGES, FailureKind.FAILED, str(error))
-
-    def _rewards(self, requests: Sequence[RewardRequest | ComponentError]) -> list[Reward | ComponentError]:
-        """Returns one result per record. Unreadable images affect only their record."""
-        self._tools.end_at(time.monotonic() + BATCH_SHARE * self._options.timeout_s)
-        scored = iter(self._scoring.rewards([r for r in requests if isinstance(r, RewardRequest)]))
-        return [next(scored) if isinstance(request, RewardRequest) else request for request in requests]
 
     def _count(
         self,

@@ -201,7 +201,6 @@ def _validated(values: Mapping[Any, Any]) -> RunConfig:
 
 
 def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
-    """Formats a validation error for the user; `prefix` is the dotted name of the validated section."""
     name = prefix + ".".join(str(part) for part in detail["loc"] if not OF_UNION.match(str(part)))
     key = find(name)
     if key is None:

@@ -152,25 +152,23 @@ class History:
             _integers(bounds["max_staleness"])
         _integers(found["torn_bytes"], found["num_records"], body["metrics"]["num_lines"])
         label = f"run {body['run']}, mobula {code['version']} {code['commit'][:12]}, seed {body['seed']}"
-        self._continue_covers(_covers(record, body.get("files", {})))
+        # Compares the files that the new part found with the digests of earlier parts, and goes on from them.
+        covers = _covers(record, body.get("files", {}))
+        for name, cover in covers.items():
+            known = self.covers.get(name)
+            expected = [each.sha256 for each in (known, known and known.instead) if each is not None]
+            if known is not None and cover.is_whole and cover.sha256 not in expected:
+                self._find(f"when {cover.record.name} was written, {name} was not as {known.record.name} has it")
+            elif known is not None and not cover.is_whole:
+                covers[name] = replace(cover, earlier=replace(known, is_whole=False))
+        self.covers = {name: cover for name, cover in self.covers.items() if not cover.is_whole} | covers
+        self._release_segments()
         self.parts[-1] = Part(record, label, bounds=bounds)
         if found["head"] is not None:
             num = found["num_records"]
             self._find(
                 f"when {record.name} was written, the chain had {num} records and audit.head said {found['head']}"
             )
-
-    def _continue_covers(self, found: dict[str, Cover]) -> None:
-        """Compares the files that a new part found with the digests of earlier parts, and goes on from them."""
-        for name, cover in found.items():
-            known = self.covers.get(name)
-            expected = [each.sha256 for each in (known, known and known.instead) if each is not None]
-            if known is not None and cover.is_whole and cover.sha256 not in expected:
-                self._find(f"when {cover.record.name} was written, {name} was not as {known.record.name} has it")
-            elif known is not None and not cover.is_whole:
-                found[name] = replace(cover, earlier=replace(known, is_whole=False))
-        self.covers = {name: cover for name, cover in self.covers.items() if not cover.is_whole} | found
-        self._release_segments()
 
     def _release_segments(self) -> None:
         self.droppable = set(filter(is_segment, self.covers))
@@ -307,7 +305,6 @@ class History:
         self.reasons.pop(prompt_id, None)  # a resume from an older checkpoint voids the rejection
 
     def _leave(self, version: int) -> None:
-        """Voids the steps and checkpoints after `version`."""
         for later in [made for made in self.steps if made > version]:
             self.void[later] = self.steps.pop(later)
             self.num_void += 1

@@ -399,19 +399,16 @@ class LogprobGuard:
     def check(self, report: UpdateReport) -> None:
         gap = report.metrics.get(MetricName.LOGPROB_GAP_MEAN)
         if gap is not None and not gap <= self.rounding.widened(self.limit):  # `not <=`: a NaN is over the limit
-            message = self._message(gap, report)
+            largest = report.metrics.get(MetricName.LOGPROB_GAP_MAX, gap)
+            limit = self.rounding.widened(self.limit)
+            widened = "" if limit == self.limit else f", widened to {limit:.3g} by the rounding of the model"
+            causes = "; ".join(f"({n}) {cause}" for n, cause in enumerate(CAUSES, 1))
+            message = (
+                f"step {report.version}: log-probs of the learner differ from those that its engines recorded at equal "
+                f"weights by {gap:.3g} nat in the mean, {largest:.3g} at most "
+                f"(supervision.max_logprob_gap.{self.dtype}={self.limit:g}{widened}). Likely causes: {causes}. "
+                "Find the cause, raise the limit if it is rounding, or go on with supervision.on_logprob_gap=warn"
+            )
             if self.stops:
                 raise LogprobGapError(message)
             _logger.warning("%s", message)
-
-    def _message(self, gap: float, report: UpdateReport) -> str:
-        largest = report.metrics.get(MetricName.LOGPROB_GAP_MAX, gap)
-        limit = self.rounding.widened(self.limit)
-        widened = "" if limit == self.limit else f", widened to {limit:.3g} by the rounding of the model"
-        causes = "; ".join(f"({n}) {cause}" for n, cause in enumerate(CAUSES, 1))
-        return (
-            f"step {report.version}: log-probs of the learner differ from those that its engines recorded at equal "
-            f"weights by {gap:.3g} nat in the mean, {largest:.3g} at most "
-            f"(supervision.max_logprob_gap.{self.dtype}={self.limit:g}{widened}). Likely causes: {causes}. "
-            "Find the cause, raise the limit if it is rounding, or go on with supervision.on_logprob_gap=warn"
-        )

@@ -95,7 +95,6 @@ def _head(file: Path) -> bytes:
 
 
 def _fault_of_lines(text: bytes, error: json.JSONDecodeError) -> str:
-    """Returns why a line is not one value; empty if unknown."""
     if b"\r" in text.strip():
         return ": lines end in carriage returns alone, write line feeds"
     if error.msg == "Extra data":

@@ -422,7 +422,6 @@ def _remove(path: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes the drafts and renamed folders of saves and removals that were killed."""
     leftovers = [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
     for path in leftovers:
         _logger.warning("removed %s, a leftover of a save that was killed", path)

@@ -16,7 +16,7 @@ import numpy as np
 
 from mobula.cluster.errors import ChangedDataError, DeadlineError, JournalError, LostObjectError
 from mobula.cluster.records.arrow import RecordedGroup
-from mobula.cluster.records.trajectory import GroupOutcome, Prompt, ScoredGroup, TrajectoryGroup
+from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup, TrajectoryGroup
 from mobula.cluster.replay.journal import NO_SECONDS, Seconds
 from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Prompts, ReplayStats
@@ -41,7 +41,17 @@ class LiveGroups:
                 "be sampled again"
             )
         prompt = self.prompts.prompt_at(self.prompts.index_of(group.group_id))
-        _refuse_if_changed(prompt, group.prompt)
+        is_equal = {
+            "tokens": np.array_equal(prompt.expanded_ids, group.prompt.expanded_ids)
+            and np.array_equal(prompt.compact_ids, group.prompt.compact_ids),
+            "images": prompt.media == group.prompt.media and prompt.media_spans == group.prompt.media_spans,
+        }
+        changed = [name for name, equal in is_equal.items() if not equal]
+        if changed:
+            raise ChangedDataError(
+                f"prompt {group.prompt.prompt_id} has other {' and '.join(changed)} than when it was sampled: "
+                f"restore the row {group.prompt.sample_id} and its images, or the data.* keys, as they were"
+            )
         live = TrajectoryGroup(prompt, group.trajectories)
         logprobs = recorded.reference_logprobs
         return ScoredGroup(
@@ -49,20 +59,6 @@ class LiveGroups:
             group=self.put(live),
             rewards=recorded.rewards,
             reference_logprobs=None if logprobs is None else self.put(list(logprobs)),
-        )
-
-
-def _refuse_if_changed(now: Prompt, then: Prompt) -> None:
-    is_equal = {
-        "tokens": np.array_equal(now.expanded_ids, then.expanded_ids)
-        and np.array_equal(now.compact_ids, then.compact_ids),
-        "images": now.media == then.media and now.media_spans == then.media_spans,
-    }
-    changed = [name for name, equal in is_equal.items() if not equal]
-    if changed:
-        raise ChangedDataError(
-            f"prompt {then.prompt_id} has other {' and '.join(changed)} than when it was sampled: "
-            f"restore the row {then.sample_id} and its images, or the data.* keys, as they were"
         )
 
 

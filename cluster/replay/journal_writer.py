@@ -131,7 +131,6 @@ class JournalWriter(GroupJournal):
         return await written
 
     async def _write_waiting(self) -> None:
-        """Writes the waiting drafts and wakes their callers, until no draft waits."""
         while self._waiting:
             # Several groups in one write: an fsync costs the same for one group as for many.
             batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]

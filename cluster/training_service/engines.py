@@ -291,7 +291,6 @@ class PooledAdapterEngines:
         self._folders[adapter] = folder  # in one step with the check that no engine is missing
 
     async def _without(self, loaded: Collection[Engine], adapter: str) -> list[Engine]:
-        """Waits for an engine, and returns the engines that have not loaded the adapter."""
         await self._pool.wait_for_an_engine(f"adapter {adapter!r}")
         return [engine for engine in self._pool.receivers() if engine not in loaded]
 

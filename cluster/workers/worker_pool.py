@@ -147,6 +147,7 @@ class WorkerPool(Generic[Handle]):
             worker.leaving.set()
             _logger.info("%s drains: %s in flight: %d", worker.name, self.work, worker.load)
             if worker.task is not None and not self._is_stopped:
+                # The start fails soon, and the worker is removed.
                 self._run(self._abort_start(worker), f"abort the start of {worker.name}")
             self._remove_if_idle(worker)
         taken = {worker.index for worker in self.workers}
@@ -244,7 +245,6 @@ class WorkerPool(Generic[Handle]):
         return False
 
     async def _abort_start(self, worker: Worker[Handle]) -> None:
-        """Ends process and reservation of a starting worker: the start fails soon, and the worker is removed."""
         await self._end(worker)
         if worker.state is WorkerState.STARTING:
             try:

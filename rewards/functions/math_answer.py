@@ -70,7 +70,6 @@ def _same_congruence(answer: Value, reference: Value) -> bool:
 
 
 def _same_relation(answer: Value, reference: Value) -> bool:
-    """Compares equations, inequalities, and equations of names with bare values."""
     ours, theirs = _named(answer), _named(reference)
     if ours and theirs and max(len(ours), len(theirs)) > 1:
         return ours.keys() == theirs.keys() and all(_same(ours[name], theirs[name]) for name in ours)
@@ -200,7 +199,6 @@ def _same_operation(answer: Value, reference: Value) -> bool:
 
 
 def _same_region(answer: Value, reference: Value) -> bool:
-    """Compares intervals, unions, and bounds of one unknown, as sets of real numbers."""
     ours, theirs = _region(answer), _region(reference)
     if not ours or not theirs or (ours[0] and theirs[0] and ours[0] != theirs[0]):
         return False
@@ -214,7 +212,6 @@ def _same_region(answer: Value, reference: Value) -> bool:
 
 
 def _region(value: Value) -> Region | None:
-    """Returns a set of real numbers, if a value is one with numbers as ends."""
     kind, name, parts = value.kind, value.name, value.parts
     if kind in ("operation", "list"):
         return _joined(value)

@@ -148,7 +148,6 @@ class IsolatedProcess:
                 raise RewardError(f"{what} raised {result}")
 
     def _import_reply(self, asked: _Import) -> tuple[bool, Any]:
-        """Waits for the reply of an import until its own deadline, or until `deadline`."""
         waited_s = max(0.0, min(asked.until, self.deadline) - time.monotonic())
         try:
             reply: tuple[bool, Any] = self._child.receive(waited_s)

@@ -51,7 +51,14 @@ class Grading:
         if not minimum < maximum:
             raise ValueError(f"options.minimum={minimum} is not below maximum={maximum}: say what scores there are")
         self._images = one_of("images", images, IMAGES)
-        self._template = _checked_template(template, self._images)
+        named = set(_PLACEHOLDER.findall(template))
+        unknown = sorted(named - set(PLACEHOLDERS))
+        if unknown:
+            known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise ValueError(f"options.template has {{{unknown[0]}}}: use {known}")
+        if "response" not in named and self._images not in ("response", "both"):
+            raise ValueError("options.template has no {response}, so every answer would get one score: put it in")
+        self._template = template
         self._system = system
         self._find_score = _verdict(verdict)
         self._range = (float(minimum), float(maximum))
@@ -107,17 +114,6 @@ def checked_extra(extra: Mapping[str, Any], own: Collection[str]) -> dict[str, A
     if clash:
         raise ValueError(f"options.extra has {', '.join(clash)}, which the judge sets itself: use its own options")
     return dict(extra)
-
-
-def _checked_template(template: str, images: str) -> str:
-    named = set(_PLACEHOLDER.findall(template))
-    unknown = sorted(named - set(PLACEHOLDERS))
-    if unknown:
-        known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-        raise ValueError(f"options.template has {{{unknown[0]}}}: use {known}")
-    if "response" not in named and images not in ("response", "both"):
-        raise ValueError("options.template has no {response}, so every answer would get one score: put it in")
-    return template
 
 
 def _verdict(verdict: str) -> Extractor:

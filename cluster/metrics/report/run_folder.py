@@ -98,7 +98,6 @@ def causes_first(findings: Sequence[RunFinding]) -> list[RunFinding]:
 
 
 def _chain(name: str, cause_of: Mapping[str, str]) -> list[str]:
-    """Returns a finding with the causes above it."""
     chain = [name]
     while chain[-1] in cause_of:
         chain.append(cause_of[chain[-1]])

@@ -78,7 +78,9 @@ class ConsoleSink:
         now = self._clock()
         if now - self._last_line_s >= self._interval_s or record.step >= self._num_steps:
             self._last_line_s = now
-            left = _duration(self._steps_s / self._num_done * (self._num_steps - record.step))
+            left_s = round(self._steps_s / self._num_done * (self._num_steps - record.step))
+            hours, minutes, seconds = left_s // 3600, left_s // 60 % 60, left_s % 60
+            left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
             _logger.info("step %d/%d  %s  %s left", record.step, self._num_steps, _numbers(record), left)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
@@ -120,9 +122,3 @@ def _numbers(record: StepRecord) -> str:
 def _means(values: Mapping[str, float], *names: MetricName) -> str:
     labels = ("reward", "accuracy")
     return "  ".join(f"{label} {values[name]:.3f}" for label, name in zip(labels, names, strict=True) if name in values)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -86,8 +86,9 @@ def _held() -> str:
 def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:
     """Reserves the resources of every worker on its planned node. Returns worker name -> booking."""
     bookings: dict[str, Booking] = {}
-    together = [members for role in TOGETHER if (members := plan.of_role(role))]
-    for members in [*together, *([worker] for worker in plan.workers if worker.role not in TOGETHER)]:
+    groups: list[Sequence[PlacedWorker]] = [members for role in TOGETHER if (members := plan.of_role(role))]
+    groups += [[worker] for worker in plan.workers if worker.role not in TOGETHER]
+    for members in groups:
         group = placement_group(
             [bundle_of(worker) for worker in members],
             strategy="PACK",

@@ -444,7 +444,7 @@ class RowPacking:
             # Copies of the first token fill the last rank's part, as a separate row at the end.
             filled = pad(index, (0, self._ranks.num_padded(places.num_tokens) - places.num_tokens))
             index = filled[self._ranks.chunk(places.num_tokens)]
-        packed = {name: _taken(kwargs[name], index, axis=0) for name in PER_TOKEN if kwargs.get(name) is not None}
+        packed: dict[str, Any] = {n: _taken(kwargs[n], index, axis=0) for n in PER_TOKEN if kwargs.get(n) is not None}
         positions = kwargs.get(POSITIONS)
         if positions is None:
             positions = torch.arange(width, device=embeds.device).expand(num_rows, width)

@@ -19,7 +19,7 @@ from training_roles import TinyEngines, TinyLearner
 from training_server import LIMITS, make_service
 from waiting import wait_until
 
-from mobula.actors.environments.adapters.agents import MAX_CONNECTIONS, AgentEndpoint
+from mobula.actors.environments.adapters.agent_endpoint import MAX_CONNECTIONS, AgentEndpoint
 from mobula.actors.environments.server import EnvironmentServer
 from mobula.actors.environments.server import make_app as environment_app
 from mobula.cluster import serving

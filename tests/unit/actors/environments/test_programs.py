@@ -14,7 +14,8 @@ import httpx
 import pytest
 from episode_data import write_program
 
-from mobula.actors.environments.adapters.agents import AgentEndpoint, Program
+from mobula.actors.environments.adapters.agent_endpoint import AgentEndpoint
+from mobula.actors.environments.adapters.agents import Program
 from mobula.actors.environments.base import SEEDS_A_SPLIT, Action, EpisodeError, Message
 from mobula.actors.environments.hosts.pool import EnvironmentPool
 from mobula.actors.environments.registry import build_environment

@@ -15,7 +15,7 @@ from http_servers import reward_app
 from training_roles import TinyEngines, TinyLearner
 from training_server import LIMITS, NAME, make_service
 
-from mobula.actors.environments.adapters.agents import AgentEndpoint
+from mobula.actors.environments.adapters.agent_endpoint import AgentEndpoint
 from mobula.actors.environments.server import EnvironmentServer
 from mobula.actors.environments.server import make_app as environment_app
 from mobula.cluster.serving import Address, RequestGate

@@ -86,7 +86,7 @@ def _held() -> str:
 def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:
     """Reserves the resources of every worker on its planned node. Returns worker name -> booking."""
     bookings: dict[str, Booking] = {}
-    groups: list[Sequence[PlacedWorker]] = [members for role in TOGETHER if (members := plan.of_role(role))]
+    groups: list[Sequence[PlacedWorker]] = [own for role in TOGETHER if (own := plan.of_role(role))]
     groups += [[worker] for worker in plan.workers if worker.role not in TOGETHER]
     for members in groups:
         group = placement_group(

@@ -27,6 +27,7 @@ import torch
 from fastapi.testclient import TestClient
 from peft import PeftModel
 from PIL import Image
+from service_client import Client
 from tiny_checkpoints import write_text_policy
 from transformers import AutoModelForCausalLM
 
@@ -110,7 +111,7 @@ def serving(model: Path, folder: Path, port: int, *words: str) -> Iterator[subpr
 
 
 def connect(port: int) -> Any:
-    return tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
+    return Client(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
 
 
 def rows_of(tokenizer: Any) -> list[Any]:

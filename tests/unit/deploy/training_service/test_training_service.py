@@ -20,6 +20,7 @@ import pytest
 import tinker
 import torch
 import training_server
+from service_client import Client
 from tinker.lib.public_interfaces.rest_client import RestClient
 from training_server import KEY, NAME, Running, running
 
@@ -42,7 +43,7 @@ OTHER_ROWS = [datum([9, 8, 7, 6]), datum([2, 4, 6, 8])]
 
 
 def connect(server: Running, key: str = KEY) -> Any:
-    return tinker.ServiceClient(base_url=server.url, api_key=key)
+    return Client(base_url=server.url, api_key=key)
 
 
 def train(client: Any, rows: list[Any], steps: int) -> list[float]:
@@ -373,12 +374,12 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def test_killed_service_completes_the_futures_of_its_clients(tmp_path: Path) -> None:
     with training_server.running(tmp_path / "whole") as server:
-        with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
+        with Client(base_url=server.url, api_key=KEY) as service:
             expected = train(service.create_lora_training_client(NAME, rank=4, seed=1).result(), ROWS, 12)
     port = free_port()
     process = start(tmp_path / "killed", port)
     try:
-        service = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
+        service = Client(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
         training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
         computed, stepped = [], []
         for _ in range(12):
@@ -405,11 +406,11 @@ def test_killed_service_completes_the_futures_of_its_clients(tmp_path: Path) -> 
 
 def test_failure_of_the_service_fails_open_requests_and_a_restart_starts_from_the_last_step(tmp_path: Path) -> None:
     with training_server.running(tmp_path / "whole") as server:
-        with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
+        with Client(base_url=server.url, api_key=KEY) as service:
             expected = train(service.create_lora_training_client(NAME, rank=4, seed=1).result(), ROWS, 4)
     port = free_port()
     with training_server.running(tmp_path / "failed", port=port) as server:
-        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        service = Client(base_url=server.url, api_key=KEY)
         training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
         losses = train(training, ROWS, 2)
         training.forward_backward(ROWS, "cross_entropy").result()  # discarded with the step that fails

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mobula.cluster.errors import (
     DeadlineError,
@@ -24,8 +25,10 @@ from mobula.cluster.errors import (
 )
 from mobula.cluster.failures import COLOUR, Failure, at_frames, frames_in, in_one_line
 from mobula.cluster.files import append_line
-from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.workers.status import Progress
+
+if TYPE_CHECKING:  # logs are set up without numpy
+    from mobula.cluster.records.trajectory import Prompt
 
 _logger = logging.getLogger(__name__)
 

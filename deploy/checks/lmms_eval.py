@@ -20,8 +20,6 @@ import typer
 from mobula.cluster.errors import DeadlineError, MobulaError, PreflightError
 from mobula.cluster.files import write_atomically
 from mobula.configs.errors import ConfigError
-from mobula.deploy.host.machine import this_machine
-from mobula.deploy.host.processes import last_lines, run_logged
 
 PRIMARY = ("anls", "relaxed_overall", "acc", "exact_match")  # the first of these that a task has is its headline
 UNFILTERED = "none"
@@ -187,6 +185,8 @@ class LmmsEval:
 
     @property
     def chosen_device(self) -> str:
+        from mobula.deploy.host.machine import this_machine
+
         return self.device or ("cuda" if this_machine().num_gpus else "cpu")
 
     @property
@@ -337,6 +337,8 @@ def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]
 
 
 def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
+    from mobula.deploy.host.processes import run_logged
+
     try:
         code = run_logged(command, environment, folder, folder / LOG, options.timeout_s)
     except TimeoutError as error:
@@ -348,4 +350,6 @@ def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], 
 
 
 def _end_of(path: Path) -> str:
+    from mobula.deploy.host.processes import last_lines
+
     return "\n".join([f"the end of {path}:", *last_lines(path, NUM_LAST_LINES)])

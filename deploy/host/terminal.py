@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 import os
@@ -57,6 +56,8 @@ async def until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], 
 
     `ray job stop` sends SIGTERM, and SIGKILL 3 s later (RAY_JOB_STOP_WAIT_TIME_S).
     """
+    import asyncio  # slow import, which `--help` does not need
+
     task = asyncio.ensure_future(work)
 
     def stop(number: int) -> None:

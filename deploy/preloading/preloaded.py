@@ -20,7 +20,6 @@ from pathlib import Path
 from mobula.cluster.environment_variables import SLEEPING_THREADS
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rollout import SamplerKind
-from mobula.deploy.host.run_folder import marking
 
 ROLES = (
     "mobula.learner.learner",
@@ -65,6 +64,8 @@ def preloaded(config: RunConfig) -> Iterator[Preloaded | None]:
     except OSError:  # /tmp is full or cannot be written
         yield None
         return
+    from mobula.deploy.host.run_folder import marking
+
     with sockets as folder, marking(config.name):
         paths = [Path(folder, name) for name in stages]
         with ExitStack() as listeners:

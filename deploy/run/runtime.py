@@ -8,15 +8,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from mobula.deploy.host.session import ClusterSession, check_access, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
-import ray
+from mobula.deploy.host.session import run_record  # isort: skip  (first: sets what ray reads)
 from rich.console import Console
 
 from mobula.cluster.audit.chain import SigningKey, signing_key
@@ -28,16 +27,14 @@ from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE
 from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.metrics.summary import Status, Summary
-from mobula.cluster.recovery.checkpoints import find_resumable, refuse_other_run
+from mobula.cluster.recovery.checkpoints import find_resumable
 from mobula.cluster.replay.run_identity import changed_settings
 from mobula.cluster.rollout.evaluation import EvaluationResult
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.gc_tuning import tune_gc
-from mobula.cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
-from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free
+from mobula.cluster.runtime.placement import inference_roles, needed_roles
 from mobula.cluster.runtime.ray_actors import LOGS_FOLDER
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host.machine import examine_apart, refuse_flaws
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -49,13 +46,11 @@ from mobula.deploy.host.run_folder import (
     written_config,
 )
 from mobula.deploy.host.terminal import outlive_output, signals_raise, terminal, until_signal
-from mobula.deploy.planning.clusters import joined_nodes, this_node
-from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.preflight.decisions import with_absolute_paths
-from mobula.deploy.preflight.findings import check_engine_build, refusing
+from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.preloading.preloaded import Preloaded
+from mobula.deploy.run.cluster import RunCluster, joined_cluster, write_plan
 from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
-from mobula.deploy.run.node_network import check_network, check_on_all_nodes
 from mobula.deploy.run.overview import overview, provenance, reproduction
 from mobula.deploy.run.run_report import earlier_wall_s, headline, leave_behind
 from mobula.deploy.wiring.build import build_controller, build_offline_controller, spawn_offline
@@ -67,15 +62,7 @@ from mobula.deploy.wiring.persistence import (
     response_log,
     run_context,
 )
-from mobula.deploy.wiring.preparation import (
-    AnyPrepared,
-    Prepared,
-    PreparedRows,
-    identity_with_data,
-    prepare,
-    require_model,
-    write_skipped,
-)
+from mobula.deploy.wiring.preparation import Prepared, PreparedRows, identity_with_data, require_model, write_skipped
 from mobula.deploy.wiring.roles import (
     Inference,
     Processors,
@@ -294,79 +281,3 @@ async def _serving(cluster: RunCluster, work: Callable[[Prepared, Inference], Aw
         tune_gc()
         async with rollouts.tended():
             return await work(prepared, inference)
-
-
-@dataclass(frozen=True)
-class RunCluster:
-    """A connected cluster with the plan and the parts of the run on it."""
-
-    prepared: AnyPrepared
-    session: ClusterSession
-    plan: PlacementPlan
-    logs: Path | None  # the folder of the workers' logs; None where there is no run folder
-    preloaded: Preloaded | None
-
-    @asynccontextmanager
-    async def spawner(self) -> AsyncIterator[Spawner]:
-        config = self.prepared.config
-        bookings = await asyncio.to_thread(
-            create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s
-        )
-        spawner = Spawner(config, self.session, self.plan, bookings, self.logs, self.preloaded)
-        try:
-            yield spawner
-        finally:
-            await asyncio.to_thread(spawner.close)
-
-
-@contextmanager
-def joined_cluster(
-    config: RunConfig,
-    roles: tuple[str, ...],
-    logs: Path | None,
-    start_up: StartUp,
-    preloaded: Preloaded | None,
-    checkpoint: Path | None = None,
-) -> Iterator[RunCluster]:
-    """Runs every check that needs no cluster and checks access to it, then joins or starts Ray."""
-    check_access(config)
-    if "rollout" in roles:
-        refuse_too_small_cache(config)
-    nodes, engine = expected_nodes(config), None
-    if nodes is not None:
-        plan_placement(config.resources, nodes, roles)
-        if config.resources.device == "cuda":
-            refuse_flaws({"this machine": examine_apart()})
-        check_engine_build(config, roles)
-        engine = planned_engine(config, (this_node(config.resources),), roles)
-    prepared = prepare(config, ray.put)
-    if checkpoint is not None:
-        refuse_other_run(checkpoint, prepared.identity)
-    start_up.ended("checks")
-    with ray_session(config) as session:
-        plan = plan_when_free(config.resources, roles, wait_s=config.timeouts.stop_s)
-        if nodes is None:
-            check_on_all_nodes(config)
-            check_network(plan)
-            joined = joined_nodes()
-            used = {worker.node_id: worker.node_name for worker in plan.workers if worker.num_gpus}
-            refuse_flaws({used[n.node_id]: n.cuda for n in joined if n.cuda and n.node_id in used})
-            engine = planned_engine(config, joined, roles)
-        start_up.ended("Ray")
-        yield RunCluster(replace(prepared, engine=engine), session, plan, logs, preloaded)
-
-
-def write_plan(path: Path, plan: PlacementPlan) -> None:
-    rows = [
-        {
-            "role": worker.role,
-            "index": worker.index,
-            "cpus": worker.num_cpus,
-            "gpus": worker.num_gpus,
-            "node": worker.node_name,
-            "node_id": worker.node_id,
-            "cores": list(worker.cores),
-        }
-        for worker in plan.workers
-    ]
-    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")

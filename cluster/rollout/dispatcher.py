@@ -86,10 +86,12 @@ class AdmissionFilter:
         """Returns why a group with these rewards of its scored siblings is rejected; None if it is kept."""
         if len(rewards) < self.min_scored:
             return TOO_FEW_SCORED
+        if not self.drop_uniform:
+            return None
         name = self.accuracy_component
         marks = {reward.components.get(name, reward.value) if name else reward.value for reward in rewards}
         is_uniform = len(marks) == 1 or len({reward.value for reward in rewards}) == 1
-        return UNIFORM if self.drop_uniform and is_uniform else None
+        return UNIFORM if is_uniform else None
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ class NvidiaGpus:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._devices: list[Any] = []
-        self._is_open = _has_driver()
+        self._is_open = _open_nvml()
         if not self._is_open:
             return
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -69,7 +69,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuReading]:
 
 def driver_version() -> str:
     """Returns the version of the NVIDIA driver; empty without a driver."""
-    if not _has_driver():
+    if not _open_nvml():
         return ""
     try:
         return str(pynvml.nvmlSystemGetDriverVersion())
@@ -77,8 +77,8 @@ def driver_version() -> str:
         pynvml.nvmlShutdown()
 
 
-def _has_driver() -> bool:
-    """Whether NVML is available; then it is open."""
+def _open_nvml() -> bool:
+    """Opens NVML; returns False on a machine without an NVIDIA driver."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,9 +15,6 @@ from rich.text import Text
 from mobula.cluster.errors import PreflightError, RunOverError
 from mobula.cluster.workers.status import RunStatus, WorkerState, WorkerStatus
 from mobula.deploy.run.run_client import RunAddress, statuses
-
-if TYPE_CHECKING:
-    pass
 
 
 def show_top(run: RunAddress, console: Console, *, interval_s: float, timeout_s: float) -> str:

@@ -279,11 +279,14 @@ class NullSlow(NullAverage):
 Named = list[tuple[str, nn.Parameter]]
 
 
+SETTINGS = ("betas", "eps", "weight_decay", "momentum")  # keys of a parameter group; steps set `lr`
+
+
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig) -> torch.optim.Optimizer:
     """Builds the optimizer of `learner.optimizer` over the trained parameters; vectors (biases, norms) do not decay."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     optimizer = optimizer_maker(config)(trained, config)
-    # A state that is loaded brings its moments alone: a resumed run may have other settings.
+    # Loading a state replaces the settings of its groups too, but a resumed run takes them from its configuration.
     names = {*SETTINGS, *config.optimizer_options}
     kept = [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
 
@@ -293,9 +296,6 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: LearnerCo
 
     optimizer.register_load_state_dict_post_hook(restore)
     return optimizer
-
-
-SETTINGS = ("betas", "eps", "weight_decay", "momentum")  # of a parameter group; a step sets its learning rate
 
 
 def optimizer_maker(config: LearnerConfig) -> Callable[[Named, LearnerConfig], torch.optim.Optimizer]:

@@ -341,7 +341,7 @@ class JournalDigests:
 
 @dataclass(frozen=True)
 class Found:
-    """The chain that a writer continues. The audit reads from the part's first record what was lost before it."""
+    """The chain that a writer continues. The first record of a part names the records that were lost before it."""
 
     num_records: int
     torn_bytes: int  # of a last line that a killed writer had not completed; they are removed

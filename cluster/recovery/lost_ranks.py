@@ -1,4 +1,4 @@
-"""What follows the loss of a rank: raise it, restart the ranks before the next call, or restore them and repeat."""
+"""Reactions to the loss of a rank: raise the error, restart the ranks, or restore their state and repeat the call."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RestorableRanks(Protocol):
 
 
 class RaiseLostRank:
-    """Of ranks that are not restarted: the error of a lost rank is raised by the call."""
+    """Restarts nothing: the call raises the error of the lost rank."""
 
     is_restarting = False  # whether all ranks are being restarted
 
@@ -85,7 +85,7 @@ class RaiseLostRank:
 
 
 class RestartedRanks(RaiseLostRank):
-    """Of the training service: starts lost ranks again before the next call. They have no state: the caller loads it.
+    """Restarts the ranks of a training service before the next call. The caller loads their state.
 
     A call that fails, but not because of its arguments, means that a rank is lost or waits in a collective for one.
     """
@@ -115,7 +115,7 @@ class RestartedRanks(RaiseLostRank):
 
 @dataclass(eq=False)
 class RestoredRanks(RaiseLostRank):
-    """Of a run: restarts all ranks from their newest checkpoint when one is dead or hangs, and repeats the call.
+    """Restarts all ranks of a run from their newest checkpoint when one is dead or hangs, and repeats the call.
 
     The other ranks cannot continue without the state of the lost rank. So all ranks load the newest complete checkpoint
     and repeat the later steps with the same groups. An update is a function of state and groups, so this gives the same

@@ -167,7 +167,7 @@ def inspect(
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("data.html"),
     samples: Annotated[int, typer.Option(min=0, help="Samples that are shown.")] = 24,
 ) -> None:
-    """Write a page of samples, lengths, labels, and what is skipped and why; with policy.model=, lengths are tokens."""
+    """Write a page of samples, lengths, labels and skipped rows; with policy.model=, lengths are in tokens."""
     from mobula.configs.load import load_config
 
     with explained():

@@ -406,7 +406,7 @@ def render_report(
         curve(phase_label(name), colour, [(r.step, r.phases[name] if name in r.phases else 0.0) for r in run.steps])
         for name, colour in phase_colours(run.steps).items()
     ]
-    text = "Wall time of each step, split by what it was spent on. Steps that take far longer than most are cut off."
+    text = "Wall time of each step, split by phase. Steps that take far longer than most are cut off."
     tokens: Counter[int] = Counter()
     for record in run.steps:
         tokens.update(record.staleness)

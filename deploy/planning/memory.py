@@ -221,7 +221,7 @@ PROCESS = {  # host memory of a process with its libraries, measured with a mode
     "plain": 135 * MIB,  # reward functions that compute with neither
 }
 KEPT_FREE = 576 * MIB  # freed memory that a worker on CPU keeps for its next step: the spawner's settings of malloc
-PACKED_COPIES = 2  # of an engine's weights on CPU: packed ones beside those that a push brings (fitted, not counted)
+PACKED_COPIES = 2  # of an engine's weights on CPU: packed ones and those of a push (fitted, not counted)
 TORCH_REWARDS = ("aesthetic", "clip_score", "pick_score", "reward_model")
 ENGINE_REWARDS = ("vllm_judge",)
 USABLE = 0.95  # of a memory: the rest is fragmentation, the driver, other processes
@@ -287,7 +287,7 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
 
 
 def _kept(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
-    """Host memory of a worker on CPU beyond what it uses. It fits the largest processes of runs with 72 M and 135 M
+    """Host memory that a worker on CPU keeps unused, fitted to the largest processes of runs with 72 M and 135 M
     parameters (docs/measured.md)."""
     if kind not in ("learner", "critic", "rollout", "reference"):
         return {}
@@ -338,8 +338,10 @@ def _components(config: RunConfig, role: str) -> list[RewardComponent]:
 
 
 def reward_share(config: RunConfig, role: str) -> float:
-    """Share of each of its GPUs that a reward worker takes: what it books, or more where a judge's engine asks for it.
-    A whole GPU has no other worker, so all but the reserve of the plan."""
+    """Share of each GPU that a reward worker takes: its booking, or more if a judge's engine asks for more.
+
+    A whole GPU has no other worker: its share is all but the reserve of the plan.
+    """
     booked = config.resources.roles[role].num_gpus
     if booked == 0:
         return 0.0
@@ -451,7 +453,7 @@ def _state(
 ) -> tuple[int, int, int]:
     """Weights, gradients and optimizer state of one rank, in bytes.
 
-    `held` is the bytes of all weights, `value` those of one that is trained, its gradient, or one of its moments.
+    `held`: bytes of all weights. `value`: bytes of a trained weight, of its gradient, or of one of its moments.
     """
     num_ranks = num_shards(config)
     num_trained = sum(prod(spec.shape) for spec in trained)

@@ -535,7 +535,7 @@ def _shown(group: AnswerGroup) -> tuple[Evidence, ...]:
 
 @check("greedy_and_sampled", Needs.STEPS)
 def check_sampling(material: Material) -> RunFinding:
-    """Compares the greedy accuracy of a version on held-out rows with the accuracy of what it sampled for its step."""
+    """Compares the greedy accuracy of a version on held-out rows with that of its sampled responses."""
     config = material.config
     steps = {record.step: record.accuracy for record in material.steps}
     pairs = [

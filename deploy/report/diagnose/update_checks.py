@@ -281,18 +281,18 @@ def _verdict(material: Material, change: float, reach: float) -> tuple[RunVerdic
     return RunVerdict.FAULT if reach < NONE and not material.is_learning else RunVerdict.WARNING, higher
 
 
-MAX_DECAY = 0.2  # of the norm of the weights, in the recorded steps
+MAX_DECAY = 0.2  # share of the weights, over the recorded steps
 
 
 @check("weight_decay", Needs.STEPS)
 def check_weight_decay(material: Material) -> RunFinding:
-    """What decay alone takes of the weights: a step multiplies them by 1 - learning rate * decay."""
+    """Share of the weights that decay alone removes: each step multiplies them by 1 - learning rate * decay."""
     coef, rates = material.config.learner.weight_decay, material.series(MetricName.LEARNING_RATE)
     if not rates:
         return unmeasured("no step has a learning rate")
     algorithm = material.config.algorithm
     lost = 1 - math.exp(-coef * sum(rates) * algorithm.num_epochs * algorithm.num_minibatches)
-    measured = f"learner.weight_decay={coef:g} alone takes {lost:.2%} of the weights in {len(rates)} steps"
+    measured = f"learner.weight_decay={coef:g} alone shrinks the weights by {lost:.2%} in {len(rates)} steps"
     is_large = lost >= MAX_DECAY
     action = "lower learner.weight_decay: 0 to 0.1 is usual" if is_large else ""
     verdict = RunVerdict.WARNING if is_large else RunVerdict.OK

@@ -48,10 +48,10 @@ QUICK = core and not exhaustive or not (slow or $(OUT))
 test: environment
 	$(PYTEST) -m "$(QUICK)" $(ARGS)
 
-# The rest, by lane: make test-all LANE=matrix; or by share: SHARE=2 runs the second quarter.
+# The rest, by lane: make test-all LANE=matrix; or by share: SHARE=2 SPLITS=8 runs the second eighth.
 LANE ?= all
 SHARE ?=
-SPLITS ?= 4
+SPLITS ?= 8
 lane_all = not ($(QUICK))
 lane_slow = (slow or families) and not (core or load or matrix or exhaustive)
 lane_families = families

@@ -11,8 +11,8 @@ import shutil
 import tempfile
 import traceback
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -60,6 +60,7 @@ DOOR, ROOM = Path(__file__), Path(__file__).parent / "support" / "jobs.py"  # fi
 
 DURATIONS = Path(__file__).parent / "durations.json"  # tests/support/durations.py writes it
 SLOW_S = 2.0
+VARIANT_S = 0.4
 CONTRACT = "tests/contract/"
 SHARED = ("tests/integration/", CONTRACT)  # tests of one file share a job, a cluster or an engine
 
@@ -68,11 +69,21 @@ def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
+def slow_tests(durations: Mapping[str, float]) -> set[str]:
+    """Names of tests that `make test` leaves out: long ones, and all but one of the variants of others."""
+    slow = {name for name, seconds in durations.items() if seconds > SLOW_S}
+    variants = defaultdict[str, list[str]](list)
+    for name in sorted(durations.keys() - slow):
+        if "[" in name and durations[name] > VARIANT_S and not name.startswith(SHARED):
+            variants[name.partition("[")[0]].append(name)
+    return slow.union(*(names[1:] for names in variants.values()))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # markers are set before -m selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Marks slow tests, and takes long files first, so that no worker of xdist waits at the end for another."""
     durations = json.loads(DURATIONS.read_text(encoding="utf-8"))
-    slow = {name for name, seconds in durations.items() if seconds > SLOW_S}
+    slow = slow_tests(durations)
     slow_files = {file_of(name) for name in slow if name.startswith(SHARED)}
     for item in items:
         if item.nodeid in slow or file_of(item.nodeid) in slow_files:

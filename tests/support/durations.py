@@ -1,6 +1,6 @@
 """Updates tests/durations.json: `python tests/support/durations.py RUN.json`.
 
-`make test-all ARGS="--store-durations --durations-path RUN.json"` writes RUN.json. Tests of less than a second are left
+`make test-all ARGS="--store-durations --durations-path RUN.json"` writes RUN.json. Tests of less than 0.4 s are left
 out, and those whose file is gone.
 """
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "durations.json"
-LEAST_S = 1.0
+LEAST_S = 0.4
 
 if __name__ == "__main__":
     measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))

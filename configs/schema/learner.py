@@ -65,7 +65,7 @@ class LearnerConfig(Section):
     ranks. About 1 / (12 * hidden size) of `policy.model`."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits are computed at once: a chunk takes a few times this number times the vocabulary in float32.
-    The backward pass computes them again."""
+    The backward pass computes those of all chunks but one again."""
     activation_checkpointing: Literal["none", "blocks", "blocks_offloaded"] = "none"
     """`blocks` stores the input of each text and vision block and computes the rest again in the backward pass;
     `blocks_offloaded` stores these inputs in host memory, which is useful only with a GPU."""

@@ -121,8 +121,9 @@ def _of_targets(all_logprobs: Tensor, targets: Tensor) -> Tensor:
 class ScoringHead(nn.Module):
     """Replaces a model's output layer, with the same weight under the same name.
 
-    Logits are computed for one chunk of tokens at a time. The forward pass stores none, and the backward pass computes
-    them again, so that no [N, V] matrix of N tokens and a vocabulary of V is materialised.
+    Logits are computed for one chunk of tokens at a time. A forward pass that is trained keeps those of the last chunk,
+    and the backward pass computes the others again, so that no [N, V] matrix of N tokens and a vocabulary of V is
+    materialised.
     """
 
     def __init__(self, output: nn.Module, chunk_tokens: int) -> None:
@@ -154,7 +155,8 @@ class ScoringHead(nn.Module):
         device = hidden.device.type
         is_cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_cast else self.weight.dtype
-        score = _Score(distribution, steps, entropy_has_gradient, self._chunk_tokens, dtype)
+        is_trained = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+        score = _Score(distribution, steps, entropy_has_gradient, self._chunk_tokens, dtype, is_trained)
         return _ChunkedLogprobs.apply(hidden, self.weight, targets, score)
 
 
@@ -167,17 +169,21 @@ class _Score:
     entropy_has_gradient: bool
     chunk_tokens: int
     dtype: torch.dtype
+    is_trained: bool  # a backward pass follows
 
     def __call__(self, logits: Tensor, targets: Tensor, chunk: slice) -> TokenLogprobs:
         """Statistics of the targets of `chunk`; `logits` are for this chunk."""
         steps, has_gradient = self._part(chunk), self.entropy_has_gradient
         return token_logprobs(logits, targets[chunk], self.distribution, steps, entropy_has_gradient=has_gradient)
 
+    def with_gradient(self, statistics: TokenLogprobs) -> list[Tensor]:
+        """The statistics that have a gradient: log-probs, and entropies if requested."""
+        return [statistics.logprobs, statistics.entropy][: 1 + self.entropy_has_gradient]
+
     def trained(self, logits: Tensor, targets: Tensor, chunk: slice) -> list[Tensor]:
-        """The outputs with a gradient: log-probs, and entropies if requested."""
+        """The same, of `chunk` alone."""
         if self.entropy_has_gradient:
-            statistics = self(logits, targets, chunk)
-            return [statistics.logprobs, statistics.entropy]
+            return self.with_gradient(self(logits, targets, chunk))
         return [target_logprobs(logits, targets[chunk], self.distribution, self._part(chunk))]
 
     def _part(self, chunk: slice) -> Steps | None:
@@ -199,12 +205,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, score: _Score
     ) -> tuple[Tensor, Tensor, Tensor]:
+        *others, last = score.chunks(hidden.shape[0])
         with torch.autocast(hidden.device.type, enabled=False):
             used = weight.to(score.dtype)
-            parts = [
-                score(_logits(hidden[chunk].to(score.dtype), used), targets, chunk)
-                for chunk in score.chunks(hidden.shape[0])
-            ]
+            parts = [score(_logits(hidden[chunk].to(score.dtype), used), targets, chunk) for chunk in others]
+            logits = _logits(hidden[last].to(score.dtype), used).requires_grad_(score.is_trained)
+            with torch.set_grad_enabled(score.is_trained):
+                kept = score(logits, targets, last)
+        parts.append(TokenLogprobs(*(column.detach() for column in kept)))
+        # The backward pass begins with the last chunk: its logits need no more memory than computing them again does.
+        ctx.last = (logits, score.with_gradient(kept)) if score.is_trained else None
         logprobs, entropy, is_argmax = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets)
         ctx.score = score
@@ -222,11 +232,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
             used = weight.to(score.dtype)
-            for chunk in score.chunks(hidden.shape[0]):
+            for chunk in reversed(score.chunks(hidden.shape[0])):
                 states = hidden[chunk].to(score.dtype)
-                logits = _logits(states, used).requires_grad_()
-                with torch.enable_grad():
-                    outputs = score.trained(logits, targets, chunk)
+                if ctx.last is not None:
+                    (logits, outputs), ctx.last = ctx.last, None
+                else:
+                    logits = _logits(states, used).requires_grad_()
+                    with torch.enable_grad():
+                        outputs = score.trained(logits, targets, chunk)
                 grads = [logprobs_grad[chunk], entropy_grad[chunk]][: len(outputs)]
                 [logits_grad] = torch.autograd.grad(outputs, logits, grads)  # [n, V]
                 logits_grad = logits_grad.to(score.dtype)

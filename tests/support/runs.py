@@ -90,7 +90,7 @@ class PooledRollouts:
         self.pool = RolloutPool(
             spawn,
             num_engines,
-            release=_release,
+            release=release,
             policy=NO_RESTART,
             health=HealthChecks(
                 interval_s=LONG_S, probe_interval_s=LONG_S, max_failures_in_a_row=1, no_worker_s=LONG_S
@@ -132,7 +132,7 @@ class PooledRollouts:
         return result
 
 
-async def _release(index: int) -> None: ...
+async def release(index: int) -> None: ...
 
 
 def _refuse_loss(kind: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from engines import Engine, LocalSender, perturb, probe_gap, weight_sync
+from engines import Engine, LocalSender, Stale, StaleOnTheWay, perturb, probe_gap, weight_sync
 from one_learner import copied
-from stale_push import Stale, StaleOnTheWay
 
 from mobula.cluster.errors import WeightSyncError
 from mobula.learner.learner import Learner

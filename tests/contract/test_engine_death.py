@@ -7,8 +7,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from engine_cores import ANY, MESSAGE, Poisoned, PoisonedApart
 from engines import Model, start_actor
-from poisoned import ANY, MESSAGE, Poisoned, PoisonedApart
 
 from mobula.cluster.errors import EngineDiedError
 from mobula.cluster.roles import SamplingSettings

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_apart import CoreApart
+from engine_cores import CoreApart
 from engines import (
     Engine,
     LocalSender,

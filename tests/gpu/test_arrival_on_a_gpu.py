@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import Engine, LocalSender, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
+from engines import (
+    Engine,
+    LocalSender,
+    Stale,
+    StaleOnTheWay,
+    new_learner,
+    open_model,
+    perturb,
+    probe_gap,
+    start_actor,
+    weight_sync,
+)
 from one_learner import copied
 from skipping_engine import SkippingActor
-from stale_push import Stale, StaleOnTheWay
 
 from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.deploy.checks.parity import tolerance_of

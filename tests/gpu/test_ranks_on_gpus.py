@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import equal
-from gpu_rank import train_on_gpu
+from backend_run import equal, train_on_gpu
 
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.transport import TransferGroup
@@ -43,7 +42,7 @@ pytestmark = [
 
 def _trained(num_ranks: int, words: tuple[str, ...], model: Path, out: Path) -> dict:
     out.mkdir()
-    multiprocessing.set_forkserver_preload(["gpu_rank"])
+    multiprocessing.set_forkserver_preload(["backend_run"])
     mp.start_processes(
         train_on_gpu, args=(num_ranks, (*ON_GPUS, *words), model, out), nprocs=num_ranks, start_method="forkserver"
     )

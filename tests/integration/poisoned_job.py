@@ -16,7 +16,7 @@ FOLDERS = [str(TESTS.parent), str(TESTS / "support")]
 sys.path[:0] = FOLDERS
 
 import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
-from poisoned import POISON, Poisoned  # noqa: E402
+from engine_cores import POISON, Poisoned  # noqa: E402
 
 from mobula.deploy.cli import app  # noqa: E402
 from mobula.deploy.wiring import roles  # noqa: E402

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core_apart import CoreApart
+from engine_cores import CoreApart
 from sabotage import Saboteur
 
 from mobula.cluster.records.partial_response import Attempt, SampledSequence, TokenChunk

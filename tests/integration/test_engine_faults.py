@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_cores import MESSAGE
 from jobs import PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, marked, none_left
-from poisoned import MESSAGE
 from runs import audited
 from sabotage import Saboteur
 from test_faults import KINDS, MOMENTS

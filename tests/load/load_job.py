@@ -15,7 +15,7 @@ OURS = [str(TESTS.parent), str(TESTS / "support")]
 sys.path[:0] = OURS
 
 import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
-from core_apart import CoreApart  # noqa: E402
+from engine_cores import CoreApart  # noqa: E402
 
 from mobula.configs.load import load_config  # noqa: E402
 from mobula.deploy.run import runtime  # noqa: E402

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,14 @@ def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
     if rank == 0:
         torch.save(seen, out / "seen.pt")
     learner.close()
+
+
+def train_on_gpu(rank: int, num_ranks: int, words: tuple[str, ...], model: Path, out: Path) -> None:
+    """`train` on GPU number `rank`, in a process whose modules were imported before it sees the GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # as Ray does; no import has begun CUDA
+    torch.backends.cudnn.allow_tf32 = False
+    ranks = ("learner=fsdp2", f"resources.learner.num_workers={num_ranks}") if num_ranks > 1 else ()
+    train(config_of(model, *ranks, *words), rank, num_ranks, out)
 
 
 def met_at(learner: Learner, rank: int, path: Path) -> str:

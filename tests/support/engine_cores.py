@@ -1,12 +1,11 @@
-"""Rollout actors whose engine core raises in the step that would begin a given prompt, wherever the core runs."""
+"""Rollout actors whose engine core is a process of its own on CPU too, or raises in the step that would begin a given
+prompt, wherever the core runs."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
 from typing import Any
-
-from core_apart import CoreApart
 
 import mobula.actors.samplers.vllm.sampler as vllm_sampler
 from mobula.actors.rollout.actor import RolloutActor
@@ -15,6 +14,23 @@ from mobula.actors.samplers.vllm.weights import WorkerExtension
 POISON = "MOBULA_TEST_POISON"  # in the environment of every process of the run: how the prompt's id begins
 ANY = "*"
 MESSAGE = "the device is gone"
+
+
+class CoreApart(RolloutActor):
+    """Its engine is started on CPU as it is on GPUs."""
+
+    async def start(self) -> None:
+        vllm_sampler.in_process_engine = vllm_sampler.engine_in_its_own_process
+        await super().start()
+
+    async def processes(self) -> tuple[int, int]:
+        """The actor's own process and the core's."""
+        [core] = self._sampler._engine.engine_core.resources.engine_manager.processes
+        return os.getpid(), core.pid
+
+    async def num_in_flight(self) -> int:
+        """Requests that are being sampled."""
+        return self._sampler._in_flight._num
 
 
 class PoisonedExtension(WorkerExtension):

@@ -1,13 +1,14 @@
-"""Adapter engines serve every adapter on each engine of a real pool, also after restarts, and run lost calls again."""
+"""Engines of the training service on a real pool: adapters on each engine, or one set of whole weights at a time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,15 @@ from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.training_service.engines import PooledAdapterEngines, SampleLimits, Slots
+from mobula.cluster.training_service.engines import (
+    PackedWeights,
+    PooledAdapterEngines,
+    SampleLimits,
+    Slots,
+    SwappedEngines,
+)
 from mobula.cluster.training_service.interfaces import SampleCall
+from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.workers.status import RestartPolicy
 
 POLICY = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
@@ -95,13 +103,16 @@ class FakeEngine:
 class Bench:
     """A pool of fake engines, remembered in order of their starts."""
 
-    def __init__(self, prepare: Callable[[FakeEngine, int], None]) -> None:
-        self.made: list[FakeEngine] = []
+    def __init__(self, num: int, prepare: Callable[[FakeEngine, int], None], kind: type[FakeEngine]) -> None:
+        self.made: list[Any] = []
         self.retried: Counter[str] = Counter()
-        self._prepare = prepare
+        self.pool = RolloutPool(
+            self.spawn, num, release=self.release, policy=POLICY, health=HEALTH, on_lost=lambda kind: None
+        )
+        self._prepare, self._kind = prepare, kind
 
     async def spawn(self, index: int) -> FakeEngine:
-        engine = FakeEngine(f"rollout/{index}")
+        engine = self._kind(f"rollout/{index}")
         self._prepare(engine, len(self.made))
         self.made.append(engine)
         return engine
@@ -111,17 +122,17 @@ class Bench:
 
 @asynccontextmanager
 async def engines_of(
-    num: int, prepare: Callable[[FakeEngine, int], None] = lambda engine, nth: None, limits: SampleLimits = LIMITS
+    num: int, prepare: Callable[[FakeEngine, int], None] = lambda engine, nth: None, kind: type[FakeEngine] = FakeEngine
 ) -> AsyncIterator[tuple[PooledAdapterEngines, Bench]]:
-    bench = Bench(prepare)
-    pool = RolloutPool(bench.spawn, num, release=bench.release, policy=POLICY, health=HEALTH, on_lost=lambda kind: None)
-    in_flight = InFlightRequests(8)
-    retries = RetryingRollouts(pool, in_flight, max_retries=2, on_retry=lambda kind: bench.retried.update([kind]))
-    engines = PooledAdapterEngines(pool, retries, limits)
-    await pool.start()
-    async with pool.tended():
+    bench = Bench(num, prepare, kind)
+    retries = RetryingRollouts(
+        bench.pool, InFlightRequests(8), max_retries=2, on_retry=lambda kind: bench.retried.update([kind])
+    )
+    engines = PooledAdapterEngines(bench.pool, retries, LIMITS)
+    await bench.pool.start()
+    async with bench.pool.tended():
         yield engines, bench
-    await pool.close()
+    await bench.pool.close()
 
 
 def call(adapter: str | None = "one", num_samples: int = 2, **own: object) -> SampleCall:
@@ -186,10 +197,7 @@ async def test_an_adapter_that_kills_every_engine_is_given_up_and_harms_no_other
             self.dies_of = "load" if folder == deadly else ""
             await super().serve(adapter, folder)
 
-    def prepare(engine: FakeEngine, nth: int) -> None:
-        engine.__class__ = Killed
-
-    async with engines_of(1, prepare) as (engines, _):
+    async with engines_of(1, kind=Killed) as (engines, _):
         await engines.serve("one", FOLDER)
         with pytest.raises(RolloutError, match="engines were lost while they loaded adapter 'deadly'"):
             await engines.serve("deadly", deadly)
@@ -278,3 +286,87 @@ async def test_a_cancelled_wait_for_slots_leaves_its_place() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     async with asyncio.timeout(1), slots.held(2):
         pass
+
+
+BASE = Path("/base")
+
+
+class WholeEngine(FakeEngine):
+    """An engine that records which weights each call was sampled from."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.weights: Any = str(BASE)
+        self.version = 0
+        self.sampled: list[Any] = []
+
+    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
+        assert not self.num_running, "weights change under a running call"
+        await asyncio.sleep(0)
+        self._die_of("load")
+        [self.weights], self.version = buckets, version
+
+    async def weight_version(self) -> int:
+        return self.version
+
+    num_running = 0
+
+    async def generate(self, *args: Any) -> Any:
+        self.sampled.append(self.weights)
+        self.num_running += 1
+        try:
+            return await super().generate(*args)
+        finally:
+            self.num_running -= 1
+
+
+@asynccontextmanager
+async def swapped(num: int, dies_of: str = "") -> AsyncIterator[tuple[SwappedEngines, list[WholeEngine]]]:
+    """Engines that hold one set of whole weights at a time; `dies_of` kills the first one."""
+
+    def prepare(engine: FakeEngine, nth: int) -> None:
+        engine.dies_of = dies_of if nth == 0 else ""
+
+    async with engines_of(num, prepare, WholeEngine) as (pooled, bench):
+        engines = SwappedEngines(pooled, bench.pool, lambda folder: PackedWeights(Manifest(()), 1, [str(folder)]), BASE)
+        for name in ("one", "two"):
+            await engines.serve(name, Path(f"/{name}"))
+        yield engines, bench.made
+
+
+async def test_calls_of_other_weights_wait_for_the_running_ones_and_run_in_order() -> None:
+    async with swapped(1) as (engines, [engine]):
+        engine.gate.clear()
+        running = [
+            asyncio.ensure_future(engines.sample(call(name, num_samples=1))) for name in ("one", "one", "two", None)
+        ]
+        await until(lambda: engine.num_calls == 2)
+        await asyncio.sleep(0.01)
+        assert engine.num_calls == 2, "the calls of `one` run together, the others wait"
+        engine.gate.set()
+        await asyncio.gather(*running)
+        assert engine.sampled == ["/one", "/one", "/two", str(BASE)]
+        await engines.withdraw("two")
+        with pytest.raises(ValueError, match=r"'two' are not served \(served: one\)"):
+            await engines.sample(call("two", num_samples=1))
+
+
+@pytest.mark.parametrize("cause", ["load", "sample"])
+async def test_an_engine_that_is_lost_is_replaced_by_one_with_the_same_weights(cause: str) -> None:
+    async with swapped(1, dies_of=cause) as (engines, made):
+        result = await engines.sample(call("one", num_samples=1))
+        assert len(result.samples) == 1
+        assert len(made) == 2
+        assert made[1].sampled == ["/one"]
+
+
+async def test_every_engine_has_the_weights() -> None:
+    async with swapped(2) as (engines, made):
+        for engine in made:
+            engine.gate.clear()
+        running = [asyncio.ensure_future(engines.sample(call("two", num_samples=1))) for _ in range(2)]
+        await until(lambda: [engine.num_calls for engine in made] == [1, 1])
+        for engine in made:
+            engine.gate.set()
+        await asyncio.gather(*running)
+        assert [engine.sampled for engine in made] == [["/two"], ["/two"]]

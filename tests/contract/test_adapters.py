@@ -20,9 +20,9 @@ from engines import (
     sampled_gap,
     weight_sync,
 )
+from fakes import pushes_of
 
 from mobula.cluster.weight_sync.manifest import TensorSpec
-from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.learner.learner import Learner
 
 from .conftest import ENGINES
@@ -50,12 +50,8 @@ def adapted(request: pytest.FixtureRequest, engine_name: str, models: dict[str, 
 async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the_learner_computes(
     engine: Engine, adapted: Learner
 ) -> None:
-    sync, pushes = weight_sync(engine, LocalSender(adapted)), []
-
-    async def keep(push: Push) -> None:
-        pushes.append(push)
-
-    sync.on_published.append(keep)
+    sync = weight_sync(engine, LocalSender(adapted))
+    pushes = pushes_of(sync)
     assert await probe_gap(engine, adapted) <= EXACT, "adapters that are not trained yet change nothing"
     for version, (seed, scale) in enumerate(((11, 0.1), (12, 0.1), (0, 0.0)), start=1):
         perturb_adapters(adapted, seed, scale)
@@ -79,28 +75,11 @@ async def test_a_late_joiner_gets_the_adapters_through_the_object_store(engine: 
     assert await probe_gap(engine, adapted) <= EXACT
 
 
-def added(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    return (*tensors, TensorSpec("lm_head.lora_A.weight", (4, 128), "float32"))
-
-
-def renamed(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    return (*tensors[:3], replace(tensors[3], name="model.layers.9.lora_B.weight"), *tensors[4:])
-
-
 def of_another_rank(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return (*tensors[:3], replace(tensors[3], shape=(tensors[3].shape[0], 8)), *tensors[4:])
 
 
-@pytest.mark.parametrize(
-    ("alter", "message"),
-    [
-        (dropped, "missing {third}"),
-        (added, "unexpected lm_head.lora_A.weight"),
-        (renamed, "unexpected model.layers.9.lora_B.weight"),
-        (renamed, "missing {third}"),
-        (of_another_rank, "{third} is float32"),
-    ],
-)
+@pytest.mark.parametrize(("alter", "message"), [(dropped, "missing {third}"), (of_another_rank, "{third} is float32")])
 @pytest.mark.parametrize("adapted", ["adapters"], indirect=True)
 @pytest.mark.parametrize("engine_name", ["vllm-untied", "huggingface"])
 async def test_adapters_that_do_not_fit_are_refused_by_name_before_a_byte_is_sent(

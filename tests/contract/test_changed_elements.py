@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from engines import Engine, LocalSender, Model, new_learner, open_model, probe_gap, start_actor, weight_sync
+from fakes import pushes_of
 from one_learner import copied
 
 from mobula.cluster.errors import ManifestError
 from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.transport import TransferGroup
-from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -61,12 +61,8 @@ def nudge(learner: Learner, seed: int, share: float, only: str = "") -> None:
 async def test_after_many_pushes_of_changes_the_engine_equals_one_that_was_given_whole_tensors(
     engine: Engine, learner: Learner
 ) -> None:
-    sync, pushes = weight_sync(engine, LocalSender(learner), tolerance=CLOSE), list[Push]()
-
-    async def keep(push: Push) -> None:
-        pushes.append(push)
-
-    sync.on_published.append(keep)
+    sync = weight_sync(engine, LocalSender(learner), tolerance=CLOSE)
+    pushes = pushes_of(sync)
     await sync.publish(learner.version)
     for seed, (share, only) in enumerate(
         NUM_PUSHES // 4 * [(0.01, ""), (0.0, ""), (1.0, "model.layers.1"), (0.3, "visual.")]
@@ -102,13 +98,8 @@ async def test_changes_that_arrive_damaged_are_found_and_whole_tensors_follow(
                 patch.setattr(TransferGroup, "broadcast", damaged)
                 return await super().send_weights(bucket_bytes, epoch, step)
 
-    pushes: list[Push] = []
-
-    async def keep(push: Push) -> None:
-        pushes.append(push)
-
     sync = weight_sync(engine, Damaging(learner), tolerance=CLOSE, max_attempts=2)
-    sync.on_published.append(keep)
+    pushes = pushes_of(sync)
     learner.version = 1
     await sync.publish(1)
     for seed in (2, 3):

@@ -16,9 +16,9 @@ from engines import (
     start_actor,
     weight_sync,
 )
+from fakes import pushes_of
 
 from mobula.cluster.errors import ManifestError
-from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -46,15 +46,11 @@ def learner(model: Model) -> Iterator[Learner]:
 async def test_a_push_without_the_frozen_vision_tower_makes_the_engine_compute_what_the_learner_computes(
     kind: str, local_ray: str, model: Model, learner: Learner
 ) -> None:
-    engine, pushes = start_actor(model, kind, 0), list[Push]()
+    engine = start_actor(model, kind, 0)
     await engine.client.start()
     try:
         sync = weight_sync(engine, LocalSender(learner))
-
-        async def keep(push: Push) -> None:
-            pushes.append(push)
-
-        sync.on_published.append(keep)
+        pushes = pushes_of(sync)
         learner.version = 7
         perturb(learner, 11, only="model.")
         assert await sync.admit(engine.client) == 7, "a late joiner"

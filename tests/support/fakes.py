@@ -473,3 +473,14 @@ class FixedMembers:
     def lose(self, receiver: Any, error: Exception) -> None:
         self.lost[receiver.name] = error
         self._receivers.remove(receiver)
+
+
+def pushes_of(sync: Any) -> list[Any]:
+    """Every push that this `WeightSync` publishes from now on."""
+    pushes: list[Any] = []
+
+    async def keep(push: Any) -> None:
+        pushes.append(push)
+
+    sync.on_published.append(keep)
+    return pushes

@@ -181,21 +181,14 @@ async def test_an_engine_that_died_is_left_at_once_and_comes_back_at_the_current
         assert losses == ["rollout_died"]
 
 
-async def test_an_idle_engine_that_died_is_found_by_the_watch() -> None:
+@pytest.mark.parametrize(("fault", "kind"), [("dies", "rollout_died"), ("is_silent", "rollout_hung")])
+async def test_the_watch_finds_an_idle_engine_that_died_or_samples_nothing(fault: str, kind: str) -> None:
     yard = Yard()
     async with pool_of(1, yard) as (pool, losses):
-        yard.now(0).dies = True
+        setattr(yard.now(0), fault, True)
         await until(lambda: len(yard.made[0]) == 2)
         await until(lambda: states(pool) == [WorkerState.SERVING])
-        assert losses == ["rollout_died"]
-
-
-async def test_an_engine_that_answers_pings_but_samples_nothing_is_hung() -> None:
-    yard = Yard()
-    async with pool_of(1, yard) as (pool, losses):
-        yard.now(0).is_silent = True
-        await until(lambda: len(yard.made[0]) == 2)
-        assert losses[0] == "rollout_hung"
+        assert losses == [kind]
 
 
 async def test_an_engine_that_misses_a_deadline_and_samples_nothing_is_hung() -> None:
@@ -235,14 +228,20 @@ async def test_an_engine_that_loses_a_reply_is_well() -> None:
         assert losses == [] and engine.is_open
 
 
-async def test_an_engine_that_only_loses_replies_is_replaced_though_it_is_well() -> None:
+@pytest.mark.parametrize(
+    ("fault", "error", "kind"),
+    [("fails", RolloutError, "rollout_failing"), ("loses_replies", LostReplyError, "rollout_lost_replies")],
+)
+async def test_an_engine_that_only_fails_or_loses_replies_is_replaced_though_it_lives(
+    fault: str, error: type[Exception], kind: str
+) -> None:
     yard = Yard()
     async with pool_of(1, yard, health=PATIENT) as (pool, losses):
-        yard.now(0).loses_replies = True
+        setattr(yard.now(0), fault, True)
         for _ in range(PATIENT.max_failures_in_a_row):
-            with pytest.raises(LostReplyError):
+            with pytest.raises(error):
                 await pool.generate(PROMPT, SETTINGS)
-        assert losses == ["rollout_lost_replies"]
+        assert losses == [kind]
         await pool.generate(PROMPT, SETTINGS)  # waits for the one that takes its place
 
 
@@ -252,17 +251,6 @@ async def test_a_busy_engine_is_not_probed() -> None:
         await pool.generate(PROMPT, SETTINGS)
         await asyncio.sleep(0.02)
         assert yard.now(0).num_probes == 0
-
-
-async def test_an_engine_that_only_fails_is_replaced_though_it_lives() -> None:
-    yard = Yard()
-    async with pool_of(1, yard) as (pool, losses):
-        yard.now(0).fails = True
-        for _ in range(HEALTH.max_failures_in_a_row):
-            with pytest.raises(RolloutError):
-                await pool.generate(PROMPT, SETTINGS)
-        assert losses == ["rollout_failing"]
-        await pool.generate(PROMPT, SETTINGS)  # waits for the one that takes its place
 
 
 async def test_one_failure_between_successes_costs_nothing() -> None:
@@ -358,15 +346,6 @@ async def test_a_prompt_does_not_wait_for_ever() -> None:
             await pool.generate(PROMPT, SETTINGS)
 
 
-async def test_scaling_up_starts_engines_that_join_while_the_others_serve() -> None:
-    yard = Yard()
-    async with pool_of(1, yard) as (pool, _):
-        await pool.scale(3)
-        await until(lambda: states(pool) == [WorkerState.SERVING] * 3)
-        assert [worker.name for worker in pool.status()] == ["rollout/0", "rollout/1", "rollout/2"]
-        assert len(pool.receivers()) == 3
-
-
 async def test_who_joins_while_a_push_is_under_way_has_its_version() -> None:
     """The push goes to the receivers of its begin: an older joiner would keep prompts waiting that need its version."""
     yard, versions = Yard(), [3, 3, 4]
@@ -381,35 +360,6 @@ async def test_who_joins_while_a_push_is_under_way_has_its_version() -> None:
         await until(lambda: states(pool) == [WorkerState.SERVING] * 2)
         assert [worker.version for worker in pool.status()] == [3, 4]
         assert versions == []
-
-
-async def test_scaling_down_drains_and_loses_nothing() -> None:
-    yard = Yard()
-    async with pool_of(3, yard) as (pool, losses):
-        for index in range(3):
-            yard.now(index).gate.clear()
-        calls = [asyncio.create_task(pool.generate(make_prompt(f"0/{n}/s"), SETTINGS)) for n in range(6)]
-        await asyncio.sleep(0)
-        await pool.scale(1)
-        assert states(pool) == [WorkerState.SERVING, WorkerState.DRAINING, WorkerState.DRAINING]
-        assert yard.now(2).is_open, "it finishes what it has"
-        for index in range(3):
-            yard.now(index).gate.set()
-        assert len(await asyncio.gather(*calls)) == 6
-        await until(lambda: states(pool) == [WorkerState.SERVING])
-        assert not yard.now(1).is_open and not yard.now(2).is_open
-        assert sorted(yard.released) == [1, 2]
-        assert losses == []
-
-
-async def test_what_was_scaled_away_may_be_scaled_up_again() -> None:
-    yard = Yard()
-    async with pool_of(2, yard) as (pool, _):
-        await pool.scale(1)
-        await until(lambda: len(pool.status()) == 1)
-        await pool.scale(2)
-        await until(lambda: states(pool) == [WorkerState.SERVING] * 2)
-        assert len(yard.made[1]) == 2
 
 
 async def test_an_engine_that_is_scaled_away_while_it_loads_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
@@ -460,16 +410,6 @@ async def test_an_engine_that_is_scaled_away_while_its_process_is_made_is_ended(
         assert losses == [] and len(yard.made[1]) == 1
 
 
-async def test_an_engine_that_cannot_be_started_in_the_first_place_ends_the_start() -> None:
-    def broken(engine: FakeEngine, nth: int) -> None:
-        engine.start_error = ValueError("no such model")
-
-    yard = Yard(broken)
-    pool = RolloutPool(yard.spawn, 1, release=yard.release, policy=POLICY, health=HEALTH, on_lost=lambda kind: None)
-    with pytest.raises(ValueError, match="no such model"):
-        await pool.start()
-
-
 def test_each_restart_waits_twice_as_long_up_to_a_limit_and_old_ones_are_forgotten() -> None:
     budget = RestartBudget(RestartPolicy(max_restarts=4, window_s=100, backoff_s=2, max_backoff_s=10))
     assert [budget.take(now) for now in (0, 1, 2, 3, 4)] == [2, 4, 8, 10, None]
@@ -489,9 +429,7 @@ async def retried(pool: RolloutPool, prompt_id: str) -> str:
         return "done"
 
 
-async def test_a_death_with_many_prompts_in_flight_is_one_line_with_their_number(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_death_with_many_prompts_in_flight_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     yard = Yard()
     async with pool_of(1, yard, health=PATIENT) as (pool, losses):
         yard.now(0).gate.clear()
@@ -501,11 +439,9 @@ async def test_a_death_with_many_prompts_in_flight_is_one_line_with_their_number
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(error, EngineDiedError) and error.failure == CAUSE for error in ended)
         [line] = [message for message in caplog.messages if "is lost" in message]
-        assert line.splitlines()[0] == (
-            "rollout/0 is lost (died): RuntimeError: no offset at model.py:7 in step; "
-            "prompts in flight that are retried: 64"
-        )
-        assert pool.status()[0].detail == "died: RuntimeError: no offset at model.py:7 in step"
+        cause = "RuntimeError: no offset at model.py:7 in step"
+        assert line.splitlines()[0] == f"rollout/0 is lost (died): {cause}; prompts in flight that are retried: 64"
+        assert pool.status()[0].detail == f"died: {cause}"
         assert losses == ["rollout_died"]
 
 

@@ -114,13 +114,6 @@ def test_a_prompt_is_not_found_guilty_beside_another_one() -> None:
     assert patterns.run_alone
 
 
-def test_deaths_without_a_prompt_in_common_find_none() -> None:
-    patterns = FaultPatterns()
-    for n in range(10):
-        assert patterns.died(Death(CAUSE, 0, frozenset([f"0/{n}/s"]))) is None
-    assert patterns.max_suspects_in_flight is None
-
-
 def test_suspects_that_all_finish_are_cleared() -> None:
     patterns = FaultPatterns()
     both = frozenset([POISON, "0/8/s8"])
@@ -134,39 +127,30 @@ def test_suspects_that_all_finish_are_cleared() -> None:
     assert not patterns.is_suspect(POISON), "one death makes no suspects"
 
 
-def test_what_is_ended_from_outside_is_no_pattern_and_breaks_none() -> None:
-    patterns, alone = FaultPatterns(), frozenset([POISON])
-    for _ in range(20):
-        assert patterns.died(Death(None, 1, alone)) is None
-    assert patterns.died(Death(CAUSE, 0, alone)) is None
-    assert patterns.died(Death(CAUSE, 0, alone)) is None
-    assert patterns.died(Death(None, 0, alone)) is None
-    assert patterns.died(Death(CAUSE, 0, alone)) == OnePrompt(POISON, 3)
+def dead(*pushes: int, cause: str | None = CAUSE, prompt: str | None = None) -> list[Death]:
+    """Engines with so many pushes each, that died of one prompt, or each of its own."""
+    return [Death(cause, num, frozenset([prompt or f"0/{n}/s"])) for n, num in enumerate(pushes)]
 
 
-def test_another_cause_begins_another_series() -> None:
-    patterns, alone = FaultPatterns(), frozenset([POISON])
-    causes = [CAUSE, CAUSE, OTHER, CAUSE, CAUSE]
-    assert [patterns.died(Death(cause, 1, alone)) for cause in causes] == [None] * 5
+ALONE = dead(1, prompt=POISON)
+FROM_OUTSIDE = dead(0, cause=None, prompt=POISON)
 
 
-def test_engines_that_do_not_outlive_a_push_are_found_at_the_third_one() -> None:
+@pytest.mark.parametrize(
+    ("deaths", "finding"),
+    [
+        pytest.param(dead(*[0] * 10), None, id="no prompt in common"),
+        pytest.param(20 * FROM_OUTSIDE + 2 * ALONE + FROM_OUTSIDE + ALONE, OnePrompt(POISON, 3), id="from outside"),
+        pytest.param(2 * ALONE + dead(1, cause=OTHER, prompt=POISON) + 2 * ALONE, None, id="another cause"),
+        pytest.param(dead(1, 1, 1), AfterPushes(3), id="at the third push"),
+        pytest.param(dead(MAX_PUSHES + 1, 1, 0, 1), AfterPushes(3), id="a death between pushes belongs to the series"),
+        pytest.param(dead(1, 1, MAX_PUSHES + 1, 1, 0, MAX_PUSHES + 1, 0, 0, 0, 1), None, id="some pushes or none"),
+        pytest.param(3 * ALONE, OnePrompt(POISON, 3), id="a prompt before a push"),
+    ],
+)
+def test_a_series_of_deaths_has_its_finding_at_the_last_one(deaths: list[Death], finding: object) -> None:
     patterns = FaultPatterns()
-    deaths = [Death(CAUSE, 1, frozenset([f"0/{n}/s"])) for n in range(3)]
-    assert [patterns.died(death) for death in deaths] == [None, None, AfterPushes(3)]
-
-
-def test_a_death_between_pushes_belongs_to_the_series() -> None:
-    """A prompt that goes on from its known tokens may meet what a push makes others meet."""
-    patterns = FaultPatterns()
-    deaths = [Death(CAUSE, num, frozenset([f"0/{n}/s"])) for n, num in enumerate([MAX_PUSHES + 1, 1, 0, 1])]
-    assert [patterns.died(death) for death in deaths] == [None, None, None, AfterPushes(3)]
-
-
-def test_engines_that_outlive_some_pushes_are_not_found_nor_those_that_saw_none() -> None:
-    patterns = FaultPatterns()
-    pushes = [1, 1, MAX_PUSHES + 1, 1, 0, MAX_PUSHES + 1, 0, 0, 0, 1]
-    assert [patterns.died(Death(CAUSE, num, frozenset())) for num in pushes] == [None] * len(pushes)
+    assert [patterns.died(death) for death in deaths] == [None] * (len(deaths) - 1) + [finding]
 
 
 def test_prompts_in_common_that_are_cleared_leave_the_push() -> None:
@@ -176,11 +160,6 @@ def test_prompts_in_common_that_are_cleared_leave_the_push() -> None:
     for prompt_id in both:
         patterns.finished(prompt_id)
     assert patterns.died(Death(CAUSE, 1, frozenset(["0/9/s9"]))) == AfterPushes(4)
-
-
-def test_a_common_prompt_is_looked_at_before_a_common_push() -> None:
-    patterns, alone = FaultPatterns(), frozenset([POISON])
-    assert [patterns.died(Death(CAUSE, 1, alone)) for _ in range(3)] == [None, None, OnePrompt(POISON, 3)]
 
 
 IN_FLIGHT = InFlightSummary(num_prompts=5, oldest_id="0/7/s7", oldest_age_s=2.5)
@@ -282,10 +261,8 @@ async def test_a_loop_that_stood_still_reports_for_how_long() -> None:
 async def test_a_request_is_applied_role_by_role_and_seen_in_the_status() -> None:
     host, reward, reference = PanelHost(), FakeRole("reward", 1), FakeRole("reference", 1)
     loop = control(host, reward, reference)
-    assert await outcome(host, loop, reward=8, reference=2) == (
-        RoleOutcome("reward", 8, ""),
-        RoleOutcome("reference", 2, ""),
-    )
+    outcomes = await outcome(host, loop, reward=8, reference=2)
+    assert outcomes == (RoleOutcome("reward", 8, ""), RoleOutcome("reference", 2, ""))
     assert (reward.num_workers, reference.num_workers) == (8, 2)
     assert host.scaled == [("reward", 8), ("reference", 2)]
 
@@ -469,9 +446,7 @@ def death() -> EngineDiedError:
         return EngineDiedError("the engine failed prompt 0/0/s0", Failure.of(error))
 
 
-def test_a_death_is_one_line_of_the_console_and_its_traceback_is_in_the_log_file(
-    screen: io.StringIO, tmp_path: Path
-) -> None:
+def test_a_death_is_one_line_of_the_console_and_a_traceback_in_the_log(screen: io.StringIO, tmp_path: Path) -> None:
     report_loss("rollout/0", death(), "prompts in flight that are retried: 64")
     [line] = screen.getvalue().splitlines()
     assert "rollout/0 is lost (died): RuntimeError: CPU Generator does not support set_offset [/seed] at " in line
@@ -627,21 +602,14 @@ def test_a_process_that_left_no_exception_is_named_by_how_it_ended(
     assert (failure.fingerprint is not None) == is_a_pattern
 
 
-def test_an_engines_death_outlives_pickle_with_its_cause_and_its_notes() -> None:
-    error = EngineDiedError("the engine failed prompt 7", Failure.of(raised("no offset")))
+@pytest.mark.parametrize("kind", [RolloutError, StuckError])
+def test_an_engines_death_outlives_pickle_with_its_cause_and_its_notes(kind: type[Exception]) -> None:
+    failure = Failure.of(raised("no offset"))
+    error = EngineDiedError("it failed prompt 7", failure) if kind is RolloutError else EngineLostError(failure)
     error.add_note("seen by rollout/0")
     copy = pickle.loads(pickle.dumps(error))
-    assert isinstance(copy, RolloutError) and copy.failure == error.failure and str(copy) == str(error)
-    assert copy.__notes__ == ["seen by rollout/0"]
-    assert loss_kind(copy) == "died"
-
-
-def test_the_loss_of_an_engine_inside_a_worker_does_so_too() -> None:
-    error = EngineLostError(Failure.of(raised("no offset")))
-    error.add_note("seen by reward/0")
-    copy = pickle.loads(pickle.dumps(error))
-    assert isinstance(copy, StuckError) and copy.failure == error.failure and str(copy) == str(error)
-    assert (copy.__notes__, loss_kind(copy)) == (["seen by reward/0"], "died")
+    assert isinstance(copy, kind) and copy.failure == error.failure and str(copy) == str(error)
+    assert (copy.__notes__, loss_kind(copy)) == (["seen by rollout/0"], "died")
 
 
 def test_frames_are_read_from_a_printed_traceback() -> None:

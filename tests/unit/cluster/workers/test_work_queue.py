@@ -11,7 +11,7 @@ from fakes import AT_ONCE, FakeHosts, LocalHandle, never, settle
 
 from mobula.cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
 from mobula.cluster.runtime.vitals import Vitals
-from mobula.cluster.workers.status import RestartPolicy, WorkerState, WorkerStatus
+from mobula.cluster.workers.status import RestartPolicy, WorkerState
 from mobula.cluster.workers.work_queue import WorkerSlot, WorkQueue
 
 SERVING, DRAINING, QUARANTINED = WorkerState.SERVING, WorkerState.DRAINING, WorkerState.QUARANTINED
@@ -122,19 +122,6 @@ async def test_work_that_is_cancelled_gives_its_place_to_the_next() -> None:
     await settle()
     assert third.handle == "old 0"
     assert [worker.num_in_flight for worker in team.queue.pool.status()] == [1]
-
-
-async def test_a_lost_worker_is_replaced_once_however_many_report_it() -> None:
-    team = Team(2)
-    works = [team.work() for _ in range(4)]
-    await settle()
-    for work in works[::2]:
-        team.queue.lose(work.slot, DIED)
-    await settle()
-    assert team.queue.handles == ("new 0", "old 1")
-    assert team.hosts.stopped == [(0, "old 0")]
-    assert team.lost == [DIED]
-    assert team.queue.pool.status()[0] == WorkerStatus("judge/0", SERVING, None, 2, 1, "died: its process ended")
 
 
 async def test_a_lost_worker_gets_no_more_work() -> None:

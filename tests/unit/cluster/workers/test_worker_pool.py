@@ -288,10 +288,15 @@ async def test_an_index_is_not_given_again_before_its_place_is_free(user: Any) -
         await team.pool.scale(1)
         await team.pool.scale(2)
         assert [worker.name for worker in team.pool.status()] == ["rollout/0", "rollout/1", "rollout/2"]
+        assert team.states()[1] is DRAINING and team.hosts.stopped == [], "it finishes what it has"
         for work in works:
             await work.finish()
         names = {worker.name: worker.state for worker in team.pool.status()}
         assert names == {"rollout/0": SERVING, "rollout/2": SERVING}
+        assert team.hosts.stopped == [(1, "old 1")] and team.user.lost == []
+        await team.pool.scale(3)
+        await settle()
+        assert team.states() == [SERVING] * 3 and team.hosts.started == {1: 1, 2: 1}
 
 
 @both

@@ -278,18 +278,6 @@ def test_what_learns_from_groups_as_they_arrive_knows_the_same_after_kills(
 AUDITED_STEPS = 4
 
 
-async def left_by_kill(go: Callable[[], Any], num_turns: int, folder: Path, left: Path) -> None:
-    """Lets the run continue for so many turns of the loop; `left` is what a kill leaves of `folder` then."""
-    going = asyncio.ensure_future(go())
-    for _ in range(num_turns):
-        await asyncio.sleep(0)
-        if going.done():
-            break
-    shutil.copytree(folder, left)
-    going.cancel()
-    await asyncio.wait([going])
-
-
 @settings(max_examples=40)
 @given(
     kills=st.lists(st.integers(1, 400), min_size=1, max_size=3),
@@ -309,7 +297,7 @@ def test_the_audit_of_a_killed_run_passes_and_counts_its_parts(
     for number, num_turns in enumerate(kills):
         folder, left = base / str(number), base / str(number + 1)
         run, _ = audited_run(folder, **shape)
-        asyncio.run(left_by_kill(run.go, num_turns, folder, left))
+        asyncio.run(killed(run, num_turns, folder, left))
         with (left / "audit.jsonl").open("ab") as chain:
             chain.write(b'{"seq":1,"previous":"00000000000000'[:torn])
         assert audited(left).findings == []

@@ -104,12 +104,6 @@ def test_finished_and_rejected_groups_come_back_in_the_order_in_which_they_ended
     assert found.finished[0].group().reference_logprobs is None
 
 
-def test_what_a_checkpoint_holds_does_not_come_back(tmp_path: Path) -> None:
-    write(tmp_path, done("a/0/s"), done("b/0/s"), step(1, "a/0/s"), step(2, "b/0/s"), done("c/0/s"))
-    found = recover(tmp_path, 1)
-    assert (steps(found), waiting(found), found.reached) == ([(2, "b/0/s")], ["c/0/s"], 2)
-
-
 def test_steps_are_taken_again_only_as_far_as_there_is_no_gap(tmp_path: Path) -> None:
     write(tmp_path, done("a/0/s"), done("b/0/s"), done("c/0/s"), step(1, "a/0/s"), step(3, "c/0/s"))
     found = recover(tmp_path, 0)

@@ -28,21 +28,6 @@ async def filled(*group_ids: str) -> ReplayBuffer:
     return replay
 
 
-async def test_groups_are_taken_in_the_order_of_arrival() -> None:
-    replay = await filled("c", "a", "b")
-    assert ids(await replay.take(2)) == ["c", "a"]
-    assert ids(await replay.take(1)) == ["b"]
-
-
-async def test_take_waits_until_enough_groups_are_ready() -> None:
-    replay = await filled("a")
-    taking = asyncio.create_task(replay.take(2))
-    await asyncio.sleep(0.01)
-    assert not taking.done()
-    await replay.put([make_scored("b")])
-    assert ids(await asyncio.wait_for(taking, 1)) == ["a", "b"]
-
-
 async def test_a_cancelled_take_leases_nothing() -> None:
     replay = await filled("a")
     taking = asyncio.create_task(replay.take(2))
@@ -67,12 +52,6 @@ async def test_a_group_that_is_delivered_twice_is_trained_on_once(when: str) -> 
     stats = await replay.stats()
     assert stats.num_ready == (1 if when == "ready" else 0)
     assert stats.num_rejected[DUPLICATE] == 1
-
-
-async def test_aborted_groups_are_the_first_to_be_taken_again() -> None:
-    replay = await filled("a", "b", "c", "d")
-    await replay.abort(await replay.take(2))
-    assert ids(await replay.take(4)) == ["a", "b", "c", "d"]
 
 
 async def test_released_groups_are_forgotten() -> None:
@@ -160,17 +139,6 @@ async def test_a_group_larger_than_the_budget_is_let_in_counted_and_named(caplog
     assert ids(await replay.take(1)) == ["a"]
     assert f"group a has {group_bytes()} bytes" in caplog.text
     assert "replay.max_bytes" in caplog.text
-
-
-async def test_a_group_that_waited_in_vain_holds_no_bytes() -> None:
-    replay = ReplayBuffer(max_bytes=group_bytes(), min_ready=1)
-    await replay.put([make_scored("a")])
-    waiting = asyncio.create_task(replay.reserve(make_scored("b")))
-    assert await blocked(waiting)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    stats = await replay.stats()
-    assert (stats.num_waiting, stats.num_bytes) == (0, group_bytes())
 
 
 async def test_a_group_that_waited_in_vain_may_come_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,8 @@
 """The dispatcher: retries, rejections, seeds, and the fate of every prompt."""
 
 import asyncio
+import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -75,6 +75,11 @@ def ids(groups: list[ScoredGroup]) -> list[str]:
     return [group.summary.group_id for group in groups]
 
 
+def failing(prompt_id: str, error: Exception, num_times: float = math.inf) -> FakeRollouts:
+    """Rollouts that fail this prompt."""
+    return FakeRollouts(fault=lambda found, attempt: error if found == prompt_id and attempt < num_times else None)
+
+
 async def test_each_prompt_becomes_one_scored_group() -> None:
     rewards = FakeRewards(lambda prompt_id: (0.25, None))
     bench = Bench(FakeRollouts(), rewards, admission_filter=AdmissionFilter(1, False, 9))
@@ -110,55 +115,38 @@ def test_uniform_groups_are_those_of_equal_accuracy_or_of_equal_rewards(
 
 @pytest.mark.parametrize("error", [RolloutError("engine"), WorkerDiedError("rollout/1"), DeadlineError("slow")])
 async def test_a_failed_prompt_is_tried_again_in_its_slot(error: Exception) -> None:
-    def fault(prompt_id: str, attempt: int) -> Exception | None:
-        return error if prompt_id == "0/0/s0" and attempt < 2 else None
-
-    bench = Bench(FakeRollouts(fault=fault), FakeRewards(), max_retries=2)
+    bench = Bench(failing("0/0/s0", error, 2), FakeRewards(), max_retries=2)
     assert await bench.step() == ["0/0/s0", "0/1/s1"]
     assert bench.retries == [type(error).__name__] * 2
 
 
-async def test_actors_that_die_together_count_once_for_a_prompt() -> None:
-    died = WorkerDiedError("rollout/1 died: its node is gone")
-    bench = Bench(
-        FakeRollouts(fault=lambda prompt_id, attempt: died if prompt_id == "0/0/s0" and attempt < 8 else None),
-        FakeRewards(),
-        max_retries=1,
-    )
+@pytest.mark.parametrize(
+    ("death", "max_retries"),
+    [
+        (WorkerDiedError("rollout/1 died: its node is gone"), 1),
+        (EngineDiedError("the engine failed prompt 0/0/s0", Failure("RuntimeError: no offset")), 0),
+    ],
+)
+async def test_actors_that_die_together_count_once_for_a_prompt_and_engines_not_at_all(
+    death: Exception, max_retries: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(failing("0/0/s0", death, 8), FakeRewards(), max_retries=max_retries)
     assert await bench.step() == ["0/0/s0", "0/1/s1"]
-    assert bench.retries == ["WorkerDiedError"] * 8
+    assert bench.retries == [type(death).__name__] * 8
+    assert caplog.messages == [], "the pool logs the loss, once"
 
 
 async def test_an_excluded_prompt_gives_its_slot_to_the_next_one_and_is_settled() -> None:
-    excluded = ExcludedPromptError("prompt 0/1/s1 is excluded")
-    bench = Bench(
-        FakeRollouts(fault=lambda prompt_id, attempt: excluded if prompt_id == "0/1/s1" else None), FakeRewards()
-    )
+    bench = Bench(failing("0/1/s1", ExcludedPromptError("prompt 0/1/s1 is excluded")), FakeRewards())
     assert await bench.step() == ["0/0/s0", "0/2/s2"]
     assert "0/1/s1" not in bench.dispatcher.state()["pending"], "a checkpoint does not bring it back"
     assert (await bench.replay.stats()).num_rejected == {"killed_engines": 1}
     assert bench.retries == []
 
 
-async def test_losses_of_engines_do_not_use_up_the_tries_of_a_prompt(caplog: pytest.LogCaptureFixture) -> None:
-    died = EngineDiedError("the engine failed prompt 0/0/s0", Failure("RuntimeError: no offset"))
-
-    def fault(prompt_id: str, attempt: int) -> Exception | None:
-        return died if prompt_id == "0/0/s0" and attempt < 9 else None
-
-    bench = Bench(FakeRollouts(fault=fault), FakeRewards(), max_retries=0)
-    assert await bench.step() == ["0/0/s0", "0/1/s1"]
-    assert bench.retries == ["EngineDiedError"] * 9
-    assert caplog.messages == [], "the pool logs the loss, once"
-
-
 async def test_a_poison_prompt_stops_the_run_with_its_id_and_cause() -> None:
     poison = RolloutError("bad image")
-    bench = Bench(
-        FakeRollouts(fault=lambda prompt_id, attempt: poison if prompt_id == "0/1/s1" else None),
-        FakeRewards(),
-        max_retries=3,
-    )
+    bench = Bench(failing("0/1/s1", poison), FakeRewards(), max_retries=3)
     message = r"prompt 0/1/s1 \(sample s1\) failed 4 times.*max_rollout_retries=3"
     with pytest.raises(RolloutError, match=message) as caught:
         await bench.step()
@@ -166,12 +154,10 @@ async def test_a_poison_prompt_stops_the_run_with_its_id_and_cause() -> None:
 
 
 async def test_other_errors_are_not_tried_again() -> None:
-    bug = TypeError("a bug")
-    rollouts = FakeRollouts(fault=lambda prompt_id, attempt: bug)
-    bench = Bench(rollouts, FakeRewards(), max_retries=3)
+    bench = Bench(failing("0/0/s0", TypeError("a bug")), FakeRewards(), max_retries=3)
     with pytest.raises(TypeError, match="a bug"):
         await bench.step()
-    assert max(rollouts.attempts.values()) == 1
+    assert bench.rollouts.attempts["0/0/s0"] == 1
 
 
 async def test_a_dead_producer_cancels_a_take_that_would_wait_for_ever() -> None:
@@ -227,11 +213,8 @@ async def test_groups_with_too_few_scored_siblings_are_rejected() -> None:
 
 
 async def test_a_run_that_rejects_everything_ends_with_the_next_action() -> None:
-    bench = Bench(
-        FakeRollouts(),
-        FakeRewards(lambda prompt_id: (1.0, 1.0)),
-        admission_filter=AdmissionFilter(min_scored=2, drop_uniform=True, max_rejected_in_a_row=20),
-    )
+    uniform = FakeRewards(lambda prompt_id: (1.0, 1.0))
+    bench = Bench(FakeRollouts(), uniform, admission_filter=AdmissionFilter(2, True, 20))
     with pytest.raises(RolloutError, match=r"20 groups in a row.*'uniform'.*algorithm.drop_uniform_groups=false"):
         await bench.step()
 
@@ -243,8 +226,7 @@ async def test_a_run_whose_engines_stay_behind_ends_with_an_error() -> None:
         async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
             return await super().generate(prompt, replace(settings, min_version=-1))
 
-    rollouts = Heedless()
-    bench = Bench(rollouts, FakeRewards(), admission_filter=AdmissionFilter(2, False, 3))
+    bench = Bench(Heedless(), FakeRewards(), admission_filter=AdmissionFilter(2, False, 3))
     bench.dispatcher.restore(1, {"cursor": 0, "pending": []})
     with pytest.raises(RolloutError, match="'over_age'"):
         await bench.step()
@@ -373,21 +355,14 @@ async def test_a_group_that_waits_for_room_keeps_its_slot() -> None:
 async def test_nothing_runs_on_after_the_stream_has_ended() -> None:
     rollouts = FakeRollouts(pauses=lambda prompt_id: 10_000)
     bench = Bench(rollouts, FakeRewards())
-    before = asyncio.all_tasks()
-    with suppress(KeyError):
+    before, error = asyncio.all_tasks(), KeyError("the learner failed")
+    with pytest.raises(KeyError) as caught:
         async with bench.dispatcher.streaming():
             await until(lambda: rollouts.num_in_flight >= 2)
-            raise KeyError("the learner failed")
-    assert rollouts.num_in_flight == 0
-    assert asyncio.all_tasks() == before
-
-
-async def test_the_error_of_the_body_travels_as_it_is() -> None:
-    error = KeyError("the learner failed")
-    with pytest.raises(KeyError) as caught:
-        async with Bench(FakeRollouts(), FakeRewards()).dispatcher.streaming():
             raise error
     assert caught.value is error
+    assert rollouts.num_in_flight == 0
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_group_that_is_lost_with_its_node_before_it_is_scored_is_sampled_again() -> None:

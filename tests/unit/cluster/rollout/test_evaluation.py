@@ -14,23 +14,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import SETTINGS, FakeRewards, FakeRollouts, make_prompt
+from fakes import SETTINGS, FakeRewards, FakeRollouts, make_prompt, make_scored
 from metrics_data import write_run
 from PIL import Image
 
 from mobula.cluster.errors import DatasetError, RewardError, RolloutError
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, to_line
 from mobula.cluster.metrics.summary import paired_gains
-from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import (
     Answers,
-    FinishReason,
     Generated,
     Prompt,
     Response,
     Reward,
     ScoredGroup,
-    Trajectory,
     TrajectoryGroup,
     WeightSpan,
 )
@@ -46,7 +43,6 @@ from mobula.cluster.rollout.evaluation import (
     mean_of_component,
 )
 from mobula.cluster.rollout.row_stream import RowStream, stored
-from mobula.cluster.weight_sync.interfaces import NoReceivers
 from mobula.deploy.pages.report import write_report
 
 ONE = replace(SETTINGS, temperature=0.0, num_samples=1)
@@ -381,22 +377,6 @@ async def test_evaluations_of_the_journal_are_results_of_the_resumed_run() -> No
     assert any(name.endswith("_gain") for name in again[0].values)
 
 
-def row(name: str) -> ScoredGroup:
-    ids = np.arange(3, dtype=np.int32)
-    prompt = Prompt(name, name, name, ids, ids)
-    one = Trajectory(
-        f"{name}#0",
-        TokenActions(ids),
-        np.zeros(3, np.float32),
-        np.ones(3, bool),
-        (WeightSpan(0, 0, 3),),
-        FinishReason.STOP,
-        Response(name, 3, False),
-    )
-    group = TrajectoryGroup(prompt, (one,))
-    return ScoredGroup(group.summary(), group, (Reward(1.0),))
-
-
 class Source:
     """Rows that are called by their place."""
 
@@ -408,7 +388,7 @@ class Source:
         if self.cursor == self._end:
             raise DatasetError("no row is usable")
         self.cursor += 1
-        return row(str(self.cursor - 1))
+        return make_scored(str(self.cursor - 1))
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:
         assert not pending
@@ -442,7 +422,7 @@ async def test_steps_take_rows_in_order_as_of_the_version_that_trains_them() -> 
         for version in range(3):
             groups = await stream.take(2)
             assert names(groups) == [str(2 * version), str(2 * version + 1)]
-            assert [group.summary.tokens_by_version for group in groups] == [{version: 3}] * 2
+            assert [group.summary.tokens_by_version for group in groups] == [{version: 6}] * 2
             await stream.release(groups)
 
 
@@ -470,7 +450,7 @@ async def test_a_resumed_run_takes_the_rows_that_it_would_have_taken() -> None:
     second.restore(2, state)
     groups = await second.take(3)
     assert names(groups) == ["6", "7", "8"]
-    assert groups[0].summary.tokens_by_version == {2: 3}
+    assert groups[0].summary.tokens_by_version == {2: 6}
 
 
 async def test_what_cannot_be_read_fails_the_step_that_takes_it() -> None:
@@ -482,11 +462,11 @@ async def test_what_cannot_be_read_fails_the_step_that_takes_it() -> None:
 
 
 def test_a_stored_row_keeps_its_label_and_refers_to_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = stored(row("a"), 7, lambda group: ("stored", group))
+    small = stored(make_scored("a"), 7, lambda group: ("stored", group))
     assert small.group.trajectories[0].weight_spans == (WeightSpan(7, 0, 3),), "a small row is a value"
     monkeypatch.setattr(row_stream, "SMALL_BYTES", 0)
-    found = stored(row("a"), 7, lambda group: ("stored", group))
-    assert found.rewards == small.rewards == (Reward(1.0),)
+    found = stored(make_scored("a"), 7, lambda group: ("stored", group))
+    assert found.rewards == small.rewards == make_scored("a").rewards
     assert found.group[0] == "stored"
     assert found.group[1].trajectories[0].weight_spans == (WeightSpan(7, 0, 3),)
 
@@ -495,7 +475,7 @@ async def test_held_out_rows_are_assessed_when_due_and_scored_once() -> None:
     role, seen = Counting(), []
     schedule = EvaluationSchedule(interval_steps=2, total_steps=5)
     evaluator = RowEvaluator(
-        rows=[row("a"), row("b")],
+        rows=[make_scored("a"), make_scored("b")],
         learner=role,
         reference=role,
         schedule=schedule,
@@ -512,10 +492,3 @@ async def test_held_out_rows_are_assessed_when_due_and_scored_once() -> None:
     again.restore(4, evaluator.state())
     await again.maybe_run(4)
     assert len(role.assessed) == 4, "a result that the checkpoint holds is not measured again"
-
-
-async def test_a_run_without_engines_publishes_nothing() -> None:
-    weights = NoReceivers()
-    async with weights.settling():
-        assert await weights.publish(3) == 3
-        await weights.settled()

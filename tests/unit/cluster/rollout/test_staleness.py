@@ -68,16 +68,6 @@ def test_after_a_resume_the_gate_admits_what_a_new_run_would() -> None:
     assert (gate.version, gate.capacity) == (40, make_gate(max_staleness=1).capacity)
 
 
-async def test_waiting_for_a_slot_ends_when_one_is_freed() -> None:
-    gate = make_gate()
-    first, *_ = start_all(gate)
-    waiting = asyncio.create_task(gate.wait_for_slot())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    gate.reject(first)
-    await asyncio.wait_for(waiting, 1)
-
-
 async def test_two_waiters_never_share_one_slot() -> None:
     gate = make_gate()
     first, *_ = start_all(gate)
@@ -92,16 +82,6 @@ async def test_two_waiters_never_share_one_slot() -> None:
     done, pending = await asyncio.wait(waiters, timeout=0.05)
     assert (len(done), len(pending), gate.capacity) == (1, 1, 0)
     pending.pop().cancel()
-
-
-def test_the_groups_of_a_step_come_in_order_of_admission() -> None:
-    gate = make_gate(prompts_per_step=2)
-    order: StepOrder[int] = StepOrder(gate)
-    for admission in reversed(start_all(gate)):
-        assert order.pop_step() == []
-        gate.accept(admission)
-        order.add(admission, admission.number)
-    assert order.pop_step() == [0, 1]
 
 
 def test_a_step_does_not_wait_for_a_group_that_a_later_step_can_take() -> None:
@@ -119,26 +99,6 @@ def test_a_step_does_not_wait_for_a_group_that_a_later_step_can_take() -> None:
     gate.accept(slow)
     order.add(slow, slow.number)
     assert order.pop_step() == [slow.number]
-
-
-def test_two_slow_groups_that_are_due_in_one_step_are_spread_over_the_steps_before() -> None:
-    gate = make_gate(prompts_per_step=1, max_staleness=2)
-    order: StepOrder[int] = StepOrder(gate)
-    slow, slower, fast = start_all(gate)
-    gate.accept(fast)
-    order.add(fast, fast.number)
-    assert order.pop_step() == [fast.number]
-    gate.advance(1)
-    (late,) = start_all(gate)
-    gate.accept(late)
-    order.add(late, late.number)
-    assert order.pop_step() == [], "steps 1 and 2 belong to the slow ones: both are due in step 2"
-    gate.accept(slow)
-    order.add(slow, slow.number)
-    assert order.pop_step() == [slow.number]
-    gate.accept(slower)
-    order.add(slower, slower.number)
-    assert order.pop_step() == [slower.number]
 
 
 def test_an_overtaken_group_is_trained_when_it_comes() -> None:

@@ -8,10 +8,12 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from fakes import make_trajectory
 from PIL import Image, ImageDraw
 
 from mobula.cluster.metrics.definitions import CounterName, MetricName
@@ -21,7 +23,6 @@ from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 from mobula.cluster.metrics.summary import RunFacts, summarize, write_summary
-from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import (
     FinishReason,
@@ -29,9 +30,7 @@ from mobula.cluster.records.trajectory import (
     Response,
     Reward,
     ScoredGroup,
-    Trajectory,
     TrajectoryGroup,
-    WeightSpan,
 )
 from mobula.cluster.roles import ReplayStats, UpdateReport
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
@@ -81,6 +80,12 @@ def fetch_value(references: Sequence[object], *, timeout_s: float, what: str) ->
     return list(references)
 
 
+def make_keeper(path: Path, **changes: Any) -> SampleKeeper:
+    """Of a run of 20 steps, with a `fetch` of values."""
+    least = {"limit": 12, "num_steps": 20, "seed": 1, "version": 0, "fetch": fetch_value, "timeout_s": 1.0}
+    return SampleKeeper(path, **{**least, **changes})
+
+
 def make_metrics(sinks: Sequence[Sink], clock: Callable[[], float], tracer: RunTracer = UNTRACED) -> Metrics:
     return Metrics(sinks, clock, accuracy_component="answer", tracer=tracer)
 
@@ -104,47 +109,30 @@ def make_group(
     finish_reason: FinishReason = FinishReason.STOP,
 ) -> ScoredGroup:
     """A scored group with one response a reward; `spans` are (version, number of tokens) of every response."""
-    media = tuple(
-        MediaHandle(f"{sample_id}-{i}", "image", len(png), ProcessedMedia("image", {}, png))
-        for i, png in enumerate(images)
-    )
+    processed = [ProcessedMedia("image", {}, png) for png in images]
+    media = tuple(MediaHandle(f"{sample_id}-{i}", "image", len(p.thumbnail), p) for i, p in enumerate(processed))
     prompt_text = f"<|im_start|>user\n{'<image>' * len(media)}Which digit is this?<|im_end|>"
     ids = np.arange(6, dtype=np.int32)
     spans_of_media = tuple(MediaSpan(i, i + 1) for i in range(len(media)))
     prompt = Prompt(
         f"0/0/{sample_id}", sample_id, prompt_text, ids, ids, media, media_spans=spans_of_media, references=("3",)
     )
+    versions = [version for version, num in spans for _ in range(num)]
+    response = Response(text, len(versions), finish_reason is FinishReason.LENGTH)
     trajectories = tuple(
-        _trajectory(f"{prompt.prompt_id}#{i}", spans, text, finish_reason) for i in range(len(rewards))
+        replace(make_trajectory(f"{prompt.prompt_id}#{i}", versions), finish_reason=finish_reason, response=response)
+        for i in range(len(rewards))
     )
     group = TrajectoryGroup(prompt, trajectories)
     scored = tuple(Reward(r, {"answer": r, "format": 1.0}, {"answer": "equal" if r else "not equal"}) for r in rewards)
     return ScoredGroup(group.summary(), group, scored)
 
 
-def _trajectory(
-    trajectory_id: str, spans: Sequence[tuple[int, int]], text: str, finish_reason: FinishReason
-) -> Trajectory:
-    bounds = np.cumsum([0, *(n for _, n in spans)]).tolist()
-    num_tokens = bounds[-1]
-    return Trajectory(
-        trajectory_id=trajectory_id,
-        actions=TokenActions(np.zeros(num_tokens, dtype=np.int32)),
-        behavior_logprobs=np.zeros(num_tokens, dtype=np.float32),
-        action_mask=np.ones(num_tokens, dtype=bool),
-        weight_spans=tuple(WeightSpan(v, a, b) for (v, _), (a, b) in zip(spans, pairwise(bounds), strict=True)),
-        finish_reason=finish_reason,
-        response=Response(text, num_tokens, finish_reason is FinishReason.LENGTH),
-    )
-
-
 def write_run(folder: Path, *, num_steps: int, seed: int = 3, response: str = "", status: str = "done") -> None:
     """A run folder as a real run of `num_steps` leaves it, made through the hub, the sinks and the sample keeper."""
     folder.mkdir(parents=True, exist_ok=True)
     clock = FakeClock()
-    keeper = SampleKeeper(
-        folder / "samples.jsonl", limit=24, num_steps=num_steps, seed=seed, version=0, fetch=fetch_value, timeout_s=1
-    )
+    keeper = make_keeper(folder / "samples.jsonl", limit=24, num_steps=num_steps, seed=seed)
     sink = JsonlSink(folder / "metrics.jsonl", version=0)
     metrics = Metrics([sink], clock, accuracy_component="answer", samples=[keeper])
     metrics.record_evaluation(EvaluationRecord(0, 0.52, 0.46, 0.58, 256))

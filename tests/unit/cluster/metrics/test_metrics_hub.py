@@ -21,6 +21,7 @@ from metrics_data import (
     digit_image,
     fetch_value,
     make_group,
+    make_keeper,
     make_metrics,
     write_run,
 )
@@ -30,7 +31,6 @@ from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.guard_events import NUM_IDLE, SignalWatch, idle_cause
 from mobula.cluster.metrics.hub import Metrics, StartUp
 from mobula.cluster.metrics.report.run_folder import read_run_folder
-from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord, from_line, to_line
 from mobula.cluster.metrics.summary import Summary, read_summary, summarize, write_summary
@@ -74,8 +74,8 @@ def run_step(metrics: Metrics, clock: FakeClock, step: int, groups: list, gap: f
 
 def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> None:
     clock, sink = FakeClock(), MemorySink()
-    groups = [make_group("a", [1.0, 0.0], spans=((4, 6), (3, 2))), make_group("b", [0.0, 0.0, 0.0], spans=((4, 5),))]
-    run_step(make_metrics([sink], clock), clock, 5, groups)
+    cut = make_group("b", [0.0, 0.0, 0.0], spans=((4, 5),), finish_reason=FinishReason.LENGTH)
+    run_step(make_metrics([sink], clock), clock, 5, [make_group("a", [1.0, 0.0], spans=((4, 6), (3, 2))), cut])
     (record,) = sink.records
     assert record.seconds == {"wait_for_rollouts": 1.0, "update": 2.0, "other": 0.5, "total": 3.5}
     assert record.values[MetricName.REWARD_MEAN] == pytest.approx(0.2)
@@ -85,6 +85,11 @@ def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> No
     assert record.values[MetricName.RESPONSE_LENGTH] == pytest.approx((2 * 8 + 3 * 5) / 5)
     assert record.values[MetricName.TOKENS_PER_S] == pytest.approx(31 / 3.5)
     assert record.values[MetricName.UNIFORM_FRACTION] == 0.5
+    assert record.values[MetricName.NUM_TOKENS] == 31, "those generated, though the learner counts otherwise"
+    assert record.values[MetricName.TRUNCATED_FRACTION] == 0.6
+    assert record.staleness == {0: 27, 1: 4}, "by their lag behind the version trained from"
+    assert record.values[MetricName.STALENESS] == pytest.approx(4 / 31)
+    assert record.values[MetricName.STALENESS_MAX] == 1
     assert record.values[MetricName.QUEUE_READY] == 3
     assert record.values["ratio_max"] == 1.5  # what only the learner measures is kept
 
@@ -136,27 +141,6 @@ def test_a_phase_that_fails_is_over() -> None:
     with pytest.raises(KeyError), metrics.step(1) as scope, scope.timed("update"):
         raise KeyError
     assert metrics.progress().phase == "ending"
-
-
-def test_tokens_are_those_generated_even_if_the_learner_counts_otherwise() -> None:
-    clock, sink = FakeClock(), MemorySink()
-    run_step(make_metrics([sink], clock), clock, 1, [make_group("a", [1.0, 0.0], spans=((0, 7),))])
-    assert sink.records[0].values[MetricName.NUM_TOKENS] == 14
-
-
-def test_staleness_counts_tokens_by_their_lag_behind_the_version_trained_from() -> None:
-    clock, sink = FakeClock(), MemorySink()
-    run_step(make_metrics([sink], clock), clock, 5, [make_group("a", [1.0, 0.0], spans=((4, 6), (3, 2)))])
-    assert sink.records[0].staleness == {0: 12, 1: 4}
-    assert sink.records[0].values[MetricName.STALENESS] == pytest.approx(4 / 16)
-    assert sink.records[0].values[MetricName.STALENESS_MAX] == 1
-
-
-def test_truncated_responses_are_counted_from_their_finish_reason() -> None:
-    clock, sink = FakeClock(), MemorySink()
-    cut = make_group("a", [0.0, 0.0], finish_reason=FinishReason.LENGTH)
-    run_step(make_metrics([sink], clock), clock, 1, [cut, make_group("b", [1.0, 0.0])])
-    assert sink.records[0].values[MetricName.TRUNCATED_FRACTION] == 0.5
 
 
 def test_nothing_is_emitted_or_counted_for_a_step_that_raised() -> None:
@@ -220,9 +204,7 @@ def test_a_gap_that_is_not_a_number_is_not_hidden_by_later_steps() -> None:
     assert math.isnan(metrics.totals.logprob_gap_mean)
 
 
-def test_a_sink_that_fails_is_logged_once_counted_and_dropped_while_others_go_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_sink_that_fails_is_logged_once_counted_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     clock, broken, sink = FakeClock(), FullDisk(), MemorySink()
     metrics = make_metrics([broken, sink], clock)
     with caplog.at_level(logging.ERROR):
@@ -245,17 +227,13 @@ def test_what_is_kept_of_a_step_goes_to_the_sinks_that_show_responses(tmp_path: 
             self.samples += samples
 
     clock, plain, shown = FakeClock(), MemorySink(), Shown()
-    keeper = SampleKeeper(
-        tmp_path / "samples.jsonl", limit=6, num_steps=4, seed=1, version=0, fetch=fetch_value, timeout_s=1
-    )
+    keeper = make_keeper(tmp_path / "samples.jsonl", limit=6, num_steps=4)
     metrics = Metrics([plain, shown], clock, accuracy_component="answer", samples=[keeper])
     image = digit_image("7")
     run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], text="seven", images=[image])])
     run_step(metrics, clock, 2, [make_group("a", [1.0, 0.0])])
-    assert [(s.step, s.kind, s.reward) for s in shown.samples if s.kind != "random"] == [
-        (1, "best", 1.0),
-        (1, "worst", 0.0),
-    ]
+    found = [(s.step, s.kind, s.reward) for s in shown.samples if s.kind != "random"]
+    assert found == [(1, "best", 1.0), (1, "worst", 0.0)]
     assert shown.samples[0].response == "seven" and shown.samples[0].images == (image,)
     assert len(plain.records) == len(shown.records) == 2
 
@@ -400,12 +378,6 @@ def test_a_summary_with_a_missing_key_is_refused_by_name(tmp_path: Path) -> None
     path.write_text(json.dumps({field.name: 0 for field in fields(Summary) if field.name != "seed"}))
     with pytest.raises(ValueError, match="seed"):
         read_summary(path)
-
-
-def test_evaluations_reach_the_sinks_with_their_interval() -> None:
-    sink = MemorySink()
-    make_metrics([sink], FakeClock()).record_evaluation(EvaluationRecord(4, 0.8, 0.7, 0.9, 64))
-    assert sink.evaluations == [EvaluationRecord(4, 0.8, 0.7, 0.9, 64)]
 
 
 def test_metrics_and_report_load_neither_ray_nor_torch() -> None:

@@ -14,19 +14,15 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from metrics_data import digit_image, fetch_value, make_group, write_run
+from metrics_data import digit_image, fetch_value, make_group, make_keeper, write_run
 from PIL import Image
 
 from mobula.cluster.metrics.artifacts import ArtifactWriter
-from mobula.cluster.metrics.report.samples import INDEX, NUM_LOOKS, SampleKeeper, read_artifacts, read_samples
+from mobula.cluster.metrics.report.samples import INDEX, NUM_LOOKS, read_artifacts, read_samples
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import EpisodeTurn, ScoredGroup
 from mobula.deploy.pages.report import write_report
-
-
-def keeper(path: Path, *, num_steps: int = 20, limit: int = 12, version: int = 0, fetch=fetch_value) -> SampleKeeper:
-    return SampleKeeper(path, limit=limit, num_steps=num_steps, seed=1, version=version, fetch=fetch, timeout_s=1.0)
 
 
 def mixed(step: int) -> list:
@@ -35,7 +31,7 @@ def mixed(step: int) -> list:
 
 
 def test_what_is_kept_is_bounded_and_has_best_worst_and_random_of_both_halves(tmp_path: Path) -> None:
-    samples = keeper(tmp_path / "samples.jsonl")
+    samples = make_keeper(tmp_path / "samples.jsonl")
     for step in range(1, 21):
         samples.offer(step, mixed(step))
     counts = Counter((s.period, s.kind) for s in samples.samples)
@@ -47,7 +43,7 @@ def test_what_is_kept_is_bounded_and_has_best_worst_and_random_of_both_halves(tm
 
 
 def test_a_higher_reward_beats_an_earlier_step(tmp_path: Path) -> None:
-    samples = keeper(tmp_path / "samples.jsonl", limit=6)
+    samples = make_keeper(tmp_path / "samples.jsonl", limit=6)
     for step, best in [(1, 0.4), (2, 0.9), (3, 0.6)]:
         samples.offer(step, [make_group(f"s{step}", [best, 0.0])])
     (kept,) = [s for s in samples.samples if s.kind == "best"]
@@ -55,13 +51,13 @@ def test_a_higher_reward_beats_an_earlier_step(tmp_path: Path) -> None:
 
 
 def test_equal_rewards_are_neither_good_nor_bad(tmp_path: Path) -> None:
-    samples = keeper(tmp_path / "samples.jsonl")
+    samples = make_keeper(tmp_path / "samples.jsonl")
     samples.offer(1, [make_group("a", [0.1, 0.1, 0.1])])
     assert [s.kind for s in samples.samples] == ["random"]
 
 
 def test_a_bucket_does_not_show_one_prompt_twice(tmp_path: Path) -> None:
-    samples = keeper(tmp_path / "samples.jsonl", limit=24)
+    samples = make_keeper(tmp_path / "samples.jsonl", limit=24)
     for step in range(1, 11):
         samples.offer(step, [make_group("same", [1.0, 0.0])])
     assert Counter(s.kind for s in samples.samples) == {"best": 1, "worst": 1, "random": 1}
@@ -69,7 +65,10 @@ def test_a_bucket_does_not_show_one_prompt_twice(tmp_path: Path) -> None:
 
 def test_samples_carry_answer_reward_reasons_and_images_through_the_file(tmp_path: Path) -> None:
     image = digit_image("7")
-    keeper(tmp_path / "samples.jsonl").offer(1, [make_group("a", [1.0, 0.0], text="seven", images=[image])])
+    samples = make_keeper(tmp_path / "samples.jsonl")
+    samples.offer(1, [make_group("a", [1.0, 0.0], text="seven", images=[image])])
+    assert len(samples.samples) == 3
+    assert (tmp_path / "samples.jsonl").read_text().count('"thumbnail"') == 1, "several samples share the image"
     found = read_samples(tmp_path / "samples.jsonl")
     best = next(s for s in found.samples if s.kind == "best")
     assert (best.response, best.references, best.reward) == ("seven", ("3",), 1.0)
@@ -77,18 +76,11 @@ def test_samples_carry_answer_reward_reasons_and_images_through_the_file(tmp_pat
     assert [found.thumbnails[key] for key in best.media_keys] == [image]
 
 
-def test_an_image_that_several_samples_share_is_written_once(tmp_path: Path) -> None:
-    samples = keeper(tmp_path / "samples.jsonl")
-    samples.offer(1, [make_group("a", [1.0, 0.0], images=[digit_image("7")])])
-    assert len(samples.samples) == 3
-    assert (tmp_path / "samples.jsonl").read_text().count('"thumbnail"') == 1
-
-
 def test_a_resumed_run_keeps_its_samples_and_forgets_those_of_lost_steps(tmp_path: Path) -> None:
-    first = keeper(tmp_path / "samples.jsonl")
+    first = make_keeper(tmp_path / "samples.jsonl")
     for step in range(1, 15):
         first.offer(step, mixed(step))
-    second = keeper(tmp_path / "samples.jsonl", version=12)
+    second = make_keeper(tmp_path / "samples.jsonl", version=12)
     assert list(second.samples) == [s for s in first.samples if s.step <= 12]
     second.offer(13, mixed(13))
     assert 14 not in {s.step for s in read_samples(tmp_path / "samples.jsonl").samples}
@@ -102,7 +94,7 @@ def test_a_long_run_looks_at_few_steps_and_fetches_little(tmp_path: Path) -> Non
         num_fetches += 1
         return list(references)
 
-    samples = keeper(tmp_path / "samples.jsonl", num_steps=2000, fetch=counting)
+    samples = make_keeper(tmp_path / "samples.jsonl", num_steps=2000, fetch=counting)
     for step in range(1, 2001):
         samples.offer(step, [make_group(f"s{step}", [1.0, 0.0])])
     assert num_fetches <= 3 * (NUM_LOOKS + 2)
@@ -110,7 +102,7 @@ def test_a_long_run_looks_at_few_steps_and_fetches_little(tmp_path: Path) -> Non
 
 
 def test_a_very_long_answer_is_cut_and_marked_with_how_much_is_missing(tmp_path: Path) -> None:
-    samples = keeper(tmp_path / "samples.jsonl")
+    samples = make_keeper(tmp_path / "samples.jsonl")
     samples.offer(1, [make_group("a", [1.0, 0.0], text="x" * 9000)])
     assert samples.samples[0].response.endswith("[…5000 more]")
 
@@ -132,7 +124,7 @@ def episode(image: bytes) -> ScoredGroup:
 def test_an_episode_is_shown_turn_by_turn_with_the_images_of_its_answers(tmp_path: Path) -> None:
     write_run(tmp_path, num_steps=1)
     (tmp_path / "samples.jsonl").unlink()
-    keeper(tmp_path / "samples.jsonl", num_steps=1).offer(1, [episode(digit_image("7"))])
+    make_keeper(tmp_path / "samples.jsonl", num_steps=1).offer(1, [episode(digit_image("7"))])
     found = read_samples(tmp_path / "samples.jsonl")
     best = next(s for s in found.samples if s.kind == "best")
     assert [(t.action, t.observation, t.media_keys) for t in best.turns] == [
@@ -208,19 +200,17 @@ def test_responses_of_text_leave_no_artifact(tmp_path: Path) -> None:
 
 
 def test_drawn_groups_keep_the_ends_of_all_siblings_through_the_file_and_a_resume(tmp_path: Path) -> None:
-    samples = keeper(tmp_path / "samples.jsonl")
+    samples = make_keeper(tmp_path / "samples.jsonl")
     long = "a b c d " * 40
     for step in range(1, 4):
         samples.offer(step, [make_group(f"s{step}", [1.0, 0.0, 0.0], text=long)])
     found = read_samples(tmp_path / "samples.jsonl").answers
     assert [(group.step, group.sample_id, len(group.answers)) for group in found] == [
-        (1, "s1", 3),
-        (2, "s2", 3),
-        (3, "s3", 3),
+        (n, f"s{n}", 3) for n in (1, 2, 3)
     ]
     answer = found[0].answers[0]
     assert long.endswith(answer.text) and len(answer.text) == 160 and answer.repetition > 0.9
     assert (answer.reward, answer.reasons, answer.finish_reason) == (1.0, {"answer": "equal"}, "stop")
-    second = keeper(tmp_path / "samples.jsonl", version=2)
+    second = make_keeper(tmp_path / "samples.jsonl", version=2)
     second.offer(3, mixed(3))
     assert [group.step for group in read_samples(tmp_path / "samples.jsonl").answers] == [1, 2, 3, 3]

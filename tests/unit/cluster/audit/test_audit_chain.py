@@ -41,9 +41,48 @@ from mobula.cluster.metrics.guard_events import GuardEvent
 EARLIER = Path(__file__).parents[3] / "support" / "recorded_runs" / "audited"
 
 
+KEY, OTHER_KEY = SigningKey("k" * 32), SigningKey("o" * 32)
+
+LOG_LINE = "2026-11-28 18:50:00,635 INFO mobula.cluster.audit.observer: audit at the end: {num} records, sha256 {sha}\n"
+
+
+def filled(folder: Path, key: SigningKey | None = None) -> Path:
+    """A whole run with the other files of a run, which noted its newest digest in its log."""
+    for name in ("samples.jsonl", "policy/model.safetensors", "tensorboard/events", "logs/learner-0.log", "run.log"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name}\n")
+    whole_run(folder, key=key)
+    with (folder / "run.log").open("a") as log:
+        log.write(LOG_LINE.format(num=len(records(folder)), sha=records(folder)[-1]["sha256"]))
+    return folder
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / AUDIT_FILE).read_bytes().splitlines()]
+
+
+def rewrite(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes a chain of these records that is consistent in itself, as a forger without a key can."""
+    previous, content = "0" * 64, b""
+    for seq, row in enumerate(rows):
+        line, previous = encode(seq, previous, row["at_s"], row["kind"], row["body"])
+        content += line
+    (folder / AUDIT_FILE).write_bytes(content)
+    (folder / HEAD_FILE).write_bytes(Head(len(rows), len(content), previous).encoded())
+
+
+def cut(folder: Path, num: int) -> None:
+    """Removes the last records and counts the rest in the head."""
+    rewrite(folder, records(folder)[:-num])
+
+
+def named(folder: Path) -> dict[str, str]:
+    return {finding.file: finding.message for finding in audited(folder).findings}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return whole_run(tmp_path_factory.mktemp("audited") / "run")
+    return filled(tmp_path_factory.mktemp("audited") / "run")
 
 
 @pytest.fixture
@@ -57,6 +96,14 @@ def covered(folder: Path) -> list[Path]:
     return [folder / AUDIT_FILE, folder / HEAD_FILE, *recorded_files(folder), *sorted(checkpoints)]
 
 
+def damage(path: Path) -> Path:
+    """Changes a byte in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    return path
+
+
 def edited(path: Path, edit: Callable[[list[bytes]], None]) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     edit(lines)
@@ -65,7 +112,7 @@ def edited(path: Path, edit: Callable[[list[bytes]], None]) -> None:
 
 def test_a_whole_run_has_no_finding_and_its_figures(run: Path) -> None:
     result = audited(run)
-    assert result.findings == []
+    assert (result.findings, result.is_closed, result.is_signed, list(result.uncovered)) == ([], True, False, [])
     history = result.history
     assert (history.version, [part.status for part in history.parts]) == (4, ["done", "done"])
     assert [part.resumed_from for part in history.parts] == [None, 2]
@@ -159,18 +206,18 @@ def test_a_group_that_was_trained_and_never_handed_out_is_found() -> None:
 
 
 def test_a_dropped_record_is_named(run: Path, copy: Path) -> None:
-    records = (run / AUDIT_FILE).read_bytes().splitlines(keepends=True)
-    for number in range(len(records)):
-        (copy / AUDIT_FILE).write_bytes(b"".join(records[:number] + records[number + 1 :]))
+    lines = (run / AUDIT_FILE).read_bytes().splitlines(keepends=True)
+    for number in range(len(lines)):
+        (copy / AUDIT_FILE).write_bytes(b"".join(lines[:number] + lines[number + 1 :]))
         assert f"{AUDIT_FILE}: record {number} is missing" in map(str, audited(copy).findings)
 
 
 def test_moved_records_are_named(run: Path, copy: Path) -> None:
-    records = (run / AUDIT_FILE).read_bytes().splitlines(keepends=True)
+    lines = (run / AUDIT_FILE).read_bytes().splitlines(keepends=True)
     rng = random.Random(0)
     for _ in range(50):
-        one, other = sorted(rng.sample(range(len(records)), 2))
-        moved = list(records)
+        one, other = sorted(rng.sample(range(len(lines)), 2))
+        moved = list(lines)
         moved[one], moved[other] = moved[other], moved[one]
         (copy / AUDIT_FILE).write_bytes(b"".join(moved))
         messages = [finding.message for finding in audited(copy).findings if "records were moved" in finding.message]
@@ -201,6 +248,7 @@ def test_a_chain_that_was_rewritten_from_one_record_on_lacks_a_digest_that_was_n
     assert audited(run, noted).findings == []
     (copy / AUDIT_FILE).unlink()
     (copy / HEAD_FILE).unlink()
+    (copy / "run.log").unlink()  # it noted another digest
     shutil.rmtree(copy / "checkpoints")
     whole_run(copy)
     assert audited(copy).findings == []
@@ -276,9 +324,7 @@ def test_an_altered_or_added_file_of_an_earlier_version_is_named(tmp_path: Path)
     folder = Path(shutil.copytree(EARLIER, tmp_path / "run"))
     for path in [path for path in covered(EARLIER) if path.relative_to(EARLIER).parts[0] not in FORMERLY_UNCOVERED]:
         name = str(path.relative_to(EARLIER))
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / name).write_bytes(content)
+        damage(folder / name)
         assert any(name.startswith(finding.file) for finding in audited(folder).findings), name
         shutil.copy(path, folder / name)
     (folder / "policy" / "pytorch_model.bin").write_bytes(b"other")
@@ -296,66 +342,12 @@ def test_the_chain_of_an_earlier_version_is_continued(tmp_path: Path) -> None:
     assert sorted(result.history.steps) == [1, 2, 3, 4]
 
 
-KEY, OTHER_KEY = SigningKey("k" * 32), SigningKey("o" * 32)
-
-LOG_LINE = "2026-11-28 18:50:00,635 INFO mobula.cluster.audit.observer: audit at the end: {num} records, sha256 {sha}\n"
-
-
-def filled(folder: Path, key: SigningKey | None = None) -> Path:
-    """A whole run with the other files of a run, which noted its newest digest in its log."""
-    for name in ("samples.jsonl", "policy/model.safetensors", "tensorboard/events", "logs/learner-0.log", "run.log"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"{name}\n")
-    whole_run(folder, key=key)
-    with (folder / "run.log").open("a") as log:
-        log.write(LOG_LINE.format(num=len(records(folder)), sha=records(folder)[-1]["sha256"]))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return filled(tmp_path_factory.mktemp("forged") / "run")
-
-
-@pytest.fixture
-def full_copy(full_run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(full_run, tmp_path / "copy"))
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / AUDIT_FILE).read_bytes().splitlines()]
-
-
-def rewrite(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes a chain of these records that is consistent in itself, as a forger without a key can."""
-    previous, content = "0" * 64, b""
-    for seq, row in enumerate(rows):
-        line, previous = encode(seq, previous, row["at_s"], row["kind"], row["body"])
-        content += line
-    (folder / AUDIT_FILE).write_bytes(content)
-    (folder / HEAD_FILE).write_bytes(Head(len(rows), len(content), previous).encoded())
-
-
-def cut(folder: Path, num: int) -> None:
-    """Removes the last records and counts the rest in the head."""
-    rewrite(folder, records(folder)[:-num])
-
-
-def named(folder: Path) -> dict[str, str]:
-    return {finding.file: finding.message for finding in audited(folder).findings}
-
-
-def test_a_run_with_all_its_files_has_no_finding(full_run: Path) -> None:
-    result = audited(full_run)
-    assert (result.findings, result.is_closed, result.is_signed, list(result.uncovered)) == ([], True, False, [])
-
-
 @pytest.mark.parametrize(
     "name", ["policy/model.safetensors", "tensorboard/events", "logs/learner-0.log", "run.log", "config.yaml"]
 )
-def test_a_replaced_file_is_named(full_copy: Path, name: str) -> None:
-    (full_copy / name).write_text("forged\n" * 20)
-    assert name in named(full_copy)
+def test_a_replaced_file_is_named(copy: Path, name: str) -> None:
+    (copy / name).write_text("forged\n" * 20)
+    assert name in named(copy)
 
 
 @pytest.mark.parametrize(
@@ -363,49 +355,46 @@ def test_a_replaced_file_is_named(full_copy: Path, name: str) -> None:
     ["policy/pytorch_model.bin", "summary2.json", ".hidden", "checkpoints/step-000004/extra.bin", "journal/x",
      "checkpoints/other/x", "trajectories/step-000001.parquet", "new/folder/x"],
 )  # fmt: skip
-def test_a_file_that_is_added_to_a_closed_run_is_named(full_copy: Path, name: str) -> None:
-    (full_copy / name).parent.mkdir(parents=True, exist_ok=True)
-    (full_copy / name).write_text("x")
-    assert "added" in named(full_copy)[name]
+def test_a_file_that_is_added_to_a_closed_run_is_named(copy: Path, name: str) -> None:
+    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+    (copy / name).write_text("x")
+    assert "added" in named(copy)[name]
 
 
 @pytest.mark.parametrize("name", ["report.html", "diagnosis.json", "export/step-000004/model.safetensors", "run.lock"])
-def test_files_of_other_commands_are_listed_and_no_finding(full_copy: Path, name: str) -> None:
-    (full_copy / name).parent.mkdir(parents=True, exist_ok=True)
-    (full_copy / name).write_text("x")
-    result = audited(full_copy)
+def test_files_of_other_commands_are_listed_and_no_finding(copy: Path, name: str) -> None:
+    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+    (copy / name).write_text("x")
+    result = audited(copy)
     assert (result.findings, list(result.uncovered)) == ([], [name])
 
 
-def test_logs_may_grow_after_the_end_and_not_change(full_copy: Path) -> None:
-    with (full_copy / "logs/learner-0.log").open("a") as log:
+def test_logs_may_grow_after_the_end_and_not_change(copy: Path) -> None:
+    with (copy / "logs/learner-0.log").open("a") as log:
         log.write("the worker ends\n")
-    assert named(full_copy) == {}
-    (full_copy / "logs/learner-0.log").write_text("")
-    assert "bytes" in named(full_copy)["logs/learner-0.log"]
+    assert named(copy) == {}
+    (copy / "logs/learner-0.log").write_text("")
+    assert "bytes" in named(copy)["logs/learner-0.log"]
 
 
-def test_a_run_without_its_last_record_is_not_closed_and_what_is_proven_still_holds(full_copy: Path) -> None:
-    cut(full_copy, 1)
-    (full_copy / "run.log").write_text("run.log\n")
-    result = audited(full_copy)
+def test_a_run_without_its_last_record_is_not_closed_and_what_is_proven_still_holds(copy: Path) -> None:
+    cut(copy, 1)
+    (copy / "run.log").write_text("run.log\n")
+    result = audited(copy)
     assert (result.findings, result.is_closed) == ([], False)
     assert {"policy/model.safetensors", "tensorboard/events"} <= set(result.uncovered)
-    (full_copy / "config.yaml").write_text(CONFIG.replace("0", "1"))
-    journal = max((full_copy / "journal").iterdir())
-    content = bytearray(journal.read_bytes())
-    content[len(content) // 2] ^= 255
-    journal.write_bytes(content)
-    assert set(named(full_copy)) == {"config.yaml", f"journal/{journal.name}"}
+    (copy / "config.yaml").write_text(CONFIG.replace("0", "1"))
+    journal = damage(max((copy / "journal").iterdir()))
+    assert set(named(copy)) == {"config.yaml", f"journal/{journal.name}"}
 
 
-def test_records_that_the_log_noted_are_missed_in_a_cut_and_in_a_rewritten_chain(full_copy: Path) -> None:
-    rows = records(full_copy)
-    cut(full_copy, 2)
-    assert "the chain was cut" in named(full_copy)["run.log"]
+def test_records_that_the_log_noted_are_missed_in_a_cut_and_in_a_rewritten_chain(copy: Path) -> None:
+    rows = records(copy)
+    cut(copy, 2)
+    assert "the chain was cut" in named(copy)["run.log"]
     rows[-1]["at_s"] += 1
-    rewrite(full_copy, rows)
-    assert "it was replaced" in named(full_copy)["run.log"]
+    rewrite(copy, rows)
+    assert "it was replaced" in named(copy)["run.log"]
 
 
 def test_samples_of_a_run_that_goes_on_are_covered_also_if_it_was_killed_before_their_file(tmp_path: Path) -> None:
@@ -430,52 +419,49 @@ def test_samples_of_a_run_that_goes_on_are_covered_also_if_it_was_killed_before_
 def test_a_journal_that_changed_between_two_parts_stays_a_finding(tmp_path: Path) -> None:
     run, _ = audited_run(tmp_path, total_steps=3, checkpoint_interval=0)
     asyncio.run(run.go())
-    journal = max((tmp_path / "journal").iterdir())
-    content = bytearray(journal.read_bytes())
-    content[len(content) // 2] ^= 255
-    journal.write_bytes(content)
+    journal = damage(max((tmp_path / "journal").iterdir()))
     audited_run(tmp_path, total_steps=3)
     assert f"journal/{journal.name}" in named(tmp_path)
 
 
-def test_swapped_and_renamed_checkpoints_are_named_also_where_the_chain_was_rewritten(full_copy: Path) -> None:
-    one, other = full_copy / "checkpoints/step-000002", full_copy / "checkpoints/step-000004"
-    one.rename(full_copy / "aside")
+def test_swapped_and_renamed_checkpoints_are_named_also_where_the_chain_was_rewritten(copy: Path) -> None:
+    one, other = copy / "checkpoints/step-000002", copy / "checkpoints/step-000004"
+    one.rename(copy / "aside")
     other.rename(one)
-    (full_copy / "aside").rename(other)
-    assert set(named(full_copy)) >= {"checkpoints/step-000002", "checkpoints/step-000004"}
-    rows = records(full_copy)
+    (copy / "aside").rename(other)
+    assert set(named(copy)) >= {"checkpoints/step-000002", "checkpoints/step-000004"}
+    rows = records(copy)
     for row in rows:
         if row["kind"] in ("checkpoint", "resumed") and row["body"]["version"] in (2, 4):
-            manifest = full_copy / f"checkpoints/step-{row['body']['version']:06d}/manifest.json"
+            manifest = copy / f"checkpoints/step-{row['body']['version']:06d}/manifest.json"
             row["body"]["manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
-    rewrite(full_copy, rows)
-    (full_copy / "run.log").write_text("run.log\n")
-    assert named(full_copy)["checkpoints/step-000002"] == "it has the state of version 4"
+    rewrite(copy, rows)
+    (copy / "run.log").write_text("run.log\n")
+    assert named(copy)["checkpoints/step-000002"] == "it has the state of version 4"
 
 
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "policy", "config.yaml"]
 )
-def test_a_link_out_of_the_folder_is_named_although_its_content_is_the_same(full_copy: Path, name: str) -> None:
-    aside = full_copy.parent / "aside"
-    (full_copy / name).rename(aside)
-    (full_copy / name).symlink_to(aside)
-    assert any("symbolic link" in finding.message for finding in audited(full_copy).findings)
+def test_a_link_out_of_the_folder_is_named_although_its_content_is_the_same(copy: Path, name: str) -> None:
+    aside = copy.parent / "aside"
+    (copy / name).rename(aside)
+    (copy / name).symlink_to(aside)
+    assert any("symbolic link" in finding.message for finding in audited(copy).findings)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml", HEAD_FILE, "run.log"])
-def test_a_folder_in_place_of_a_file_is_named(full_copy: Path, name: str) -> None:
-    (full_copy / name).unlink()
-    (full_copy / name).mkdir()
-    assert name in named(full_copy)
+def test_a_folder_in_place_of_a_file_is_named(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    (copy / name).mkdir()
+    assert name in named(copy)
 
 
-def test_a_chain_that_is_no_file_is_refused(full_copy: Path) -> None:
-    (full_copy / AUDIT_FILE).unlink()
-    os.mkfifo(full_copy / AUDIT_FILE)
+def test_a_chain_that_is_no_file_is_refused(copy: Path) -> None:
+    (copy / AUDIT_FILE).unlink()
+    os.mkfifo(copy / AUDIT_FILE)
     with pytest.raises(PreflightError, match="no file"):
-        audited(full_copy)
+        audited(copy)
 
 
 WRONG: list[Callable[[dict[str, Any]], Any]] = [
@@ -489,20 +475,20 @@ WRONG: list[Callable[[dict[str, Any]], Any]] = [
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_chain_of_another_program_has_findings_and_no_traceback(full_copy: Path, wrong: Callable[..., Any]) -> None:
-    rows = records(full_copy)
+def test_a_chain_of_another_program_has_findings_and_no_traceback(copy: Path, wrong: Callable[..., Any]) -> None:
+    rows = records(copy)
     for row in rows:
         wrong(row["body"])
-    rewrite(full_copy, rows)
-    assert audited(full_copy).findings
+    rewrite(copy, rows)
+    assert audited(copy).findings
 
 
-def test_numbers_without_end_take_no_memory(full_copy: Path) -> None:
+def test_numbers_without_end_take_no_memory(copy: Path) -> None:
     large = 2**62
     line, digest = encode(large, "0" * 64, 0.0, "trained", {"version": large, "source": "new", "groups": []})
-    (full_copy / AUDIT_FILE).write_bytes(line)
-    (full_copy / HEAD_FILE).write_bytes(Head(large + 1, len(line), digest).encoded())
-    result = audited(full_copy)
+    (copy / AUDIT_FILE).write_bytes(line)
+    (copy / HEAD_FILE).write_bytes(Head(large + 1, len(line), digest).encoded())
+    result = audited(copy)
     assert any("are missing" in finding.message for finding in result.findings)
     assert result.history.descent(large) == Descent(large - 1, (large,))
 

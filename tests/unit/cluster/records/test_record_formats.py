@@ -50,13 +50,6 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 REWARDS = (Reward(0.75, {"accuracy": 1.0, "format": 0.5}, {"accuracy": "7 = 7"}), None)
 
 
-def test_a_group_comes_back_as_it_was() -> None:
-    group = make_group(image_prompt(), versions=(3, 3, 4, 5))
-    back = from_batch(to_batch(group, REWARDS))
-    assert_equal(back.group, group)
-    assert (back.rewards, back.reference_logprobs) == (REWARDS, None)
-
-
 def test_an_empty_response_comes_back() -> None:
     group = make_group(make_prompt("0/0/s0"), versions=())
     assert_equal(from_batch(to_batch(group, REWARDS)).group, group)
@@ -216,11 +209,8 @@ def test_a_group_comes_back_from_arrow_as_it_was(dtype: type) -> None:
     for batch in (of_journal, record_batch(to_rows(group, rewards, references, step=3))):
         assert batch.schema == SCHEMA
         back = from_batch(batch)
-        assert (back.rewards, back.group.prompt.media, back.group.prompt.media_spans) == (
-            rewards,
-            PROMPT.media,
-            PROMPT.media_spans,
-        )
+        prompt = back.group.prompt
+        assert (back.rewards, prompt.media, prompt.media_spans) == (rewards, PROMPT.media, PROMPT.media_spans)
         for ours, theirs in zip(back.group.trajectories, group.trajectories, strict=True):
             assert_same_actions(ours.actions, theirs.actions)
             np.testing.assert_array_equal(ours.behavior_logprobs, theirs.behavior_logprobs)
@@ -307,12 +297,14 @@ def test_tokens_without_a_logprob_or_a_version_are_refused() -> None:
 
 GROUP = make_group(image_prompt())
 
-Change = Callable[[Trajectory], Trajectory]
 
-
-def changed(change: Change) -> TrajectoryGroup:
+def changed(change: Callable[[Trajectory], dict[str, Any]]) -> TrajectoryGroup:
     first, *others = GROUP.trajectories
-    return replace(GROUP, trajectories=(change(first), *others))
+    return replace(GROUP, trajectories=(replace(first, **change(first)), *others))
+
+
+def prompted(**fields: Any) -> TrajectoryGroup:
+    return replace(GROUP, prompt=replace(GROUP.prompt, **fields))
 
 
 def test_a_group_keeps_its_digest_in_messages_and_in_the_journal() -> None:
@@ -323,32 +315,23 @@ def test_a_group_keeps_its_digest_in_messages_and_in_the_journal() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    "other",
     [
-        lambda t: replace(t, actions=TokenActions(t.actions.token_ids + 1)),
-        lambda t: replace(t, actions=TokenActions(t.actions.token_ids, KeptSets.uncut(t.num_steps))),
-        lambda t: replace(t, behavior_logprobs=np.nextafter(t.behavior_logprobs, np.float32(1))),
-        lambda t: replace(t, action_mask=~t.action_mask),
-        lambda t: replace(t, weight_spans=(WeightSpan(9, 0, t.num_steps),)),
-        lambda t: replace(t, finish_reason=FinishReason.ABORT),
+        pytest.param(changed(lambda t: {"actions": TokenActions(t.actions.token_ids + 1)}), id="tokens"),
+        pytest.param(
+            changed(lambda t: {"actions": TokenActions(t.actions.token_ids, KeptSets.uncut(t.num_steps))}), id="kept"
+        ),
+        pytest.param(changed(lambda t: {"behavior_logprobs": np.nextafter(t.behavior_logprobs, 1)}), id="log-probs"),
+        pytest.param(changed(lambda t: {"action_mask": ~t.action_mask}), id="mask"),
+        pytest.param(changed(lambda t: {"weight_spans": (WeightSpan(9, 0, t.num_steps),)}), id="versions"),
+        pytest.param(changed(lambda t: {"finish_reason": FinishReason.ABORT}), id="reason"),
+        pytest.param(prompted(expanded_ids=np.array([5, 98, 99, 6], dtype=np.int32)), id="prompt"),
+        pytest.param(prompted(prompt_id="0/4"), id="id"),
+        pytest.param(prompted(media_spans=(MediaSpan(0, 2),)), id="place of the image"),
     ],
-    ids=["tokens", "kept sets", "log-probs", "mask", "versions", "reason"],
 )
-def test_every_field_that_is_trained_counts(change: Change) -> None:
-    assert group_digest(changed(change)) != group_digest(GROUP)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"expanded_ids": np.array([5, 98, 99, 6], dtype=np.int32)},
-        {"prompt_id": "0/4"},
-        {"media_spans": (MediaSpan(0, 2),)},
-    ],
-    ids=["prompt", "id", "place of the image"],
-)
-def test_the_prompt_counts(fields: dict[str, object]) -> None:
-    assert group_digest(replace(GROUP, prompt=replace(GROUP.prompt, **fields))) != group_digest(GROUP)
+def test_every_field_that_is_trained_counts(other: TrajectoryGroup) -> None:
+    assert group_digest(other) != group_digest(GROUP)
 
 
 def image(num_floats: int = 25, value: float = 0.0) -> ProcessedMedia:
@@ -427,9 +410,10 @@ def test_a_failed_medium_leaves_nothing_behind() -> None:
 
 def test_reader_returns_media_in_order_with_repeats() -> None:
     media = {key: image(value=ord(key)) for key in "abc"}
-    reader = MediaReader(timeout_s=1, max_items=8)
-    read = reader.read([handle_of(media[key], key) for key in "cabca"])
-    assert [m.inputs["pixel_values"][0] for m in read] == [ord(key) for key in "cabca"]
+    for max_items in (1, 8):  # also more than it keeps
+        reader = MediaReader(timeout_s=1, max_items=max_items)
+        read = reader.read([handle_of(media[key], key) for key in "cabca"])
+        assert [m.inputs["pixel_values"][0] for m in read] == [ord(key) for key in "cabca"]
 
 
 def test_reader_fetches_each_medium_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,12 +446,6 @@ def test_reader_reads_at_hand_for_several_and_keeps_what_it_found(monkeypatch: p
     assert reader.read_at_hand([[a], [b, a], [], [c, a]]) == [[a.reference], None, [], [c.reference, a.reference]]
     assert reader.read_at_hand([[c], [a]]) == [[c.reference], [a.reference]]
     assert asked == [[a.reference, b.reference, c.reference], []]
-
-
-def test_reader_returns_more_media_than_it_keeps() -> None:
-    reader = MediaReader(timeout_s=1, max_items=1)
-    read = reader.read([handle_of(image(value=i), str(i)) for i in range(4)])
-    assert [m.inputs["pixel_values"][0] for m in read] == [0, 1, 2, 3]
 
 
 def test_a_medium_that_another_thread_evicts_meanwhile_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,15 +523,12 @@ def test_kept_sets_arrive_as_they_left(num_kept: int) -> None:
 
     left = TrajectoryGroup(image_prompt(), tuple(map(with_sets, group(2, 1, 3).trajectories)))
     arrived = pickle.loads(pickle.dumps(left, protocol=5))
-    for before, after in zip(left.trajectories, arrived.trajectories, strict=True):
-        np.testing.assert_array_equal(after.actions.token_ids, before.actions.token_ids)
-        np.testing.assert_array_equal(after.actions.kept.counts, before.actions.kept.counts)
-        np.testing.assert_array_equal(after.actions.kept.ids, before.actions.kept.ids)
     assert arrived.summary() == left.summary()
-    recorded = from_batch(to_batch(left, [None] * 3)).group.trajectories
-    for before, after in zip(left.trajectories, recorded, strict=True):
-        np.testing.assert_array_equal(after.actions.kept.counts, before.actions.kept.counts)
-        np.testing.assert_array_equal(after.actions.kept.ids, before.actions.kept.ids)
+    for other in (arrived, from_batch(to_batch(left, [None] * 3)).group):
+        for before, after in zip(left.trajectories, other.trajectories, strict=True):
+            np.testing.assert_array_equal(after.actions.token_ids, before.actions.token_ids)
+            np.testing.assert_array_equal(after.actions.kept.counts, before.actions.kept.counts)
+            np.testing.assert_array_equal(after.actions.kept.ids, before.actions.kept.ids)
 
 
 def test_siblings_share_their_arrays_on_the_way() -> None:
@@ -566,10 +541,7 @@ def test_siblings_share_their_arrays_on_the_way() -> None:
 
 
 def test_long_responses_are_not_copied_on_the_way() -> None:
-    num_tokens = (
-        MAX_BYTES_PACKED // 2
-    )  # of each of four: their masks, of a byte a token, are too long for one array too
-    left = group(*[num_tokens] * 4)
+    left = group(*[MAX_BYTES_PACKED // 2] * 4)  # their masks, of a byte a token, are too long for one array too
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(left, protocol=5, buffer_callback=buffers.append)
     sent = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]

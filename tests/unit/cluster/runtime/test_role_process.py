@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,15 +143,13 @@ def test_freed_tensors_between_others_are_given_back() -> None:
     assert len(kept) == NUM_BLOCKS // 2
 
 
-def test_outside_a_cluster_a_node_is_met_on_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    assert node_address() == LOOPBACK
-
-
-def test_inside_a_cluster_a_node_is_met_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
+@pytest.mark.parametrize(("in_cluster", "address"), [(False, LOOPBACK), (True, "10.1.2.3")])
+def test_a_node_is_met_at_its_own_address_in_a_cluster_alone(
+    in_cluster: bool, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: in_cluster)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.1.2.3")
-    assert node_address() == "10.1.2.3"
+    assert node_address() == address
 
 
 def variables(monkeypatch: pytest.MonkeyPatch, address: str, **found: str) -> dict[str, str]:
@@ -171,11 +170,8 @@ def variables(monkeypatch: pytest.MonkeyPatch, address: str, **found: str) -> di
 
 
 def test_collectives_use_the_interface_of_the_nodes_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert variables(monkeypatch, "10.0.0.2") == {
-        "VLLM_HOST_IP": "10.0.0.2",
-        "GLOO_SOCKET_IFNAME": "ib0",
-        "NCCL_SOCKET_IFNAME": "ib0",
-    }
+    found = variables(monkeypatch, "10.0.0.2")
+    assert found == {"VLLM_HOST_IP": "10.0.0.2", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     assert variables(monkeypatch, "127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
 
 
@@ -184,9 +180,7 @@ def test_variables_that_the_user_sets_stay(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0", "VLLM_HOST_IP": "1.2.3.4"}
 
 
-def test_an_address_without_an_interface_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_interface_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert "GLOO_SOCKET_IFNAME" not in variables(monkeypatch, "10.9.9.9")
     assert "10.9.9.9" in caplog.text and "GLOO_SOCKET_IFNAME" in caplog.text
 
@@ -311,6 +305,13 @@ def test_the_rate_is_that_since_the_sign_before() -> None:
     assert meter.read(EngineLoad(0.5, 4, 1, 0, num_tokens=1600)).tokens_per_s == 0.0
 
 
+def raising(error: Exception) -> Callable[..., Any]:
+    def call(*args: Any, **named: Any) -> Any:
+        raise error
+
+    return call
+
+
 REFERENCE, LATE = (ray.ObjectRef(byte * 28) for byte in (b"\x01", b"\x02"))
 
 
@@ -318,18 +319,16 @@ REFERENCE, LATE = (ray.ObjectRef(byte * 28) for byte in (b"\x01", b"\x02"))
     ("failure", "error", "message"),
     [
         (GetTimeoutError("late"), DeadlineError, r"waited 3 s for groups \(1 objects\)"),
-        (ObjectLostError("01", None, ""), LostObjectError, "groups cannot be had: the node that held it is gone"),
-        (OutOfMemoryError("low"), LostObjectError, "groups cannot be had: the node that held it is gone"),
-        (RayActorError(), LostObjectError, "groups cannot be had: the node that held it is gone"),
+        *[
+            (failure, LostObjectError, "groups cannot be had: the node that held it is gone")
+            for failure in (ObjectLostError("01", None, ""), OutOfMemoryError("low"), RayActorError())
+        ],
     ],
 )
 def test_what_cannot_be_had_is_named_by_its_cause(
     failure: Exception, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def get(references: Any, timeout: float) -> Any:
-        raise failure
-
-    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get", raising(failure))
     with pytest.raises(error, match=message):
         fetch([REFERENCE], timeout_s=3, what="groups")
     with pytest.raises(LostObjectError, match=message):  # late is as good as lost
@@ -363,11 +362,8 @@ def test_what_is_late_is_none_and_one_call_fetches_the_rest(monkeypatch: pytest.
 def test_what_turns_out_to_be_lost_is_left_to_a_fetch_of_its_own(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def get(references: Any, timeout: float) -> Any:
-        raise failure
-
     monkeypatch.setattr(ray, "wait", lambda references, **rest: (references, []))
-    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get", raising(failure))
     assert fetch_at_hand([[REFERENCE], ["plain"], []], wait_s=0) == [None, ["plain"], []]
 
 
@@ -433,10 +429,7 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ("text", "message"),
     [
         (HEAD + DEAD + NO_WORD, "its process 4711 ended without a word, as after SIGKILL or out of memory"),
-        (
-            HEAD + DEAD + "Worker exits by exit(3).",
-            "its process 4711 ended (Ray: SYSTEM_ERROR, Worker exits by exit(3))",
-        ),
+        (HEAD + DEAD + "Exits by exit(3).", "its process 4711 ended (Ray: SYSTEM_ERROR, Exits by exit(3))"),
         (f"{HEAD}{BY_RAY}\nThe actor never ran.", BY_RAY),
         (IN_LOADING, "ModuleNotFoundError: No module named 'mine' at ray/_private/function_manager.py:696"),
         ("The actor died unexpectedly before finishing this task.", "The actor died unexpectedly"),
@@ -458,10 +451,9 @@ def test_an_exception_of_a_constructor_is_named_with_its_frames(log: Path) -> No
 def test_a_crash_is_named_with_its_signal_and_python_frames_from_the_workers_log(log: Path) -> None:
     log.write_text(SEGFAULT)
     error = actor_death(RayActorError(error_msg=HEAD + DEAD + NO_WORD), "a group")
-    crash = (
-        "its process 4711 crashed with SIGSEGV at torch/nn/functional.py:519 in linear, called from vllm/model.py:16"
-    )
-    assert crash in str(error) and str(error).endswith(f"its log is {log}")
+    place = "torch/nn/functional.py:519 in linear, called from vllm/model.py:16"
+    assert f"its process 4711 crashed with SIGSEGV at {place}" in str(error)
+    assert str(error).endswith(f"its log is {log}")
     assert error.failure is not None and error.failure.fingerprint is not None
     assert error.__notes__[1].startswith(f"The end of {log}:\n*** SIGSEGV")
 
@@ -553,17 +545,9 @@ def test_a_tree_whose_process_is_gone_gives_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("listed", "shown"),
-    [
-        (None, [0, 1, 2]),
-        ("", []),
-        ("2,0", [2, 0]),
-        ("GPU-bb33, 0", [2, 0]),
-        ("GPU-b", [2]),
-        ("GPU-aa", []),
-        ("1,-1,2", [1]),
-        ("0,7,1", [0]),
-    ],
-)
+    [(None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("GPU-bb33, 0", [2, 0]), ("GPU-b", [2]), ("GPU-aa", []),
+     ("1,-1,2", [1]), ("0,7,1", [0])],
+)  # fmt: skip
 def test_visible_gpus_are_those_that_cuda_shows(listed: str | None, shown: list[int]) -> None:
     assert visible(listed, UUIDS) == shown
 
@@ -588,10 +572,7 @@ def test_a_driver_is_read_in_our_units_and_what_it_does_not_tell_is_none(monkeyp
     for name, call in answers.items():
         monkeypatch.setattr(pynvml, name, call)
     gpus = NvidiaGpus({"CUDA_VISIBLE_DEVICES": "1,0"})
-    assert gpus.read() == [
-        GpuReading("a slice", 81920.0, 3.0, None),
-        GpuReading("a card", 81920.0, 3.0, 83.0),
-    ]
+    assert gpus.read() == [GpuReading("a slice", 81920.0, 3.0, None), GpuReading("a card", 81920.0, 3.0, 83.0)]
     gpus.close()
 
 

@@ -39,15 +39,9 @@ async def test_no_trained_token_is_older_than_the_bound(
         return (1.0, random.Random(f"{seed}:{prompt_id}").choice([0.0, 1.0]))
 
     run = Run(
-        tmp_path,
-        total_steps=12,
-        prompts_per_step=3,
-        max_staleness=max_staleness,
-        pauses=uneven(seed),
-        values=values,
-        drop_uniform=drop_uniform,
-        checkpoint_interval=0,
-    )
+        tmp_path, total_steps=12, prompts_per_step=3, max_staleness=max_staleness, pauses=uneven(seed), values=values,
+        drop_uniform=drop_uniform, checkpoint_interval=0,
+    )  # fmt: skip
     await run.go()
     lags = tokens_by_lag(run)
     assert min(lags) >= 0
@@ -75,16 +69,10 @@ async def test_overtaken_groups_are_trained_while_a_token_is_young_enough_and_dr
     tmp_path: Path, drops_whole: bool
 ) -> None:
     run = Run(
-        tmp_path,
-        total_steps=30,
-        prompts_per_step=3,
-        max_staleness=1,
-        rollouts=PooledRollouts(Stragglers(last_version=29)),
-        order=OvertakingOrder,
-        drops_whole=drops_whole,
-        has_journal=True,
-        checkpoint_interval=0,
-    )
+        tmp_path, total_steps=30, prompts_per_step=3, max_staleness=1,
+        rollouts=PooledRollouts(Stragglers(last_version=29)), order=OvertakingOrder, drops_whole=drops_whole,
+        has_journal=True, checkpoint_interval=0,
+    )  # fmt: skip
     await run.go()
     for version, groups in run.learner.trained:
         assert len(groups) == 3

@@ -130,17 +130,10 @@ def steps_of_a_run(*, max_staleness: int, drop_uniform: bool, timing: int) -> li
     learner = OneParameterLearner()
     with TemporaryDirectory() as folder:
         run = Run(
-            Path(folder),
-            total_steps=STEPS,
-            prompts_per_step=SIZE,
-            max_staleness=max_staleness,
-            max_concurrent=SIZE,
-            drop_uniform=drop_uniform,
-            rollouts=OneParameterRollouts(learner, timing),
-            rewards=TokenRewards(timing),
-            learner=learner,
-            checkpoint_interval=0,
-        )
+            Path(folder), total_steps=STEPS, prompts_per_step=SIZE, max_staleness=max_staleness, max_concurrent=SIZE,
+            drop_uniform=drop_uniform, rollouts=OneParameterRollouts(learner, timing), rewards=TokenRewards(timing),
+            learner=learner, checkpoint_interval=0,
+        )  # fmt: skip
         run_virtually(run.go())
     return learner.steps
 

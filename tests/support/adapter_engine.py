@@ -13,15 +13,10 @@ from typing import Any
 import numpy as np
 
 OURS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-}
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1",
+    "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 
 
 def prompt_logprobs(
@@ -50,18 +45,10 @@ def main(asked: Path, found: Path) -> None:
 
     given = json.loads(asked.read_text())
     engine = LLM(
-        model=given["model"],
-        dtype="float32",
-        enable_lora=True,
-        max_lora_rank=8,
-        max_model_len=256,
-        max_num_seqs=4,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        limit_mm_per_prompt={"image": 1, "video": 0},
-        generation_config="vllm",
-        kv_cache_memory_bytes=134_217_728,
-    )
+        model=given["model"], dtype="float32", enable_lora=True, max_lora_rank=8, max_model_len=256, max_num_seqs=4,
+        enforce_eager=True, enable_prefix_caching=False, limit_mm_per_prompt={"image": 1, "video": 0},
+        generation_config="vllm", kv_cache_memory_bytes=134_217_728,
+    )  # fmt: skip
     inputs = [
         {
             "prompt_token_ids": prompt["ids"],

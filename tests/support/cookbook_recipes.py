@@ -45,17 +45,10 @@ def run_sl_basic(url: str, model: str, folder: Path) -> None:
         train_on_what=TrainOnWhat.ALL_ASSISTANT_MESSAGES,
     )
     config = train.Config(
-        log_path=str(folder / "log"),
-        model_name=model,
-        recipe_name="recipe_sl_basic",
-        renderer_name=RENDERER,
-        dataset_builder=FromConversationFileBuilder(common_config=common, file_path=str(file)),
-        learning_rate=2e-3,
-        num_epochs=6,
-        lora_rank=8,
-        base_url=url,
-        save_every=4,
-    )
+        log_path=str(folder / "log"), model_name=model, recipe_name="recipe_sl_basic", renderer_name=RENDERER,
+        dataset_builder=FromConversationFileBuilder(common_config=common, file_path=str(file)), learning_rate=2e-3,
+        num_epochs=6, lora_rank=8, base_url=url, save_every=4,
+    )  # fmt: skip
     sl_basic.main(config)
 
 
@@ -87,18 +80,10 @@ def run_rl_basic(url: str, model: str, folder: Path, size: Size) -> None:
         renderer_name=RENDERER,
     )
     config = train.Config(
-        log_path=str(folder / "log"),
-        model_name=model,
-        recipe_name="recipe_rl_basic",
-        renderer_name=RENDERER,
-        dataset_builder=builder,
-        learning_rate=size.learning_rate,
-        max_tokens=size.max_tokens,
-        lora_rank=8,
-        base_url=url,
-        eval_every=0,
-        save_every=2,
-    )
+        log_path=str(folder / "log"), model_name=model, recipe_name="recipe_rl_basic", renderer_name=RENDERER,
+        dataset_builder=builder, learning_rate=size.learning_rate, max_tokens=size.max_tokens, lora_rank=8,
+        base_url=url, eval_every=0, save_every=2,
+    )  # fmt: skip
     rl_basic.main(config)
 
 

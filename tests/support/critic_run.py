@@ -20,13 +20,9 @@ from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
 
 WORDS = (
-    "algorithm=ppo_gae",
-    "algorithm.kl.coef=0",
-    "algorithm.num_epochs=2",
-    "algorithm.num_minibatches=2",
-    "algorithm.critic.learning_rate=1e-3",
-    "algorithm.critic.warmup_steps=1",
-)
+    "algorithm=ppo_gae", "algorithm.kl.coef=0", "algorithm.num_epochs=2", "algorithm.num_minibatches=2",
+    "algorithm.critic.learning_rate=1e-3", "algorithm.critic.warmup_steps=1",
+)  # fmt: skip
 
 
 def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:

@@ -20,25 +20,14 @@ from mobula.rewards.models.vllm_judge import VllmJudge
 from mobula.rewards.tools import Tools
 
 ENGINE = {
-    "max_model_len": 512,
-    "kv_cache_memory_bytes": 16 << 20,
-    "enforce_eager": True,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 1024,
-    "limit_mm_per_prompt": {"image": 2, "video": 0},
-}
+    "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20, "enforce_eager": True, "max_num_seqs": 8,
+    "max_num_batched_tokens": 1024, "limit_mm_per_prompt": {"image": 2, "video": 0},
+}  # fmt: skip
 OF_ANY_JUDGE: dict[str, Any] = {
-    "system": None,
-    "template": "{question} {response}",
-    "images": "prompt",
-    "verdict": r"regex:Score: (?P<score>\d)",
-    "minimum": 1,
-    "maximum": 5,
-    "max_tokens": 16,
-    "temperature": 0,
-    "extra": {"structured_outputs": {"regex": "Score: [1-5]"}},
-    "question_pattern": None,
-}
+    "system": None, "template": "{question} {response}", "images": "prompt", "verdict": r"regex:Score: (?P<score>\d)",
+    "minimum": 1, "maximum": 5, "max_tokens": 16, "temperature": 0,
+    "extra": {"structured_outputs": {"regex": "Score: [1-5]"}}, "question_pattern": None,
+}  # fmt: skip
 OPTIONS: dict[str, Any] = {**OF_ANY_JUDGE, "engine": ENGINE}
 
 

@@ -57,21 +57,12 @@ CALLS_IN_FLIGHT = 64
 EXACT = Tolerance(1e-5, 0.0)  # float32
 CHUNK_TOKENS = 8  # responses of more tokens are reported while they grow
 ENGINE_TIMEOUTS_S = {
-    "start_s": 600.0,
-    "rollout_s": 120.0,
-    "sync_s": 60.0,
-    "sign_s": 60.0,
-    "probe_s": 60.0,
-    "stop_s": 30.0,
-}
+    "start_s": 600.0, "rollout_s": 120.0, "sync_s": 60.0, "sign_s": 60.0, "probe_s": 60.0, "stop_s": 30.0,
+}  # fmt: skip
 OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

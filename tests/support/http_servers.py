@@ -19,17 +19,9 @@ from mobula.rewards.contract import Outcome, RewardRequest
 from mobula.rewards.http.server import RewardServer, ScorerThreads, make_app
 
 CONNECTION: dict[str, Any] = {  # of a reward function that asks servers; `urls` and `max_attempts` are the test's own
-    "max_concurrency": 4,
-    "timeout_s": 5.0,
-    "total_timeout_s": 20.0,
-    "backoff_s": 0.01,
-    "max_backoff_s": 0.05,
-    "max_request_bytes": 1 << 20,
-    "max_reply_bytes": 1 << 20,
-    "max_failures": 2,
-    "aside_s": 30.0,
-    "token_env": None,
-}
+    "max_concurrency": 4, "timeout_s": 5.0, "total_timeout_s": 20.0, "backoff_s": 0.01, "max_backoff_s": 0.05,
+    "max_request_bytes": 1 << 20, "max_reply_bytes": 1 << 20, "max_failures": 2, "aside_s": 30.0, "token_env": None,
+}  # fmt: skip
 
 
 @dataclass

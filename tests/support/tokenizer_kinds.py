@@ -135,20 +135,10 @@ PARTS_ALONE = (
 )
 
 CHAT_TEMPLATES = {
-    "qwen2.5": QWEN2_5,
-    "qwen3": QWEN3,
-    "qwen3.5": THINKING,
-    "smolvlm": SMOLVLM,
-    "llama3.1": LLAMA_3_1,
-    "gemma3": GEMMA_3,
-    "deepseek-r1": DEEPSEEK_R1,
-    "generation": GENERATION,
-    "without an end": WITHOUT_AN_END,
-    "mistral": MISTRAL,
-    "glm4": GLM_4,
-    "text alone": TEXT_ALONE,
-    "parts alone": PARTS_ALONE,
-}
+    "qwen2.5": QWEN2_5, "qwen3": QWEN3, "qwen3.5": THINKING, "smolvlm": SMOLVLM, "llama3.1": LLAMA_3_1,
+    "gemma3": GEMMA_3, "deepseek-r1": DEEPSEEK_R1, "generation": GENERATION, "without an end": WITHOUT_AN_END,
+    "mistral": MISTRAL, "glm4": GLM_4, "text alone": TEXT_ALONE, "parts alone": PARTS_ALONE,
+}  # fmt: skip
 
 TOOLS = (
     TEXT + LAST_QUERY + "{%- if tools -%}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' -}}{%- endif -%}"

@@ -21,27 +21,10 @@ from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenan
 NAME = "tiny/base"
 KEY = "tml-a-key-of-the-tests"
 LIMITS = ServiceLimits(
-    max_models=8,
-    max_rank=64,
-    max_rows=64,
-    max_tokens=4096,
-    max_batch_tokens=2048,
-    max_queued=64,
-    max_samples=256,
-    max_request_bytes=1 << 24,
-    max_dense_values=1 << 16,
-    max_served=2,
-    alpha=32.0,
-    kept_results=8,
-    kept_results_s=600,
-    kept_in_memory=64,
-    snapshot_steps=3,
-    learner_s=20,
-    sample_s=30,
-    recovery_s=30,
-    poll_s=5,
-    session_idle_s=600,
-)
+    max_models=8, max_rank=64, max_rows=64, max_tokens=4096, max_batch_tokens=2048, max_queued=64, max_samples=256,
+    max_request_bytes=1 << 24, max_dense_values=1 << 16, max_served=2, alpha=32.0, kept_results=8, kept_results_s=600,
+    kept_in_memory=64, snapshot_steps=3, learner_s=20, sample_s=30, recovery_s=30, poll_s=5, session_idle_s=600,
+)  # fmt: skip
 
 
 @dataclass

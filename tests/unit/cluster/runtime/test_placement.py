@@ -41,17 +41,9 @@ def workers(
     strategy: str = "auto",
 ) -> RolloutResources:
     return RolloutResources(
-        num_workers=num_workers,
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        num_threads=1,
-        bind_cores=bind_cores,
-        first_core=0,
-        custom_resources=custom or {},
-        node_labels=labels or {},
-        strategy=strategy,
-        tensor_parallel=1,
-    )
+        num_workers=num_workers, num_cpus=num_cpus, num_gpus=num_gpus, num_threads=1, bind_cores=bind_cores,
+        first_core=0, custom_resources=custom or {}, node_labels=labels or {}, strategy=strategy, tensor_parallel=1,
+    )  # fmt: skip
 
 
 def nodes_of(plan: PlacementPlan, role: str) -> list[str]:

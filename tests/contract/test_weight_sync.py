@@ -35,9 +35,7 @@ from mobula.cluster.records.trajectory import TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.manifest import TensorSpec
-from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.transport import Rendezvous
-from mobula.cluster.weight_sync.weight_sync import WeightSync
 from mobula.learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -233,18 +231,8 @@ async def test_an_engine_without_interruption_ends_its_group_before_it_takes_new
 async def test_a_late_joiner_gets_the_weights_through_the_object_store_and_then_takes_part(
     engine: Engine, learner: Learner
 ) -> None:
-    sender = LocalSender(learner)
-    members = FixedMembers()
-    sync = WeightSync(
-        sender,
-        members,
-        bucket_bytes=1 << 18,
-        wave_size=0,
-        max_attempts=1,
-        canary_interval=1,
-        canary_tolerance=Tolerance(EXACT, 0.0),
-        probe=engine.model.probe,
-    )
+    sender, members = LocalSender(learner), FixedMembers()
+    sync = weight_sync(engine, sender, members=members)
     perturb(learner, seed=21)
     learner.version = 7
     assert await sync.admit(engine.client) == 7

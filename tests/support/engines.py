@@ -310,7 +310,7 @@ def weight_sync(
     """The push of the main job, from `sender` to the engine; by default a failed attempt is not repeated."""
     return WeightSync(
         sender,
-        members or FixedMembers(engine.client),
+        FixedMembers(engine.client) if members is None else members,
         bucket_bytes=engine.model.config.weight_sync.bucket_bytes,
         wave_size=0,
         max_attempts=max_attempts,

@@ -74,9 +74,7 @@ def test_all_receivers_get_the_bytes_of_the_sender(store: RendezvousStore) -> No
         member.close()
 
 
-def test_receivers_on_other_hosts_get_the_same_bytes_over_gloo(
-    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_receivers_on_other_hosts_get_bytes_over_gloo(store: RendezvousStore, monkeypatch: pytest.MonkeyPatch) -> None:
     at, thread = rendezvous(store, world_size=4), threading.local()
     monkeypatch.setattr(shared_ring, "host_name", lambda: thread.host)
 
@@ -149,9 +147,7 @@ def test_a_sender_that_sends_nothing_ends_the_wait_of_its_receivers_in_time(stor
     assert sender.rank == TransferGroup.SENDER
 
 
-def test_a_receiver_that_fails_in_the_middle_of_a_push_leaves_and_its_sender_does_not_wait(
-    store: RendezvousStore,
-) -> None:
+def test_a_receiver_that_fails_within_a_push_leaves_and_its_sender_does_not_wait(store: RendezvousStore) -> None:
     manifest = Manifest(tuple(TensorSpec(f"t{n}", (4,), "float32") for n in range(3)))
     sender, receiver = meet(rendezvous(store, world_size=2))
     bucket = torch.zeros(16, dtype=torch.uint8)
@@ -172,9 +168,7 @@ def test_a_receiver_that_fails_in_the_middle_of_a_push_leaves_and_its_sender_doe
             member.broadcast(bucket, name)
 
 
-def test_a_broadcast_is_ordered_on_the_stream_of_its_caller(
-    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broadcast_is_ordered_on_its_callers_stream(store: RendezvousStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of devices with streams: collectives wait for the current stream of the thread that starts them."""
     sender, receiver = meet(rendezvous(store, world_size=2))
     entered: list[tuple[str, str]] = []
@@ -228,19 +222,22 @@ def pushed_weights(seed: int) -> dict[str, torch.Tensor]:
     return {s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype)) for s in PUSHED.tensors}
 
 
-class Push:
-    """One sender and one receiver of `PUSHED`."""
+def publisher(manifest: Manifest, weights: Callable[[], Iterator], rank: int = 0, **ranks: int) -> WeightPublisher:
+    return WeightPublisher(manifest, weights, rank=rank, device=CPU, transport="gloo", timeout_s=20.0, **ranks)
 
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.publisher = WeightPublisher(
-            PUSHED, lambda: iter(weights.items()), rank=0, device=CPU, transport="gloo", timeout_s=20.0
-        )
+
+class Push:
+    """One sender and one receiver."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], manifest: Manifest = PUSHED) -> None:
+        self.manifest = manifest
+        self.publisher = publisher(manifest, lambda: iter(weights.items()))
         at = self.publisher.open_transfer(1, 1)
         _, self.receiver = together(lambda: self.publisher.join_transfer(at), lambda: TransferGroup(at, 1, CPU))
 
     def send(self, take: Callable[[str, torch.Tensor], None] = lambda *_: None, **how: Any) -> None:
         def receive() -> None:
-            for name, tensor in self.receiver.receive(PUSHED, 1 << 14, **how):
+            for name, tensor in self.receiver.receive(self.manifest, 1 << 14, **how):
                 take(name, tensor)
 
         together(lambda: self.publisher.send(1 << 14, 1), receive)
@@ -299,17 +296,8 @@ def test_several_senders_send_a_part_of_the_buckets_each(num_senders: int, holds
             gathered[rank].append(name)
             yield name, tensor
 
-    publishers = [
-        WeightPublisher(
-            manifest,
-            lambda rank=rank: named(rank),
-            rank=rank,
-            device=CPU,
-            transport="gloo",
-            timeout_s=20.0,
-            num_ranks=4,  # those after the senders gather alone
-            num_senders=num_senders,
-        )
+    publishers = [  # of four ranks: those after the senders gather alone
+        publisher(manifest, lambda rank=rank: named(rank), rank, num_ranks=4, num_senders=num_senders)
         for rank in range(num_senders)
     ]
     at = publishers[0].open_transfer(1, 2)
@@ -330,11 +318,8 @@ def test_several_senders_send_a_part_of_the_buckets_each(num_senders: int, holds
 
 def test_one_of_two_senders_that_leaves_fails_the_push_for_all(store: RendezvousStore) -> None:
     at = replace(rendezvous(store, world_size=2, timeout_s=20), num_senders=2)
-    first, second, receiver = together(
-        lambda: TransferGroup(at, 0, CPU, sender=0),
-        lambda: TransferGroup(at, 0, CPU, sender=1),
-        lambda: TransferGroup(at, 1, CPU),
-    )
+    senders = [lambda number=number: TransferGroup(at, 0, CPU, sender=number) for number in (0, 1)]
+    first, second, receiver = together(*senders, lambda: TransferGroup(at, 1, CPU))
     manifest = Manifest(tuple(TensorSpec(f"t{n}", (1 << 20,), "float32") for n in range(4)))
     bucket = torch.zeros(manifest.tensors[0].num_bytes, dtype=torch.uint8)
     second.close()
@@ -363,11 +348,7 @@ def test_an_exported_push_is_compared_as_well() -> None:
 
 
 def test_a_push_of_nothing_arrives() -> None:
-    publisher = WeightPublisher(Manifest(()), lambda: iter(()), rank=0, device=CPU, transport="gloo", timeout_s=5.0)
-    at = publisher.open_transfer(1, 1)
-    _, receiver = together(lambda: publisher.join_transfer(at), lambda: TransferGroup(at, 1, CPU))
-    _, found = together(lambda: publisher.send(64, 1), lambda: list(receiver.receive(Manifest(()), 64, keeps=True)))
-    assert found == []
+    Push({}, Manifest(())).send(lambda name, tensor: pytest.fail(name), keeps=True)
 
 
 def test_an_unknown_transport_is_refused(store: RendezvousStore) -> None:

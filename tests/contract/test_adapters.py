@@ -47,9 +47,7 @@ def adapted(request: pytest.FixtureRequest, engine_name: str, models: dict[str, 
     learner.close()
 
 
-async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the_learner_computes(
-    engine: Engine, adapted: Learner
-) -> None:
+async def test_the_engine_computes_what_the_learner_computes_at_every_version(engine: Engine, adapted: Learner) -> None:
     sync = weight_sync(engine, LocalSender(adapted))
     pushes = pushes_of(sync)
     assert await probe_gap(engine, adapted) <= EXACT, "adapters that are not trained yet change nothing"

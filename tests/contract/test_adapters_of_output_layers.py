@@ -20,9 +20,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-async def test_samples_and_prompt_logprobs_of_a_mixed_batch_are_those_of_transformers(
-    local_ray: str, tmp_path: Path, is_tied: bool
-) -> None:
+async def test_samples_and_scores_of_a_mixed_batch_are_exact(local_ray: str, tmp_path: Path, is_tied: bool) -> None:
     folder = write_tiny("llama", tmp_path / "model", seed=0, tie_word_embeddings=is_tied)
     model = open_model(folder, *SERVING, sizes=[()] * 4)
     adapters: dict[str | None, Path | None] = {None: None}

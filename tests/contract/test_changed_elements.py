@@ -58,9 +58,7 @@ def nudge(learner: Learner, seed: int, share: float, only: str = "") -> None:
     learner.version += 1
 
 
-async def test_after_many_pushes_of_changes_the_engine_equals_one_that_was_given_whole_tensors(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_after_many_pushes_of_changes_the_engine_has_the_whole_tensors(engine: Engine, learner: Learner) -> None:
     sync = weight_sync(engine, LocalSender(learner), tolerance=CLOSE)
     pushes = pushes_of(sync)
     await sync.publish(learner.version)

@@ -54,9 +54,7 @@ class NoRoom(PoisonedApart):
         await super().start()
 
 
-async def test_settings_that_a_core_of_its_own_refuses_are_refused_with_its_words(
-    local_ray: str, models: dict[str, Model]
-) -> None:
+async def test_settings_that_a_core_refuses_are_named_in_its_words(local_ray: str, models: dict[str, Model]) -> None:
     engine = start_actor(models["untied"], "vllm", 0, NoRoom)
     try:
         with pytest.raises(ValueError, match="No available memory for the cache blocks"):

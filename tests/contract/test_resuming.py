@@ -65,9 +65,7 @@ async def test_an_interrupted_greedy_response_equals_the_uninterrupted_one_where
             assert np.abs(again).max(initial=0) <= 1e-5
 
 
-async def test_what_is_sampled_after_an_interruption_is_of_the_learners_distribution(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_samples_after_an_interruption_are_of_the_learners_distribution(engine: Engine, learner: Learner) -> None:
     for prompt in engine.model.prompts:
         whole = await engine.generate(prompt, SAMPLED)
         group = await resumed(engine, prompt, SAMPLED, [as_sampled(trajectory) for trajectory in whole.trajectories])
@@ -76,9 +74,7 @@ async def test_what_is_sampled_after_an_interruption_is_of_the_learners_distribu
             assert after.actions.token_ids[:cut].tolist() == before.actions.token_ids[:cut].tolist()
 
 
-async def test_the_in_flight_request_gets_a_response_while_it_grows_with_the_version_of_every_token(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_a_response_is_reported_while_it_grows_with_all_its_versions(engine: Engine, learner: Learner) -> None:
     """Two pushes arrive while the group is sampled; vLLM takes them in the middle, the other sampler afterwards.
 
     Only what came with the group's last output is not reported. That is a chunk and, where the actor's process did not

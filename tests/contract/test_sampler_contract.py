@@ -62,9 +62,7 @@ def policy_output(
     return score(learner, [TokenSequence.of_response(prompt, np.array(token_ids, dtype=np.int32))], distribution)
 
 
-async def test_the_learner_scores_what_a_cut_and_a_hot_first_token_were_sampled_from(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_the_learner_scores_cuts_and_hot_first_tokens_as_sampled(engine: Engine, learner: Learner) -> None:
     """Ratios at equal weights are 1 over the same kept sets, and far from it over all tokens."""
     cut = SamplingSettings(4, TEMPERATURE, 12, seed=7, top_p=0.8, top_k=20, min_p=0.001, keeps_sets=True)
     for settings in (cut, replace(cut, first_token_temperature=4.0)):
@@ -183,9 +181,7 @@ async def test_a_response_that_stops_ends_in_the_eos_that_it_sampled(engine: Eng
         assert gaps(learner, engine.model, groups).max() <= 1e-5
 
 
-async def test_media_placeholders_are_never_sampled_however_much_the_model_loves_them(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_media_placeholders_are_never_sampled_however_likely_they_are(engine: Engine, learner: Learner) -> None:
     banned = engine.model.processor.media_token_ids
     rig(learner, engine, banned[0])
     for prompt in engine.model.prompts:

@@ -96,7 +96,7 @@ async def test_a_name_that_is_served_again_gets_nothing_from_an_old_prefix_cache
     assert gaps(adapters.learners["first"], model, [await sample(engine, prompt, "first")]).max() < ROUNDING
 
 
-async def test_a_withdrawn_adapter_ends_its_running_requests_first(
+async def test_withdrawing_ends_running_requests(
     engine: Engine, model: Model, adapters: Adapters, tmp_path: Path
 ) -> None:
     [folder] = write_adapters(model, ["leaving"], tmp_path, first_seed=21).folders.values()

@@ -57,9 +57,7 @@ def tokens(groups: list[TrajectoryGroup]) -> list[list[int]]:
     return [trajectory.actions.token_ids.tolist() for group in groups for trajectory in group.trajectories]
 
 
-async def test_split_prefills_and_preemptions_draw_what_an_ample_engine_draws(
-    engine: Engine, tight: Engine, learner: Learner
-) -> None:
+async def test_split_prefills_and_preemptions_change_no_draw(engine: Engine, tight: Engine, learner: Learner) -> None:
     expected = await sampled(engine, 9)
     found = await sampled(tight, 9)
     assert (await tight.handle.engine_load.remote()).num_preemptions > 0, "the KV cache held all requests"
@@ -67,9 +65,7 @@ async def test_split_prefills_and_preemptions_draw_what_an_ample_engine_draws(
     assert gaps(learner, tight.model, found).max() <= 2e-5
 
 
-async def test_a_push_that_recomputes_running_requests_changes_no_draw(
-    engine: Engine, tight: Engine, learner: Learner
-) -> None:
+async def test_a_push_that_recomputes_requests_changes_no_draw(engine: Engine, tight: Engine, learner: Learner) -> None:
     """The same weights are pushed again and again: each push preempts all that runs, and its recomputation is split."""
     expected = await sampled(engine, 3)
     prompt, settings = tight.model.prompts[2], SamplingSettings(4, TEMPERATURE, NUM_TOKENS, seed=200)

@@ -49,9 +49,7 @@ def engine_name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the_learner_computes(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_the_engine_computes_what_the_learner_computes_at_every_version(engine: Engine, learner: Learner) -> None:
     sync, weights_a = weight_sync(engine, LocalSender(learner)), copied(learner)
     pushes = pushes_of(sync)
     for version, seed in enumerate((11, 12, None), start=1):
@@ -68,9 +66,7 @@ async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the
     assert {push.num_bytes for push in pushes} == {learner.manifest().num_bytes}
 
 
-async def test_an_image_that_was_seen_before_a_push_is_seen_with_the_new_vision_tower(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_an_image_is_seen_with_the_vision_tower_of_the_newest_push(engine: Engine, learner: Learner) -> None:
     sync = weight_sync(engine, LocalSender(learner))
     before = await engine.client.prompt_logprobs(engine.model.probe)
     await sampled_gap(engine, learner)  # fills the caches of prefixes and of images
@@ -90,9 +86,7 @@ async def test_tokens_carry_the_version_of_the_push(engine: Engine, learner: Lea
         assert group.summary().tokens_by_version == {version: sum(t.num_steps for t in group.trajectories)}
 
 
-async def test_prompts_that_need_the_weights_of_a_push_come_before_it_and_are_sampled_with_them_alone(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_prompts_that_need_the_weights_of_a_push_wait_for_them(engine: Engine, learner: Learner) -> None:
     sync = weight_sync(engine, LocalSender(learner))
     await sync.publish(1)
     perturb(learner, seed=7)
@@ -160,9 +154,7 @@ async def pushed_within(
 
 
 @pytest.mark.parametrize("engine_name", ["vllm-tied"])
-async def test_an_engine_that_keeps_kv_stamps_versions_and_lends_old_kv_to_no_later_request(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_an_engine_that_keeps_kv_lends_old_kv_to_no_later_request(engine: Engine, learner: Learner) -> None:
     group, weights, beside = await pushed_within(engine, learner)
     assert max(beside) <= 10 * EXACT, "requests of the same prompt and image see the new weights alone"
     expected = expected_logprobs(learner, engine, group, weights)
@@ -177,9 +169,7 @@ async def test_an_engine_that_keeps_kv_stamps_versions_and_lends_old_kv_to_no_la
 
 
 @pytest.mark.parametrize("engine_name", ["vllm-untied"])
-async def test_a_push_in_the_middle_of_a_response_leaves_an_exact_boundary_in_it(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_a_push_within_a_response_leaves_an_exact_boundary_in_it(engine: Engine, learner: Learner) -> None:
     """Running responses are frozen, go on with the new weights, and every token is one of the version it claims."""
     group, weights, beside = await pushed_within(engine, learner)
     assert max(beside) <= 10 * EXACT
@@ -211,9 +201,7 @@ def expected_logprobs(
 
 
 @pytest.mark.parametrize("engine_name", ["huggingface"])
-async def test_an_engine_without_interruption_ends_its_group_before_it_takes_new_weights(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_without_interruption_a_group_ends_before_new_weights_come(engine: Engine, learner: Learner) -> None:
     sync = weight_sync(engine, LocalSender(learner))
     await sync.publish(1)
     prompt, settings = engine.model.probe, SamplingSettings(4, TEMPERATURE, 100, seed=7)
@@ -228,9 +216,7 @@ async def test_an_engine_without_interruption_ends_its_group_before_it_takes_new
     assert set(new.summary().tokens_by_version) == {2}
 
 
-async def test_a_late_joiner_gets_the_weights_through_the_object_store_and_then_takes_part(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_a_late_joiner_gets_the_weights_by_the_store_and_takes_part(engine: Engine, learner: Learner) -> None:
     sender, members = LocalSender(learner), FixedMembers()
     sync = weight_sync(engine, sender, members=members)
     perturb(learner, seed=21)
@@ -327,9 +313,7 @@ class Silent(LocalSender):
         self.num_sent += 1
 
 
-async def test_an_engine_that_did_not_get_what_was_sent_is_given_what_the_learner_has(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_an_engine_that_got_nothing_is_given_what_the_learner_has(engine: Engine, learner: Learner) -> None:
     perturb(learner, seed=43)
     members = FixedMembers(engine.client)
     assert await weight_sync(engine, Silent(learner), members=members).publish(1) == 1
@@ -338,9 +322,7 @@ async def test_an_engine_that_did_not_get_what_was_sent_is_given_what_the_learne
     assert await sampled_gap(engine, learner) <= EXACT
 
 
-async def test_a_sender_that_dies_ends_the_push_in_time_and_a_reload_brings_the_engine_back(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_a_sender_that_dies_ends_the_push_until_a_reload(engine: Engine, learner: Learner) -> None:
     class Dead(Silent):
         async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
             raise WorkerDiedError("learner/0 died")

@@ -51,9 +51,7 @@ def flat(steps: list[list[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("killed_at", range(STEPS + 1))
-async def test_a_killed_and_resumed_run_trains_on_the_same_prompts_in_the_same_order(
-    tmp_path: Path, killed_at: int
-) -> None:
+async def test_a_killed_and_resumed_run_trains_the_same_prompts_in_order(tmp_path: Path, killed_at: int) -> None:
     whole = Run(tmp_path / "whole", total_steps=STEPS, prompts_per_step=SIZE, pauses=uneven)
     await whole.go()
     assert flat(whole.learner.prompt_ids) == first_prompts(STEPS * SIZE)
@@ -130,9 +128,7 @@ async def attempt(
     chunk=st.integers(1, 12),
     deaths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=6),
 )
-def test_interrupted_groups_equal_the_uninterrupted_one(
-    lengths: list[int], chunk: int, deaths: list[tuple[int, int]]
-) -> None:
+def test_interrupted_groups_equal_whole_ones(lengths: list[int], chunk: int, deaths: list[tuple[int, int]]) -> None:
     async def go() -> None:
         whole = await KnownSampler(lengths, chunk).sample(
             PROMPT, (), settings(lengths), Attempt("whole"), lambda chunks, siblings: None
@@ -217,9 +213,7 @@ class Worker:
 
 
 @given(lengths=st.lists(turns, max_size=25), plan=events)
-def test_every_piece_of_work_is_done_once_whatever_happens_to_the_workers(
-    lengths: list[int], plan: list[tuple[int, str, int]]
-) -> None:
+def test_work_is_done_once_whatever_happens_to_workers(lengths: list[int], plan: list[tuple[int, str, int]]) -> None:
     asyncio.run(_play(lengths, plan))
 
 

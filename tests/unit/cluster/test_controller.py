@@ -264,9 +264,7 @@ async def test_a_stop_in_the_push_lets_it_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_wherever_a_stop_comes_nothing_is_repeated_and_nothing_finished_is_lost(
-    max_staleness: int, tmp_path: Path
-) -> None:
+async def test_wherever_a_stop_comes_nothing_is_repeated_or_lost(max_staleness: int, tmp_path: Path) -> None:
     for num_turns in range(1, 90, 6):
         folder = tmp_path / str(num_turns)
         run = a_run(folder, max_staleness=max_staleness, pauses=uneven)

@@ -190,9 +190,7 @@ def endpoint() -> Iterator[AgentEndpoint]:
         ("", ["Content-Length: 67108864", "Content-Type: text/plain"]),
     ],
 )
-def test_the_agent_endpoint_keeps_no_byte_of_a_body_that_it_refuses(
-    endpoint: AgentEndpoint, path: str, headers: list[str]
-) -> None:
+def test_the_agent_endpoint_keeps_no_refused_byte(endpoint: AgentEndpoint, path: str, headers: list[str]) -> None:
     talk = endpoint.open()
     url = path or talk.url.partition("/v1")[0].rpartition("/")[2]
     port = int(talk.url.split(":")[2].partition("/")[0])

@@ -62,9 +62,7 @@ def test_a_name_is_a_built_in_one_or_the_users_module_or_file(own: Path) -> None
         ("lacking.py:f", {}, r"No module named 'no_such_library', in .*lacking.py:1: `import no_such_library`"),
     ],
 )
-def test_code_that_cannot_be_called_so_is_refused_with_the_key(
-    name: str, options: dict[str, object], message: str, own: Path
-) -> None:
+def test_code_that_cannot_be_called_is_refused(name: str, options: dict[str, object], message: str, own: Path) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         call(name, **options)
     assert re.match(r"sums\.kind(_options|=)", str(raised.value))
@@ -93,9 +91,7 @@ def test_a_relative_path_begins_in_the_folder_of_the_command(own: Path, monkeypa
     assert load("own.py:one")(4) == 4
 
 
-def test_the_examples_are_found_from_anywhere_and_are_no_files_of_the_user(
-    own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_are_found_anywhere_and_are_no_files_of_the_user(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(own)
     assert load("examples/sums/sums.py:write_sums")(own / "sums") == own / "sums"
     assert user_files({"writer": "examples/sums/sums.py:write_sums", "loss": "own.py:one"}) == ["own.py"]

@@ -566,9 +566,7 @@ def test_a_value_is_text_where_text_or_a_path_is_expected(tmp_path: Path, value:
         ("eight_gpu_colocated", ("recomputed", "tis_token")),
     ],
 )
-def test_a_clip_that_rounding_of_bfloat16_exceeds_is_around_the_learners_own_policy(
-    preset: str, expected: tuple[str, str]
-) -> None:
+def test_a_clip_below_rounding_is_around_the_learners_own_policy(preset: str, expected: tuple[str, str]) -> None:
     algorithm = load_config(["experiment=digits", "algorithm=gspo", f"resources={preset}"]).algorithm
     assert (algorithm.old_logprobs, algorithm.correction) == expected
     plain = load_config(["experiment=digits", "algorithm=grpo", f"resources={preset}"]).algorithm

@@ -178,9 +178,7 @@ async def test_an_alarm_stops_the_run_with_the_newest_agreeing_version(tmp_path:
 
 
 @pytest.mark.parametrize("action", ["raise_kl", "rollback"])
-async def test_a_resumed_run_repeats_the_recorded_actions_and_goes_on_as_the_first_part(
-    tmp_path: Path, action: str
-) -> None:
+async def test_a_resumed_run_repeats_the_recorded_actions_and_goes_on(tmp_path: Path, action: str) -> None:
     courses = [*[HONEST] * 6, *[HACKED] * 4]
     whole = Bench(tmp_path / "whole", action)
     whole.path.parent.mkdir()

@@ -161,9 +161,7 @@ async def test_a_run_that_was_killed_while_it_exported_its_policy_exports_it_whe
     assert again.num_finished == 1 and again.names() == ["step-000009"]
 
 
-async def test_a_run_goes_on_from_where_its_journal_leads_and_saves_what_the_killed_part_did_not_come_to(
-    tmp_path: Path,
-) -> None:
+async def test_a_run_goes_on_from_where_its_journal_leads_and_saves_what_is_due(tmp_path: Path) -> None:
     first = Setup(tmp_path)
     assert await first.checkpoints.resume() == 0
     assert first.calls == ["begin", "prepare", "saved 0"]
@@ -199,9 +197,7 @@ async def test_a_part_that_was_off_starts_from_its_initial_state(tmp_path: Path)
     assert (second.part.value, later.value) == (2, Counting().value)
 
 
-async def test_wherever_a_save_is_killed_a_resume_finds_a_complete_checkpoint(
-    tmp_path: Path, operations: FileOperations
-) -> None:
+async def test_wherever_a_save_is_killed_a_checkpoint_is_complete(tmp_path: Path, operations: FileOperations) -> None:
     async def prepared(folder: Path) -> Setup:
         setup = Setup(folder, keep=2)
         for version in (2, 4):
@@ -228,9 +224,7 @@ async def test_wherever_a_save_is_killed_a_resume_finds_a_complete_checkpoint(
     assert set(resumed_from) == {4, 6}
 
 
-async def test_a_damaged_checkpoint_is_skipped_by_name_and_written_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_damaged_checkpoint_is_skipped_and_rewritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     setup = Setup(tmp_path)
     await setup.save(2)
     await setup.save(4)
@@ -436,9 +430,7 @@ def rewritten(path: Path, change: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("resume", list(Resume))
-async def test_checkpoints_of_which_none_can_be_read_stop_the_start_and_stay(
-    tmp_path: Path, damage: Any, fault: str, resume: Resume
-) -> None:
+async def test_unreadable_checkpoints_stop_the_start(tmp_path: Path, damage: Any, fault: str, resume: Resume) -> None:
     setup = Setup(tmp_path)
     for version in (0, 2, 4):
         await setup.save(version)

@@ -99,9 +99,7 @@ OF_GROUPS = ["algorithm.prompt_history_steps=3", "algorithm.shaping.running_mome
     [["learner.schedule=linear"], [*OF_GROUPS, "algorithm.kl.controller=adaptive", "algorithm.kl.target=0.01"]],
     ids=["plain", "history, moments and adaptive KL"],
 )
-async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for_bit(
-    model: Path, tmp_path: Path, words: list[str]
-) -> None:
+async def test_a_learner_that_repeats_steps_has_equal_weights(model: Path, tmp_path: Path, words: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [numbered(random_groups(tokenizer, 3, 4, seed), 3 * seed) for seed in range(4)]
     prompts = KnownPrompts(group for step in steps for group in step)
@@ -149,7 +147,7 @@ async def test_finished_groups_go_back_into_the_stream_with_live_prompts(tmp_pat
     assert again.counts == {"steps": 0, "groups": 2}
 
 
-async def test_a_finished_group_whose_data_changed_is_counted_named_and_sampled_again(
+async def test_a_finished_group_of_changed_data_is_named_and_sampled_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = [make_scored(f"0/{n}/s{n}") for n in range(3)]
@@ -332,17 +330,13 @@ async def test_what_the_journal_has_comes_from_there_and_the_rest_is_sampled_aga
     assert (await bench.replay.stats()).num_bytes == 0
 
 
-async def test_log_probs_that_are_lost_alone_are_dropped_and_the_group_is_left_as_it_is(
-    bench: Bench_of_lost_groups,
-) -> None:
+async def test_log_probs_that_are_lost_alone_are_dropped_from_their_group(bench: Bench_of_lost_groups) -> None:
     group = replace(make_scored(IDS[0]), reference_logprobs=LOST)
     [regenerated] = await bench.regenerator.regenerate(await bench.leased(group))
     assert regenerated == replace(group, reference_logprobs=None) and bench.sampled_again == []
 
 
-async def test_a_trained_step_comes_with_its_log_probs_from_the_journal_or_not_at_all(
-    bench: Bench_of_lost_groups,
-) -> None:
+async def test_a_trained_step_comes_whole_from_the_journal_or_not_at_all(bench: Bench_of_lost_groups) -> None:
     group = make_scored(IDS[0])
     logprobs = [t.behavior_logprobs - 1 for t in group.group.trajectories]
     bench.journal.append([finished(group.group, group.rewards), trained(1, [IDS[0]], [logprobs])])
@@ -380,9 +374,7 @@ class Picky:
             raise LostObjectError("one of them, on the way")
 
 
-async def test_a_step_is_regenerated_before_its_score_and_before_its_update_where_only_what_is_new_is_scored(
-    bench: Bench_of_lost_groups,
-) -> None:
+async def test_a_step_is_regenerated_before_its_score_and_before_its_update(bench: Bench_of_lost_groups) -> None:
     roles = Picky()
     reference = RegeneratingReference(roles, bench.regenerator)
     first, second, third = await bench.leased(lost(make_scored(IDS[0])), *(make_scored(i) for i in IDS[1:]))

@@ -129,9 +129,7 @@ def test_a_group_that_is_held_is_not_written_twice_but_one_that_was_given_up_is(
     assert waiting(recover(tmp_path)) == ["a/0/s", "b/0/s"]
 
 
-def test_a_journal_of_other_settings_is_left_out_and_what_changed_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_journal_of_other_settings_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, done("a/0/s"), step(1, "a/0/s"), done("b/0/s"))
     assert recover(tmp_path, seed=1) == Recovered(0)
     assert "written with another seed" in caplog.text
@@ -203,9 +201,7 @@ def test_a_byte_that_changed_is_never_read_as_something_else(
     assert found == whole[: len(found)]
 
 
-def test_a_torn_end_is_counted_and_named_until_the_run_has_gone_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_end_is_counted_until_the_run_has_gone_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, done("a/0/s"), done("b/0/s"))
     path = segment_path(tmp_path, 0)
     path.write_bytes(path.read_bytes()[:-100])
@@ -223,9 +219,7 @@ def test_an_empty_file_of_a_killed_start_is_no_obstacle(tmp_path: Path) -> None:
     assert (waiting(recover(tmp_path)), recover(tmp_path).num_torn) == (["a/0/s"], 0)
 
 
-def test_a_full_disk_is_named_and_costs_nothing_that_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_and_costs_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = journal(tmp_path)
     written.append([done("a/0/s")])
 
@@ -419,9 +413,7 @@ async def test_records_are_on_disk_in_the_order_of_the_calls(tmp_path: Path) -> 
     await writer.close()
 
 
-async def test_a_disk_that_fails_raises_for_every_call_whose_record_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failing_disk_raises_for_every_lost_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = SlowJournal(tmp_path)
     writer = JournalWriter(journal, timeout_s=5)
     calls = [asyncio.ensure_future(writer.rejected(GroupOutcome(f"0/{n}/s"), "stale")) for n in range(5)]

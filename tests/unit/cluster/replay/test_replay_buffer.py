@@ -167,9 +167,7 @@ async def test_a_take_waits_for_rollouts_until_its_deadline() -> None:
 
 @given(seed=st.integers(0, 10**6), num_groups=st.integers(1, 40), budget=st.integers(0, 8), size=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_in_any_order_of_events_each_group_is_trained_once_in_order_and_within_the_budget(
-    seed: int, num_groups: int, budget: int, size: int
-) -> None:
+def test_in_any_order_of_events_each_group_is_trained_once(seed: int, num_groups: int, budget: int, size: int) -> None:
     """Producers are cancelled and deliver again, steps are aborted and taken again."""
     rng = random.Random(seed)
     num_groups += -num_groups % size
@@ -280,9 +278,7 @@ async def test_a_group_that_could_not_be_fetched_is_written_again_when_it_is_com
     assert disk.trained_versions == [1]
 
 
-async def test_closing_completes_what_is_being_written_but_does_not_wait_for_ever(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_closing_completes_what_is_written_in_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(tmp_path, {})
     replay = ReplayBuffer(journal=JournalWriter(journal, timeout_s=5))
     await replay.put([make_scored("a")])

@@ -110,9 +110,7 @@ def missing(path: Path) -> None:
         (missing, "it cannot be read: .*No such file"),
     ],
 )
-def test_a_file_that_is_no_record_is_named_before_its_rows_are_read(
-    tmp_path: Path, spoil: Callable[[Path], None], problem: str
-) -> None:
+def test_a_file_that_is_no_record_is_named(tmp_path: Path, spoil: Callable[[Path], None], problem: str) -> None:
     log = TrajectoryLog(tmp_path, timeout_s=1)
     paths = [log.append(step, [make_scored("0/0/a")]) for step in (1, 2)]
     log.check([1, 2])
@@ -304,9 +302,7 @@ async def test_updates_do_not_wait_for_the_log_until_too_many_steps_do(tmp_path:
     assert await learner.load(tmp_path / "state") == 3
 
 
-async def test_a_log_that_fails_is_counted_and_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_log_that_fails_is_counted_and_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class FullDisk(TrajectoryLog):
         def append(self, step: int, groups: Sequence[ScoredGroup]) -> Path:
             if step == 1:

@@ -232,9 +232,7 @@ async def test_an_engine_that_loses_a_reply_is_well() -> None:
     ("fault", "error", "kind"),
     [("fails", RolloutError, "rollout_failing"), ("loses_replies", LostReplyError, "rollout_lost_replies")],
 )
-async def test_an_engine_that_only_fails_or_loses_replies_is_replaced_though_it_lives(
-    fault: str, error: type[Exception], kind: str
-) -> None:
+async def test_an_engine_that_fails_or_loses_replies_is_replaced(fault: str, error: type[Exception], kind: str) -> None:
     yard = Yard()
     async with pool_of(1, yard, health=PATIENT) as (pool, losses):
         setattr(yard.now(0), fault, True)

@@ -64,9 +64,7 @@ def call_in_child(function_name: str, note: str) -> None:
     ChildProcess().call(1.0, globals()[function_name], Path(note))
 
 
-def test_results_travel_and_prints_get_neither_into_the_protocol_nor_into_the_output(
-    child: ChildProcess, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_results_travel_and_prints_go_to_stderr(child: ChildProcess, capfd: pytest.CaptureFixture[str]) -> None:
     assert child.call(60, say_and_add, "hello " * 10_000, 2, other=3) == 5
     out, err = capfd.readouterr()
     assert out == "" and err.count("hello") == 20_000

@@ -144,9 +144,7 @@ def test_freed_tensors_between_others_are_given_back() -> None:
 
 
 @pytest.mark.parametrize(("in_cluster", "address"), [(False, LOOPBACK), (True, "10.1.2.3")])
-def test_a_node_is_met_at_its_own_address_in_a_cluster_alone(
-    in_cluster: bool, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_has_an_address_in_a_cluster(in_cluster: bool, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: in_cluster)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.1.2.3")
     assert node_address() == address
@@ -232,9 +230,7 @@ def test_a_process_that_follows_has_a_part_of_its_own(tmp_path: Path) -> None:
     assert part_of(path, "2") == path.read_text()
 
 
-def test_the_cause_of_a_death_is_looked_for_where_the_process_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cause_of_a_death_is_where_the_process_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, by_ray = tmp_path / "rollout-0.log", tmp_path / "worker-22.err"
     own.write_text(f"{opening(1)} on here: rollout/0\nold\n{opening(22)} on here: rollout/0\n*** SIGSEGV received\n")
     by_ray.write_text(f":job_id:01\nfirst words\n{POINTER}{own}\n")
@@ -359,9 +355,7 @@ def test_what_is_late_is_none_and_one_call_fetches_the_rest(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("failure", [GetTimeoutError("gone again"), ObjectLostError("01", None, "")])
-def test_what_turns_out_to_be_lost_is_left_to_a_fetch_of_its_own(
-    failure: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_lost_is_left_to_a_fetch_of_its_own(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", lambda references, **rest: (references, []))
     monkeypatch.setattr(ray, "get", raising(failure))
     assert fetch_at_hand([[REFERENCE], ["plain"], []], wait_s=0) == [None, ["plain"], []]
@@ -466,7 +460,7 @@ def test_a_crash_is_named_with_its_signal_and_python_frames_from_the_workers_log
         ("step of an environment", "of another node", "its process", OTHER_SETTINGS),
     ],
 )
-def test_an_end_by_rays_memory_monitor_names_memory_and_settings(
+def test_an_end_by_the_memory_monitor_is_named(
     what: str, actor: str, process: str, settings: tuple[str, str, str]
 ) -> None:
     error = actor_death(OutOfMemoryError(OUT_OF_MEMORY), what, actor)

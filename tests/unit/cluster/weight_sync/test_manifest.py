@@ -171,7 +171,7 @@ SHAPES = {"norm": (7,), "scalar": (), "q": (130, 64), "embedding": (1100, 1024),
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from([torch.int16, torch.int32]), st.integers(0, 70_000), st.floats(0, 1), st.integers(0, 2**31))
-def test_a_message_restores_every_bit_with_fewer_bytes_than_the_tensor(
+def test_a_message_restores_every_bit_in_fewer_bytes(
     kind: torch.dtype, num_elements: int, share: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -307,7 +307,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     ("dtype", "num_senders", "same_host"),
     [("bfloat16", 1, "memory"), ("bfloat16", 2, "network"), ("float32", 2, "memory")],
 )
-def test_a_hundred_pushes_leave_every_receiver_bit_equal(
+def test_a_hundred_pushes_leave_all_bit_equal(
     dtype: str, num_senders: int, same_host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if same_host == "network":
@@ -381,9 +381,7 @@ def test_a_receiver_whose_tensor_differs_names_it_and_has_no_version() -> None:
 
 
 @pytest.mark.parametrize("killed_at", ["the header of weight bucket 1", "the changes of weight bucket 0"])
-def test_a_receiver_that_dies_within_a_push_ends_it_and_whole_tensors_follow(
-    killed_at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_receiver_that_dies_within_a_push_ends_it(killed_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pushes = Pushes("bfloat16")
     pushes.push(0, None)
     begin = TransferGroup._begin

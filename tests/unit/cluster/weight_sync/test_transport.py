@@ -245,9 +245,7 @@ class Push:
 
 @pytest.mark.parametrize(("name", "place"), [("norm", 3), ("bias", 0), ("embed", 1023), ("head", 63)])
 @pytest.mark.parametrize("holds", [True, False])
-def test_a_row_that_arrives_as_it_was_before_is_named(
-    name: str, place: int, holds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_arrives_stale_is_named(name: str, place: int, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On its way one row (or one number of a vector) becomes that of the push before. With `holds` tensors that travel
     alone arrive in the receiver's own."""
     new, old = pushed_weights(1), pushed_weights(0)

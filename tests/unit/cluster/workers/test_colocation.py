@@ -18,9 +18,7 @@ from mobula.cluster.workers.colocation import NEXT, GpuLease, LeasedRollouts, Le
 
 
 @given(st.lists(st.sampled_from(["sample", "sampled", "start", "started", "begin", "end"]), max_size=60))
-def test_whatever_is_asked_nothing_samples_outside_the_engines_turn_nor_starts_in_the_learners(
-    moves: list[str],
-) -> None:
+def test_nothing_samples_outside_the_engines_turn_nor_starts_in_the_learners(moves: list[str]) -> None:
     state, target = LeaseState(), Phase.HANDOVER
     for move in moves:
         if move == "sample" and state.may_sample:

@@ -511,7 +511,7 @@ def test_an_exception_of_a_worker_is_named_with_the_frames_of_its_remote_traceba
     assert cause_of(error) == "KeyError: 'pixel_values' at torch/nn/module.py:9 in forward"
 
 
-def test_the_final_line_names_the_error_and_the_file_to_read(
+def test_the_final_line_names_the_error_and_its_log(
     screen: io.StringIO, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(typer.Exit), explained():
@@ -594,9 +594,7 @@ def test_a_long_message_and_a_long_traceback_are_cut() -> None:
         (None, "does not answer, and its exit code is not known", False),
     ],
 )
-def test_a_process_that_left_no_exception_is_named_by_how_it_ended(
-    exit_code: int | None, message: str, is_a_pattern: bool
-) -> None:
+def test_a_process_is_named_by_how_it_ended(exit_code: int | None, message: str, is_a_pattern: bool) -> None:
     failure = Failure.of_exit(exit_code, "the engine's process 7")
     assert str(failure) == f"the engine's process 7 {message}"
     assert (failure.fingerprint is not None) == is_a_pattern

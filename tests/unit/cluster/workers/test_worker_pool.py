@@ -215,9 +215,7 @@ async def test_a_worker_that_fails_to_start_with_one_cause_is_not_started_again_
         (RolloutUser, WorkerDiedError, "^its actor died while waiting for rollout/0 to start"),
     ],
 )
-async def test_a_first_worker_that_cannot_be_built_ends_the_start_with_its_cause(
-    user: Any, error: type[Exception], message: str
-) -> None:
+async def test_a_first_worker_that_fails_ends_the_start(user: Any, error: type[Exception], message: str) -> None:
     async def refuse(name: str, handle: Any) -> None:
         died = WorkerDiedError(f"its actor died while waiting for {name} to start: a long text of Ray's")
         died.failure = Failure("ValueError: reward function 'nope:score' cannot be imported")
@@ -319,9 +317,7 @@ async def test_scaling_replaces_those_in_quarantine(user: Any) -> None:
 
 
 @both
-async def test_an_unexpected_error_of_the_pool_itself_is_counted_and_seen_in_the_status(
-    user: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unexpected_error_of_the_pool_is_in_the_status(user: Any, caplog: pytest.LogCaptureFixture) -> None:
     class BrokenHosts(FakeHosts):
         async def release(self, index: int) -> None:
             raise RuntimeError("no such placement group")

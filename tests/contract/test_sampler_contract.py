@@ -216,12 +216,6 @@ async def test_every_token_has_the_version_that_sampled_it(engine: Engine, learn
         assert group.summary().tokens_by_version == {42: sum(t.num_steps for t in group.trajectories)}
 
 
-async def test_prompts_come_back_as_they_were_sent(engine: Engine) -> None:
-    for prompt, group in zip(engine.model.prompts, await sample_all(engine), strict=True):
-        assert group.prompt.expanded_ids.tolist() == prompt.expanded_ids.tolist()
-        assert group.prompt.media == prompt.media
-
-
 async def test_text_is_what_the_tokens_spell_without_special_tokens(engine: Engine) -> None:
     for trajectory in everything(await sample_all(engine)):
         ids = trajectory.actions.token_ids

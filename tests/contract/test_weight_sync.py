@@ -30,7 +30,7 @@ from engines import (
 from fakes import FixedMembers, pushes_of
 from one_learner import copied
 
-from mobula.cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDiedError
+from mobula.cluster.errors import CanaryError, WeightSyncError, WorkerDiedError
 from mobula.cluster.records.trajectory import TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.changes import VersionStep
@@ -76,14 +76,6 @@ async def test_an_image_is_seen_with_the_vision_tower_of_the_newest_push(engine:
     assert np.abs(after - before).max() > VISIBLE
     assert await probe_gap(engine, learner) <= EXACT
     assert await sampled_gap(engine, learner) <= EXACT
-
-
-async def test_tokens_carry_the_version_of_the_push(engine: Engine, learner: Learner) -> None:
-    sync = weight_sync(engine, LocalSender(learner))
-    for version in (1, 2):
-        await sync.publish(version)
-        group = await engine.sample(engine.model.probe)
-        assert group.summary().tokens_by_version == {version: sum(t.num_steps for t in group.trajectories)}
 
 
 async def test_prompts_that_need_the_weights_of_a_push_wait_for_them(engine: Engine, learner: Learner) -> None:
@@ -251,12 +243,6 @@ async def test_what_does_not_fit_is_refused_by_name_before_a_byte_is_sent(
     before = await engine.client.prompt_logprobs(engine.model.probe)
     assert message.format(third=learner.manifest().tensors[3].name) in await refusal(engine, sender)
     np.testing.assert_array_equal(await engine.client.prompt_logprobs(engine.model.probe), before)
-
-
-async def test_a_late_joiner_with_another_model_is_refused_by_name(engine: Engine, learner: Learner) -> None:
-    with pytest.raises(ManifestError, match=f"missing {learner.manifest().tensors[3].name}"):
-        await weight_sync(engine, AlteredManifest(learner, dropped)).admit(engine.client)
-    assert await engine.client.weight_version() == 0
 
 
 class SwappedBytes(LocalSender):

@@ -441,8 +441,7 @@ class FakeHosts:
 
 async def settle() -> None:
     """Let everything that can go on without waiting for another task go on."""
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
 
 
 class FixedMembers:

@@ -198,29 +198,13 @@ def encoded_prompts(folder: Path, texts: Sequence[str], *, with_negative: bool =
 async def flow_sampler(folder: Path, denoising: Denoising = DENOISING, **own: Any) -> FlowSampler:
     """A started sampler."""
     settings = EngineSettings(
-        **{
-            "model": str(folder),
-            "dtype": "float32",
-            "device": "cpu",
-            "seed": 0,
-            "sampler": load_config(["experiment=digits"]).sampler,
-            "max_num_seqs": 8,
-            "tensor_parallel": 1,
-            "kv_cache_bytes": 1,
-            "keeps_kv_cache": False,
-            "sleep_level": 0,
-            "reports_load": True,
-            "banned_ids": (),
-            "stop_ids": (),
-            "pad_id": 0,
-            "expected": checkpoint_manifest(folder / TRANSFORMER, "float32"),
-            "has_unpushed": False,
-            "adapters": None,
-            "denoising": denoising,
-        }
-        | own
-    )
-    sampler = FlowSampler(settings)
+        model=str(folder), dtype="float32", device="cpu", seed=0, max_num_seqs=8, kv_cache_bytes=1,
+        sampler=load_config(["experiment=digits"]).sampler, tensor_parallel=1,
+        keeps_kv_cache=False, sleep_level=0, reports_load=True, banned_ids=(), stop_ids=(), pad_id=0,
+        expected=checkpoint_manifest(folder / TRANSFORMER, "float32"), has_unpushed=False, adapters=None,
+        denoising=denoising,
+    )  # fmt: skip
+    sampler = FlowSampler(replace(settings, **own))
     await sampler.start()
     return sampler
 

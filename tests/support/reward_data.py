@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fakes import make_trajectory
 
-from mobula.cluster.records.actions import TokenActions
-from mobula.cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
+from mobula.cluster.records.trajectory import Prompt, Response, TrajectoryGroup
 from mobula.cluster.workers.status import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts
 from mobula.configs.load import load_config
@@ -76,19 +77,9 @@ def answers(prompt_id: str, *texts: str, references: tuple[str, ...] = ()) -> Tr
     """A group whose responses are `texts`; nothing else of it matters to rewards."""
     ids = np.zeros(1, np.int32)
     prompt = Prompt(prompt_id, prompt_id.rpartition("/")[2], "?", ids, ids, references=references)
-    return TrajectoryGroup(prompt, tuple(_answer(f"{prompt_id}#{i}", text) for i, text in enumerate(texts)))
-
-
-def _answer(trajectory_id: str, text: str) -> Trajectory:
-    return Trajectory(
-        trajectory_id=trajectory_id,
-        actions=TokenActions(np.zeros(1, np.int32)),
-        behavior_logprobs=np.zeros(1, np.float32),
-        action_mask=np.ones(1, bool),
-        weight_spans=(WeightSpan(0, 0, 1),),
-        finish_reason=FinishReason.STOP,
-        response=Response(text, num_tokens=1, is_truncated=False),
-    )
+    siblings = [make_trajectory(f"{prompt_id}#{i}", (0,)) for i in range(len(texts))]
+    responses = [Response(text, num_tokens=1, is_truncated=False) for text in texts]
+    return TrajectoryGroup(prompt, tuple(replace(t, response=r) for t, r in zip(siblings, responses, strict=True)))
 
 
 LONG = " ".join(f"word{i}" for i in range(22))

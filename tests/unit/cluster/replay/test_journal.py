@@ -97,13 +97,6 @@ def test_a_trained_step_comes_back_with_its_groups_in_order_and_their_reference_
     assert second.group.prompt.media[0].reference is None, "images are not written"
 
 
-def test_finished_and_rejected_groups_come_back_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
-    write(tmp_path, done("0/2/s"), rejected("0/1/s", "uniform"), done("0/0/s"))
-    found = recover(tmp_path)
-    assert (waiting(found), found.rejected, found.steps, found.reached) == (["0/2/s", "0/0/s"], ("0/1/s",), (), 0)
-    assert found.finished[0].group().reference_logprobs is None
-
-
 def test_steps_are_taken_again_only_as_far_as_there_is_no_gap(tmp_path: Path) -> None:
     write(tmp_path, done("a/0/s"), done("b/0/s"), done("c/0/s"), step(1, "a/0/s"), step(3, "c/0/s"))
     found = recover(tmp_path, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,20 +46,6 @@ def tokens(num: int, finish_reason: FinishReason | None = None) -> SampledSequen
 
 def chunk(attempt: Attempt, start: int, num: int, sibling: int = 0, end: FinishReason | None = None) -> TokenChunk:
     return TokenChunk(attempt.request_id, sibling, start, tokens(num, end))
-
-
-def test_the_next_attempt_begins_where_the_last_chunk_ended() -> None:
-    in_flight_requests = InFlightRequests(CHUNK)
-    with in_flight_requests.held(PROMPT, SETTINGS) as in_flight:
-        first = in_flight.next_attempt()
-        assert first.siblings == ()
-        in_flight.add(chunk(first, 0, 5))
-        in_flight.add(chunk(first, 5, 4))
-        in_flight.add(chunk(first, 0, 3, sibling=1, end=FinishReason.STOP))
-        second = in_flight.next_attempt()
-        assert [sibling.num_tokens for sibling in second.siblings] == [9, 3]
-        assert [sibling.is_finished for sibling in second.siblings] == [False, True]
-        assert second.request_id != first.request_id
 
 
 def test_chunks_that_leave_a_gap_come_twice_or_too_late_are_refused() -> None:
@@ -260,17 +245,6 @@ def test_success_counts_over_the_last_episodes_of_the_newest_stage() -> None:
     assert found.newest == 1
     found.observe(1, [True, False, False, True])
     assert found.newest == 1
-
-
-def test_a_resumed_curriculum_goes_on_where_it_was() -> None:
-    first, opened = curriculum(4, 0.75), []
-    first.observe(0, [True] * 4)
-    first.observe(1, [True, True, False])
-    second = curriculum(4, 0.75, opened)
-    second.restore(7, json.loads(json.dumps(first.state())))
-    assert (second.newest, opened) == (1, [1])
-    second.observe(1, [True])
-    assert second.newest == 2
 
 
 class Maker:

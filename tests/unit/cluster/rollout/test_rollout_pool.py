@@ -279,24 +279,6 @@ async def test_an_engine_behind_the_published_version_is_not_sampled_from() -> N
         await pool.generate(PROMPT, SETTINGS)
 
 
-async def test_a_joiner_takes_the_version_that_was_published_while_it_joined() -> None:
-    yard, given = Yard(), [3, 4]
-    losses: list[str] = []
-    pool = RolloutPool(yard.spawn, 1, release=yard.release, policy=POLICY, health=HEALTH, on_lost=losses.append)
-
-    async def admit(engine: FakeEngine) -> int:
-        pool.published(4)
-        return given.pop(0)
-
-    pool.admit_with(admit)
-    await pool.start()
-    async with pool.tended():
-        pool.lose(pool.receivers()[0], WorkerDiedError("gone"))
-        await until(lambda: states(pool) == [WorkerState.SERVING])
-        assert pool.status()[0].version == 4
-    await pool.close()
-
-
 async def test_who_is_lost_too_often_is_quarantined_and_the_others_go_on() -> None:
     def broken(engine: FakeEngine, nth: int) -> None:
         if engine.name == "rollout/0" and nth > 0:
@@ -344,13 +326,14 @@ async def test_a_prompt_does_not_wait_for_ever() -> None:
             await pool.generate(PROMPT, SETTINGS)
 
 
-async def test_who_joins_while_a_push_is_under_way_has_its_version() -> None:
+@pytest.mark.parametrize("moment", ["announced", "published"])
+async def test_who_joins_while_a_push_is_under_way_or_done_has_its_version(moment: str) -> None:
     """The push goes to the receivers of its begin: an older joiner would keep prompts waiting that need its version."""
     yard, versions = Yard(), [3, 3, 4]
     async with pool_of(1, yard) as (pool, _):
 
         async def admit(engine: FakeEngine) -> int:
-            pool.announced(4)
+            getattr(pool, moment)(4)
             return versions.pop(0)
 
         pool.admit_with(admit)
@@ -476,18 +459,3 @@ async def test_engines_that_die_of_one_cause_after_every_push_end_the_run_before
                 with pytest.raises(EngineDiedError):
                     await pool.generate(make_prompt(f"0/{n + 100}/s"), SETTINGS)
     assert len(yard.made[0]) == 3
-
-
-async def test_engines_that_are_killed_from_outside_are_restarted_as_often_as_the_budget_allows() -> None:
-    lenient = RestartPolicy(max_restarts=20, window_s=1000, backoff_s=0.0001, max_backoff_s=0.001)
-    yard = Yard()
-    async with pool_of(1, yard, health=PATIENT, policy=lenient) as (pool, losses):
-        async with asyncio.timeout(5):
-            for _ in range(20):
-                await until(lambda: states(pool) == [WorkerState.SERVING])
-                pool.announced(3)
-                yard.now(0).die_of(Failure.of_exit(-9, "the engine's process 7"))
-                with pytest.raises(EngineDiedError):
-                    await pool.generate(PROMPT, SETTINGS)
-            await pool.generate(PROMPT, SETTINGS)
-        assert losses == ["rollout_died"] * 20

@@ -65,10 +65,8 @@ def test_bound_workers_of_one_role_have_their_own_cores_and_roles_take_turns_on_
 
 def test_roles_that_work_at_the_same_time_get_different_cores() -> None:
     plan = plan_placement(resources("resources=laptop_overlapped", "learner=single"), [LAPTOP], ALL_ROLES)
-    assert {worker.name: worker.cores for worker in plan.workers if worker.cores} == {
-        "rollout/0": (0,),
-        "learner/0": (1,),
-    }
+    cores = {worker.name: worker.cores for worker in plan.workers if worker.cores}
+    assert cores == {"rollout/0": (0,), "learner/0": (1,)}
 
 
 def test_cores_are_counted_node_by_node_and_start_again_beyond_the_last() -> None:
@@ -133,16 +131,11 @@ def test_a_replay_needs_the_ranks_that_train() -> None:
     assert training_roles(apart) == ("learner", "critic")
 
 
-def test_learner_ranks_stay_together_where_they_all_fit() -> None:
+@pytest.mark.parametrize(("sizes", "chosen"), [((3, 4, 3), [1, 1, 1, 1]), ((3, 3), [0, 0, 0, 1])])
+def test_learner_ranks_stay_together_where_a_node_holds_them_all(sizes: tuple[int, ...], chosen: list[int]) -> None:
     config = resources("resources.learner.num_cpus=1", "resources.learner.num_workers=4")
-    nodes = [NodeResources("small", 3, 0), NodeResources("large", 4, 0), NodeResources("spare", 3, 0)]
-    assert nodes_of(plan_placement(config, nodes, ALL_ROLES), "learner") == ["large"] * 4
-
-
-def test_learner_ranks_spread_where_no_node_holds_them_all() -> None:
-    config = resources("resources.learner.num_cpus=1", "resources.learner.num_workers=4")
-    nodes = [NodeResources("a", 3, 0), NodeResources("b", 3, 0)]
-    assert sorted(nodes_of(plan_placement(config, nodes, ALL_ROLES), "learner")) == ["a", "a", "a", "b"]
+    nodes = [NodeResources(str(index), num_cpus, 0) for index, num_cpus in enumerate(sizes)]
+    assert sorted(nodes_of(plan_placement(config, nodes, ALL_ROLES), "learner")) == list(map(str, chosen))
 
 
 def test_cpu_workers_leave_gpu_nodes_alone_while_others_have_room() -> None:
@@ -152,11 +145,9 @@ def test_cpu_workers_leave_gpu_nodes_alone_while_others_have_room() -> None:
     assert nodes_of(plan, "rollout") + nodes_of(plan, "learner") == ["gpus", "gpus"]
 
 
-@pytest.mark.parametrize("preset", ["gpu_2", "node_8gpu"])
-def test_gpu_preset_fills_exactly_its_node(preset: str) -> None:
-    config = resources(f"resources={preset}")
-    num_gpus = int(preset[-1]) if preset == "gpu_2" else 8
-    plan = plan_placement(config, [NodeResources("a", 32, num_gpus)], ALL_ROLES)
+@pytest.mark.parametrize(("preset", "num_gpus"), [("gpu_2", 2), ("node_8gpu", 8)])
+def test_gpu_preset_fills_exactly_its_node(preset: str, num_gpus: int) -> None:
+    plan = plan_placement(resources(f"resources={preset}"), [NodeResources("a", 32, num_gpus)], ALL_ROLES)
     assert sum(worker.num_gpus for worker in plan.workers) == pytest.approx(num_gpus)
 
 

@@ -52,19 +52,12 @@ class Setting:
 
     def run(self, folder: Path, **options: Any) -> Run:
         return Run(
-            folder,
-            **options,
-            total_steps=STEPS,
-            prompts_per_step=self.size,
-            max_staleness=self.max_staleness,
-            max_concurrent=8,
-            drop_uniform=True,
+            folder, **options, total_steps=STEPS, prompts_per_step=self.size, max_staleness=self.max_staleness,
+            max_concurrent=8, drop_uniform=True,
             pauses=lambda prompt_id: self._choose(prompt_id).choice([0, 0, 1, 2, 8, 30]),
             values=lambda prompt_id: (1.0, 1.0) if self.is_uniform(prompt_id) else (0.0, 1.0),
-            checkpoint_interval=self.interval,
-            has_journal=True,
-            max_bytes=self.max_bytes,
-        )
+            checkpoint_interval=self.interval, has_journal=True, max_bytes=self.max_bytes,
+        )  # fmt: skip
 
     def is_uniform(self, prompt_id: str) -> bool:
         return self._choose(prompt_id).random() < 0.3

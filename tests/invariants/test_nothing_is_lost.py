@@ -232,15 +232,9 @@ async def _play(lengths: list[int], plan: list[tuple[int, str, int]]) -> None:
         await asyncio.sleep(0)
 
     work = WorkQueue(
-        "judge",
-        first,
-        hosts,
-        max_load=MAX_LOAD,
-        restarts=NEVER_EXHAUSTED,
-        alive_s=1,
-        join=join,
+        "judge", first, hosts, max_load=MAX_LOAD, restarts=NEVER_EXHAUSTED, alive_s=1, join=join,
         on_lost=lambda error: None,
-    )
+    )  # fmt: skip
 
     async def do(index: int, num_turns: int) -> None:
         is_done = False

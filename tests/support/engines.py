@@ -309,16 +309,11 @@ def weight_sync(
 ) -> WeightSync:
     """The push of the main job, from `sender` to the engine; by default a failed attempt is not repeated."""
     return WeightSync(
-        sender,
-        FixedMembers(engine.client) if members is None else members,
-        bucket_bytes=engine.model.config.weight_sync.bucket_bytes,
-        wave_size=0,
-        max_attempts=max_attempts,
-        canary_interval=canary_interval,
-        canary_tolerance=tolerance,
-        ranks_of_receiver=ranks_of_receiver,
+        sender, FixedMembers(engine.client) if members is None else members,
+        bucket_bytes=engine.model.config.weight_sync.bucket_bytes, wave_size=0, max_attempts=max_attempts,
+        canary_interval=canary_interval, canary_tolerance=tolerance, ranks_of_receiver=ranks_of_receiver,
         probe=engine.model.probe,
-    )
+    )  # fmt: skip
 
 
 async def probe_gap(engine: Engine, learner: Learner) -> float:

@@ -246,15 +246,10 @@ class Run:
         self.weights.on_announced.append(self.dispatcher.advance)
         learner = StepLearner(self.learner, journal=self.replay if has_journal else None, tracer=tracer)
         recovery = JournalRecovery(
-            self.journal,
-            learner=learner,
-            groups=LiveGroups(self.prompts, put=lambda value: value),
-            dispatcher=self.dispatcher,
-            replay=self.replay,
-            metrics=self.metrics,
-            age_limit=AgeLimit(max_staleness),
+            self.journal, learner=learner, groups=LiveGroups(self.prompts, put=lambda value: value),
+            dispatcher=self.dispatcher, replay=self.replay, metrics=self.metrics, age_limit=AgeLimit(max_staleness),
             on_recovered=self.recovered.update,
-        )
+        )  # fmt: skip
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             learner=learner,
@@ -267,19 +262,10 @@ class Run:
             recovery=AuditedRecovery(recovery if has_journal else Recovery(), self._audit),
         )
         self.controller = Controller(
-            total_steps=total_steps,
-            groups_per_step=prompts_per_step,
-            checkpoints=self.checkpoints,
-            weights=self.weights,
-            supervisor=NoSupervisor(),
-            rollouts=self.dispatcher,
-            replay=self.replay,
-            reference=FakeReference(),
-            learner=learner,
-            evaluator=self.evaluator,
-            metrics=self.metrics,
-            stop=self.stop,
-        )
+            total_steps=total_steps, groups_per_step=prompts_per_step, checkpoints=self.checkpoints,
+            weights=self.weights, supervisor=NoSupervisor(), rollouts=self.dispatcher, replay=self.replay,
+            reference=FakeReference(), learner=learner, evaluator=self.evaluator, metrics=self.metrics, stop=self.stop,
+        )  # fmt: skip
 
     async def go(self) -> int:
         if isinstance(self.rollouts, PooledRollouts):

@@ -531,13 +531,9 @@ def test_responses_that_are_all_cut_are_a_likely_cause(caplog: pytest.LogCapture
 
 def record(**values: float) -> StepRecord:
     least = {
-        MetricName.REWARD_MIN: 0.0,
-        MetricName.REWARD_MAX: 1.0,
-        MetricName.UNIFORM_FRACTION: 0.5,
-        MetricName.TRUNCATED_FRACTION: 0.0,
-        MetricName.NUM_SAMPLES: 2.0,
-        MetricName.NUM_TOKENS: 8.0,
-    }
+        MetricName.REWARD_MIN: 0.0, MetricName.REWARD_MAX: 1.0, MetricName.UNIFORM_FRACTION: 0.5,
+        MetricName.TRUNCATED_FRACTION: 0.0, MetricName.NUM_SAMPLES: 2.0, MetricName.NUM_TOKENS: 8.0,
+    }  # fmt: skip
     return StepRecord(6, {"total": 1.0}, {**least, **LEARNS, **values}, {}, {"answer": 0.5}, {})
 
 

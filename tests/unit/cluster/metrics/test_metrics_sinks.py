@@ -136,20 +136,26 @@ def test_a_broken_line_in_the_middle_is_named_by_its_number(tmp_path: Path) -> N
         read_records(path)
 
 
-def test_tensorboard_reads_back_what_was_written_and_forgets_steps_that_a_resume_repeats(tmp_path: Path) -> None:
+def events_of(folder: Path) -> Any:
+    """What TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_reads_back_what_was_written_and_forgets_steps_that_a_resume_repeats(tmp_path: Path) -> None:
     from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
 
     for version, reward, steps in [(0, 0.1, (1, 2, 3)), (2, 0.7, (3, 4))]:
+        time.sleep(1.1 if version else 0.0)  # event files are ordered by whole seconds
         sink = TensorBoardSink(tmp_path, version=version)
         for step in steps:
             sink.emit(record(step, reward))
         sink.emit_evaluation(EvaluationRecord(steps[-1], 0.9, 0.8, 1.0, 10))
         sink.close()
-        time.sleep(1.1)  # event files are ordered by whole seconds
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = events_of(tmp_path)
     found = [(e.step, round(e.value, 3)) for e in events.Scalars("step/reward_mean")]
     assert found == [(1, 0.1), (2, 0.1), (3, 0.7), (4, 0.7)]
     tags = {"seconds/update", "reward/answer", "count_restarts/rollout", "evaluation/accuracy"}
@@ -157,16 +163,12 @@ def test_tensorboard_reads_back_what_was_written_and_forgets_steps_that_a_resume
 
 
 def test_tensorboard_shows_responses_as_text_with_their_images(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
 
-    hostile = "</code><script>alert(1)</script>\n# not a title"
     sink = TensorBoardSink(tmp_path, version=0)
-    sink.emit_samples([SampleRecord(4, "best", "Which digit?", hostile, ("7",), 1.0, (digit_image("7"),))])
+    sink.emit_samples([SampleRecord(4, "best", "Which digit?", HOSTILE, ("7",), 1.0, (digit_image("7"),))])
     sink.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = events_of(tmp_path)
     [text] = events.Tensors("samples/best/text_summary")
     lines = text.tensor_proto.string_val[0].decode().splitlines()
     assert text.step == 4

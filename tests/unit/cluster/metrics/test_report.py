@@ -459,13 +459,9 @@ def test_reflection_ratios_of_a_table_counted_by_hand() -> None:
     reflects = [True] * 4 + [False] * 6
     correct = [True, True, True, False] + [True, True] + [False] * 4
     assert reflection_ratios(correct, reflects) == {
-        "reflection_ratio": 0.4,
-        "reflection_ratio_in_correct": 0.6,
-        "reflection_ratio_in_incorrect": 0.2,
-        "correct_ratio": 0.5,
-        "correct_ratio_in_reflection": 0.75,
-        "correct_ratio_in_no_reflection": 1 / 3,
-    }
+        "reflection_ratio": 0.4, "reflection_ratio_in_correct": 0.6, "reflection_ratio_in_incorrect": 0.2,
+        "correct_ratio": 0.5, "correct_ratio_in_reflection": 0.75, "correct_ratio_in_no_reflection": 1 / 3,
+    }  # fmt: skip
 
 
 def test_a_ratio_of_no_responses_is_0() -> None:

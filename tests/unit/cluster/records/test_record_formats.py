@@ -9,8 +9,7 @@ import lzma
 import math
 import pickle
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from threading import Barrier, Thread
@@ -23,7 +22,6 @@ from fakes import make_group, make_prompt
 from flow_run import SIGMAS, assert_same_actions, latent_actions, latent_group, latent_prompt, sampled
 from group_data import assert_equal, image_prompt
 
-from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.cluster.records import media as media_module
 from mobula.cluster.records.actions import MAX_BYTES_PACKED, KeptSets, LatentActions, TokenActions
 from mobula.cluster.records.arrow import SCHEMA, from_batch, record_batch, to_batch, to_rows
@@ -214,35 +212,6 @@ def test_a_group_comes_back_from_arrow_as_it_was(dtype: type) -> None:
         for ours, theirs in zip(back.group.trajectories, group.trajectories, strict=True):
             assert_same_actions(ours.actions, theirs.actions)
             np.testing.assert_array_equal(ours.behavior_logprobs, theirs.behavior_logprobs)
-
-
-class Denoiser:
-    """A sampler that returns the same two siblings for every prompt, whole."""
-
-    def coming(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    async def sample(self, prompt: Prompt, media: Sequence[ProcessedMedia], *others: Any) -> list[SampledSequence]:
-        assert [medium.modality for medium in media] == ["condition", "condition"]
-        return [sampled(latent_actions(0)), sampled(latent_actions(1))]
-
-
-class Actor(RolloutActor):
-    """A rollout actor around a `Denoiser`, without a tokenizer."""
-
-    def __init__(self) -> None:
-        self._sampler, self._tokenizer = Denoiser(), None
-        self._media = MediaBatcher(MediaReader(timeout_s=1, max_items=2))
-
-
-async def test_a_rollout_actor_makes_a_group_of_denoising_steps_with_images_and_no_text() -> None:
-    settings = SamplingSettings(num_samples=2, temperature=1.0, max_tokens=3, seed=0)
-    attempt = InFlightRequests(chunk_tokens=4).of(PROMPT, settings).next_attempt()
-    group, (summary, responses) = await Actor().generate(PROMPT, settings, attempt)
-    assert [t.response.images for t in group.trajectories] == [(b"png",)] * 2
-    assert [t.response.text for t in group.trajectories] == ["", ""]
-    assert_same_actions(group.trajectories[1].actions, latent_actions(1))
-    assert (summary.num_tokens, responses) == (6, None)  # images do not travel with a message
 
 
 def test_an_attempt_after_a_loss_begins_at_the_noise() -> None:

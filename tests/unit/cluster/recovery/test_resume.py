@@ -66,15 +66,10 @@ class Bench:
         self.learner = StepLearner(learner, journal=self.replay)
         self.counts: dict[str, int] = {}
         self.recovery = JournalRecovery(
-            self.journal,
-            learner=self.learner,
-            groups=LiveGroups(prompts, put=lambda value: value),
-            dispatcher=self.dispatcher,
-            replay=self.replay,
-            metrics=self.metrics,
-            age_limit=AgeLimit(1),
+            self.journal, learner=self.learner, groups=LiveGroups(prompts, put=lambda value: value),
+            dispatcher=self.dispatcher, replay=self.replay, metrics=self.metrics, age_limit=AgeLimit(1),
             on_recovered=self.counts.update,
-        )
+        )  # fmt: skip
 
     async def train(self, groups: Sequence[ScoredGroup]) -> None:
         """One step of the loop."""

@@ -164,22 +164,11 @@ def test_a_setting_that_changes_how_the_run_learns_is_named_and_one_of_speed_is_
     assert changed_settings({}, config()) == {}, "the configuration of an older version lacks keys"
 
 
-def test_training_files_of_other_names_or_sizes_are_other_data(tmp_path: Path) -> None:
-    run = load_config(["experiment=sft", f"data.path={tmp_path}", "policy=tiny_qwen2_5"])
-    assert KEY not in identity_with_data(run)
-    (tmp_path / "train.jsonl").write_text("{}\n")
-    (tmp_path / "validation.jsonl").write_text("{}\n")
-    first = identity_with_data(run)[KEY]
-    (tmp_path / "validation.jsonl").write_text("{}\n{}\n")
-    assert identity_with_data(run)[KEY] == first
-    (tmp_path / "train.jsonl").write_text("{}\n{}\n")
-    assert identity_with_data(run)[KEY] != first
-
-
 @pytest.mark.parametrize(
     ("option", "name", "others"),
     [
         ("jsonl", "train.jsonl", "train.parquet"),
+        ("jsonl", "train.jsonl", "validation.jsonl"),
         ("parquet", "train.parquet", "train.jsonl"),
         ("parquet", "data/train-00000-of-00001.parquet", "train.json"),
         ("json", "train.json", "train.jsonl"),
@@ -192,6 +181,7 @@ def test_training_files_of_other_names_or_sizes_are_other_data(tmp_path: Path) -
 def test_the_files_that_the_reader_takes_are_the_data(tmp_path: Path, option: str, name: str, others: str) -> None:
     split = ["data.splits={train: 'train[:50%]'}"] if option == "huggingface" else []
     run = load_config(["experiment=own", f"data={option}", f"data.path={tmp_path}", *split], is_complete=False)
+    assert KEY not in identity_with_data(run)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("a")
     first = identity_with_data(run)[KEY]

@@ -21,7 +21,7 @@ from mobula.cluster.errors import (
     WorkerDiedError,
 )
 from mobula.cluster.failures import Failure
-from mobula.cluster.records.trajectory import Answers, Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.records.trajectory import Answers, Generated, Prompt, Reward, ScoredGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
@@ -366,16 +366,14 @@ async def test_nothing_runs_on_after_the_stream_has_ended() -> None:
 
 
 async def test_a_group_that_is_lost_with_its_node_before_it_is_scored_is_sampled_again() -> None:
-    class LosingRewards(FakeRewards):
-        num_lost = 0
+    losses = [LostObjectError("groups to score cannot be had: the node that held it is gone")] * 2
 
-        async def score(self, group: TrajectoryGroup, group_id: str) -> list[Reward | None]:
-            if group.group_id == "0/1/s1" and self.num_lost < 2:
-                self.num_lost += 1
-                raise LostObjectError("groups to score cannot be had: the node that held it is gone")
-            return await super().score(group, group_id)
+    def values(prompt_id: str) -> tuple[float, float]:
+        if prompt_id == "0/1/s1" and losses:
+            raise losses.pop()
+        return (0.0, 1.0)
 
-    bench = Bench(FakeRollouts(), LosingRewards())
+    bench = Bench(FakeRollouts(), FakeRewards(values))
     assert await bench.step() == ["0/0/s0", "0/1/s1"]
     assert bench.rollouts.attempts["0/1/s1"] == 3 and bench.rollouts.attempts["0/0/s0"] == 1
 
@@ -400,12 +398,11 @@ async def test_a_pool_gets_responses_by_value_where_the_rollouts_tell_them() -> 
 
 
 async def test_a_group_that_cannot_be_scored_is_rejected_and_the_run_goes_on() -> None:
-    class HelplessRewards(FakeRewards):
-        async def score(self, group: TrajectoryGroup, group_id: str) -> list[Reward | None]:
-            if group.group_id == "0/1/s1":
-                raise UnscoredGroupError("3 reward workers were lost over one group")
-            return await super().score(group, group_id)
+    def values(prompt_id: str) -> tuple[float, float]:
+        if prompt_id == "0/1/s1":
+            raise UnscoredGroupError("3 reward workers were lost over one group")
+        return (0.0, 1.0)
 
-    bench = Bench(FakeRollouts(), HelplessRewards(), admission_filter=AdmissionFilter(1, False, 9))
+    bench = Bench(FakeRollouts(), FakeRewards(values), admission_filter=AdmissionFilter(1, False, 9))
     assert await bench.step() == ["0/0/s0", "0/2/s2"]
     assert (await bench.replay.stats()).num_rejected == {"too_few_scored": 1}

@@ -475,12 +475,9 @@ async def test_held_out_rows_are_assessed_when_due_and_scored_once() -> None:
     role, seen = Counting(), []
     schedule = EvaluationSchedule(interval_steps=2, total_steps=5)
     evaluator = RowEvaluator(
-        rows=[make_scored("a"), make_scored("b")],
-        learner=role,
-        reference=role,
-        schedule=schedule,
+        rows=[make_scored("a"), make_scored("b")], learner=role, reference=role, schedule=schedule,
         on_result=lambda version, metrics: seen.append(version),
-    )
+    )  # fmt: skip
     async with evaluator.evaluating():
         for version in range(6):
             await evaluator.maybe_run(version)

@@ -125,14 +125,9 @@ async def pool_of(
 ) -> AsyncIterator[tuple[RolloutPool, list[str]]]:
     losses: list[str] = []
     pool = RolloutPool(
-        yard.spawn,
-        num,
-        release=yard.release,
-        policy=policy,
-        health=health,
-        on_lost=losses.append,
+        yard.spawn, num, release=yard.release, policy=policy, health=health, on_lost=losses.append,
         on_excluded=lambda prompt, error: losses.append(f"excluded {prompt.prompt_id}"),
-    )
+    )  # fmt: skip
 
     async def admit(engine: FakeEngine) -> int:
         return version

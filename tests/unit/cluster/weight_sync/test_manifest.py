@@ -244,15 +244,9 @@ class Pushes:
 
     def _publisher(self, rank: int, num_senders: int) -> WeightPublisher:
         return WeightPublisher(
-            self.manifest,
-            lambda: iter(self.master.items()),
-            rank=rank,
-            device=CPU,
-            transport="gloo",
-            timeout_s=20.0,
-            num_ranks=num_senders,
-            num_senders=num_senders,
-        )
+            self.manifest, lambda: iter(self.master.items()), rank=rank, device=CPU, transport="gloo", timeout_s=20.0,
+            num_ranks=num_senders, num_senders=num_senders,
+        )  # fmt: skip
 
     def _empty(self) -> dict[str, torch.Tensor]:
         return {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in self.manifest.tensors}

@@ -116,16 +116,9 @@ def weight_sync(
     tolerance: Tolerance = EXACT,
 ) -> WeightSync:
     return WeightSync(
-        sender,
-        members or FixedMembers(*receivers),
-        bucket_bytes=64,
-        wave_size=wave_size,
-        max_attempts=3,
-        canary_interval=canary_interval,
-        canary_tolerance=tolerance,
-        ranks_of_receiver=ranks_of_receiver,
-        probe=PROBE,
-    )
+        sender, members or FixedMembers(*receivers), bucket_bytes=64, wave_size=wave_size, max_attempts=3,
+        canary_interval=canary_interval, canary_tolerance=tolerance, ranks_of_receiver=ranks_of_receiver, probe=PROBE,
+    )  # fmt: skip
 
 
 async def test_a_push_brings_every_receiver_to_the_version_and_reports_what_it_took() -> None:

@@ -209,24 +209,15 @@ async def stats() -> ReplayStats:
 
 def control(host: PanelHost, *roles: FakeRole, **changes: Any) -> ControlLoop:
     settings = {
-        "spawn_panel": host.spawn,
-        "end_panel": host.end,
-        "progress": lambda: Progress(step=4, phase="update", seconds=1.5),
-        "in_flight": lambda: IN_FLIGHT,
-        "replay": stats,
-        "roles": {role.name: role for role in roles},
+        "spawn_panel": host.spawn, "end_panel": host.end,
+        "progress": lambda: Progress(step=4, phase="update", seconds=1.5), "in_flight": lambda: IN_FLIGHT,
+        "replay": stats, "roles": {role.name: role for role in roles},
         "ranks": lambda: [WorkerStatus("learner/0", WorkerState.SERVING, 7, 0, 0)],
-        "object_store": lambda: ObjectStoreUse(10, 40),
-        "earlier_scale": {},
-        "has_begun": lambda: True,
+        "object_store": lambda: ObjectStoreUse(10, 40), "earlier_scale": {}, "has_begun": lambda: True,
         "on_scaled": lambda role, num_workers: host.scaled.append((role, num_workers)),
-        "on_panel_lost": host.losses.append,
-        "on_status": host.statuses.append,
-        "interval_s": 0.001,
-        "start_s": 0.2,
-        "deadline_s": 0.2,
-        "scale_s": 0.2,
-    }
+        "on_panel_lost": host.losses.append, "on_status": host.statuses.append, "interval_s": 0.001, "start_s": 0.2,
+        "deadline_s": 0.2, "scale_s": 0.2,
+    }  # fmt: skip
     return ControlLoop("digits", 100, **{**settings, **changes})
 
 

@@ -44,16 +44,9 @@ class Team:
         self.hosts = FakeHosts(start, booked=num_workers)
         self.lost: list[Exception] = []
         self.queue = WorkQueue(
-            "judge",
-            first or [f"old {index}" for index in range(num_workers)],
-            self.hosts,
-            max_load=max_load,
-            restarts=restarts,
-            alive_s=0.05,
-            join=join,
-            on_lost=self.lost.append,
-            may_pile_up=may_pile_up,
-        )
+            "judge", first or [f"old {index}" for index in range(num_workers)], self.hosts, max_load=max_load,
+            restarts=restarts, alive_s=0.05, join=join, on_lost=self.lost.append, may_pile_up=may_pile_up,
+        )  # fmt: skip
 
     def states(self) -> dict[str, WorkerState]:
         return {worker.name: worker.state for worker in self.queue.pool.status()}

@@ -30,11 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
         write_tiny_qwen2_5_vl(folder / "model", seed=0, tie_word_embeddings=name != "untied")
         kv_cache = "keep" if name == "tied" else "recompute"
         dtype = "bfloat16" if name == "bfloat16" else "float32"
-        found[name] = open_model(
-            folder / "model",
-            f"weight_sync.kv_cache={kv_cache}",
-            f"resources.dtype={dtype}",
-        )
+        found[name] = open_model(folder / "model", f"weight_sync.kv_cache={kv_cache}", f"resources.dtype={dtype}")
     return found
 
 

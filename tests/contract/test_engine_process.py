@@ -12,17 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_cores import CoreApart
-from engines import (
-    Engine,
-    LocalSender,
-    Model,
-    new_learner,
-    perturb,
-    probe_gap,
-    sampled_gap,
-    start_actor,
-    weight_sync,
-)
+from engines import Engine, LocalSender, Model, new_learner, perturb, probe_gap, sampled_gap, start_actor, weight_sync
 from fakes import FixedMembers
 from waiting import wait_until
 

@@ -30,12 +30,7 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.configs.load import load_config
 from mobula.learner.policies.tiny import TINY
 
-pytestmark = [
-    pytest.mark.matrix,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    NEEDS_VERIFIERS,
-]
+pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.timeout(600), NEEDS_VERIFIERS]
 
 
 @pytest.fixture(scope="module")

@@ -228,13 +228,7 @@ def retyped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return (*tensors[:3], replace(tensors[3], dtype="bfloat16"), *tensors[4:])
 
 
-@pytest.mark.parametrize(
-    ("alter", "message"),
-    [
-        (dropped, "missing {third}"),
-        (retyped, "{third} is bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("alter", "message"), [(dropped, "missing {third}"), (retyped, "{third} is bfloat16")])
 async def test_what_does_not_fit_is_refused_by_name_before_a_byte_is_sent(
     engine: Engine, learner: Learner, alter: Callable[..., Any], message: str
 ) -> None:

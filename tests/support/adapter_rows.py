@@ -15,13 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mobula.cluster.records.trajectory import Prompt, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.training_service.interfaces import (
-    AdamParameters,
-    AdapterSpec,
-    LossCall,
-    LossResult,
-    LossRow,
-)
+from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec, LossCall, LossResult, LossRow
 from mobula.learner.adapters.adapter import PartialResult
 from mobula.learner.adapters.ranks import AdapterRank
 from mobula.learner.learner import Learner

@@ -47,12 +47,7 @@ class KnownSampler:
         return nullcontext()
 
     async def sample(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        emit: Emit,
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, attempt: Attempt, emit: Emit
     ) -> list[SampledSequence]:
         progress = GroupProgress(
             prompt, settings, attempt, emit, chunk_tokens=self._chunk_tokens, stop_strings=StopStrings("", ())

@@ -24,14 +24,7 @@ from mobula.cluster.metrics.sinks.jsonl import JsonlSink
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 from mobula.cluster.metrics.summary import RunFacts, summarize, write_summary
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
-from mobula.cluster.records.trajectory import (
-    FinishReason,
-    Prompt,
-    Response,
-    Reward,
-    ScoredGroup,
-    TrajectoryGroup,
-)
+from mobula.cluster.records.trajectory import FinishReason, Prompt, Response, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import ReplayStats, UpdateReport
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
 from mobula.deploy.host.processes import ProcessId

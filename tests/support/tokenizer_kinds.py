@@ -284,20 +284,13 @@ TEMPLATES = {  # name -> template, end of an answer
         ),
         "<end_of_turn>",
     ),
-    "vicuna": (
-        _template("'USER: ' + m.content + ' '", "'ASSISTANT: ' + m.content + '</s>'", "'ASSISTANT:'"),
-        "</s>",
-    ),
+    "vicuna": (_template("'USER: ' + m.content + ' '", "'ASSISTANT: ' + m.content + '</s>'", "'ASSISTANT:'"), "</s>"),
     "trailing_space": (  # a token may hold this space and the first word of an answer
         _template("'USER: ' + m.content + ' '", "'ASSISTANT: ' + m.content + '</s>'", "'ASSISTANT: '"),
         "</s>",
     ),
     "tinyllama": (  # the generation prompt ends before the line end
-        _template(
-            "'<|user|>\n' + m.content + '</s>\n'",
-            "'<|assistant|>\n' + m.content + '</s>\n'",
-            "'<|assistant|>'",
-        ),
+        _template("'<|user|>\n' + m.content + '</s>\n'", "'<|assistant|>\n' + m.content + '</s>\n'", "'<|assistant|>'"),
         "</s>",
     ),
     "llama2": (

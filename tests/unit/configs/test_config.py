@@ -280,9 +280,7 @@ NEEDS: dict[str, list[str]] = {
     "policy=hf": ["policy.model=some/model"],
     **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if not has_path(option)},
     "data=environment": ["environment=calculator"],
-    "data=mixture": [
-        "data.mixture.sources={one: {kind: jsonl, path: a, weight: 1.0}}",
-    ],
+    "data=mixture": ["data.mixture.sources={one: {kind: jsonl, path: a, weight: 1.0}}"],
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
     "algorithm=grpo_guard": ["experiment=glyphs_grpo"],

@@ -13,17 +13,7 @@ from fakes import make_scored
 from scipy import stats
 
 from mobula.cluster.errors import RewardHackingError
-from mobula.cluster.guard.guard import (
-    Alarm,
-    GuardAction,
-    KLScale,
-    RaiseKL,
-    Rollback,
-    RunGuard,
-    Stop,
-    Warn,
-    Watch,
-)
+from mobula.cluster.guard.guard import Alarm, GuardAction, KLScale, RaiseKL, Rollback, RunGuard, Stop, Warn, Watch
 from mobula.cluster.guard.signs import (
     DRIFTS,
     Divergence,

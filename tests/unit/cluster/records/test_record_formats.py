@@ -115,8 +115,7 @@ def test_another_encoding_is_refused_by_name(tmp_path: Path, content: bytes, wha
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [("NaN", None), ('{"a": NaN}', {"a": None}), ("-Infinity", -math.inf), ("1" + "0" * 30, 10**30)],
+    ("text", "value"), [("NaN", None), ('{"a": NaN}', {"a": None}), ("-Infinity", -math.inf), ("1" + "0" * 30, 10**30)]
 )
 def test_nan_is_null(text: str, value: Any) -> None:
     assert parse_json(text.encode()) == value

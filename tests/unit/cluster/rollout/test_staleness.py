@@ -161,11 +161,7 @@ def test_a_group_is_too_old_once_its_newest_token_is_or_its_oldest_one_if_only_w
     timing=st.integers(0, 2**32),
 )
 def test_whatever_finishes_first_no_group_is_over_age_and_no_step_waits_for_ever(
-    prompts_per_step: int,
-    max_staleness: int,
-    max_concurrent: int,
-    resumed: int,
-    timing: int,
+    prompts_per_step: int, max_staleness: int, max_concurrent: int, resumed: int, timing: int
 ) -> None:
     choose = random.Random(timing)
     gate = make_gate(prompts_per_step, max_staleness, max_concurrent)

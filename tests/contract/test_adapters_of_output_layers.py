@@ -50,6 +50,5 @@ async def test_samples_and_scores_of_a_mixed_batch_are_exact(local_ray: str, tmp
             rows = peft_logprobs(folder, adapters[name], ids, TEMPERATURE, model.processor.media_token_ids)
             rows = rows[prompt.num_tokens - 1 : -1]
             own = np.take_along_axis(rows, trajectory.actions.token_ids[:, None].astype(np.int64), 1)[:, 0]
-            np.testing.assert_allclose(
-                trajectory.behavior_logprobs, own, atol=ROUNDING, rtol=0, err_msg=f"sample, {name}"
-            )
+            found = trajectory.behavior_logprobs
+            np.testing.assert_allclose(found, own, atol=ROUNDING, rtol=0, err_msg=f"sample, {name}")

@@ -32,9 +32,8 @@ async def test_what_is_in_flight_when_a_core_dies_and_all_that_comes_later_ends_
         await engine.handle.poison.remote(ANY)
         async with asyncio.timeout(ANSWER_S):
             ended = await asyncio.gather(*flying, return_exceptions=True)
-            later = await asyncio.gather(
-                engine.client.generate(prompt, LONG), engine.client.probe(), return_exceptions=True
-            )
+            calls = engine.client.generate(prompt, LONG), engine.client.probe()
+            later = await asyncio.gather(*calls, return_exceptions=True)
         for error in [*ended, *later]:
             assert isinstance(error, EngineDiedError), error
             assert error.failure.summary == f"RuntimeError: {MESSAGE}"

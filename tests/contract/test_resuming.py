@@ -28,10 +28,8 @@ def engine_name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def as_sampled(trajectory: Trajectory) -> SampledSequence:
-    return SampledSequence(
-        trajectory.actions, trajectory.behavior_logprobs, trajectory.weight_spans, trajectory.finish_reason
-    )
+def as_sampled(t: Trajectory) -> SampledSequence:
+    return SampledSequence(t.actions, t.behavior_logprobs, t.weight_spans, t.finish_reason)
 
 
 def leave(in_flight: InFlightRequest, siblings: Sequence[SampledSequence]) -> None:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import FakeHosts, FakeLearner, FakePrompts, make_prompt, settle
@@ -41,6 +42,10 @@ def uneven(prompt_id: str) -> int:
     return random.Random(prompt_id).choice([0, 1, 2, 8, 30])
 
 
+def small_run(folder: Path, **options: Any) -> Run:
+    return Run(folder, total_steps=STEPS, prompts_per_step=SIZE, pauses=uneven, **options)
+
+
 def first_prompts(num: int) -> list[str]:
     prompts = FakePrompts(epoch_size=50)
     return [prompts.id_at(index) for index in range(num)]
@@ -52,16 +57,14 @@ def flat(steps: list[list[str]]) -> list[str]:
 
 @pytest.mark.parametrize("killed_at", range(STEPS + 1))
 async def test_a_killed_and_resumed_run_trains_the_same_prompts_in_order(tmp_path: Path, killed_at: int) -> None:
-    whole = Run(tmp_path / "whole", total_steps=STEPS, prompts_per_step=SIZE, pauses=uneven)
+    whole = small_run(tmp_path / "whole")
     await whole.go()
     assert flat(whole.learner.prompt_ids) == first_prompts(STEPS * SIZE)
 
-    killed = Run(
-        tmp_path / "killed", total_steps=STEPS, prompts_per_step=SIZE, pauses=uneven, on_version=kill_at(killed_at)
-    )
+    killed = small_run(tmp_path / "killed", on_version=kill_at(killed_at))
     with pytest.raises(Killed):
         await killed.go()
-    resumed = Run(tmp_path / "killed", total_steps=STEPS, prompts_per_step=SIZE, pauses=uneven)
+    resumed = small_run(tmp_path / "killed")
     assert await resumed.go() == STEPS
     saved = max(0, killed_at - 1)  # step `killed_at` was trained but not saved: it is trained again from `saved`
     assert killed.learner.prompt_ids[:saved] + resumed.learner.prompt_ids == whole.learner.prompt_ids
@@ -72,10 +75,8 @@ async def test_a_killed_and_resumed_run_trains_the_same_prompts_in_order(tmp_pat
 async def test_a_run_killed_again_and_again_loses_no_prompt(tmp_path: Path, max_staleness: int) -> None:
     trained: list[list[str]] = []
     for killed_at in range(2, STEPS + 2):
-        run = Run(
-            tmp_path, total_steps=STEPS, prompts_per_step=SIZE, max_staleness=max_staleness, pauses=uneven,
-            on_version=kill_at(killed_at), learner=FakeLearner(num_turns=100),
-        )  # fmt: skip
+        slow = FakeLearner(num_turns=100)
+        run = small_run(tmp_path, max_staleness=max_staleness, on_version=kill_at(killed_at), learner=slow)
         if killed_at <= STEPS:
             with pytest.raises(Killed):
                 await run.go()
@@ -174,11 +175,8 @@ def test_a_death_costs_less_than_one_chunk_of_each_response(lengths: list[int], 
 def test_siblings_that_run_side_by_side_are_reported_together(chunk: int) -> None:
     reports: list[list[TokenChunk]] = []
     engine = KnownSampler([12] * 8, chunk)
-    asyncio.run(
-        engine.sample(
-            PROMPT, (), settings([12] * 8), Attempt("a"), lambda new_chunk, siblings: reports.append(new_chunk)
-        )
-    )
+    emit = lambda new_chunk, siblings: reports.append(new_chunk)  # noqa: E731
+    asyncio.run(engine.sample(PROMPT, (), settings([12] * 8), Attempt("a"), emit))
     assert len(reports) == 11 // chunk
     assert all({new_chunk.sibling for new_chunk in report} == set(range(8)) for report in reports)
 

@@ -404,9 +404,8 @@ def test_an_offline_preset_for_gpus_is_short_and_names_its_checkpoint_and_data(n
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
     config = load_config([f"experiment={name}"])
     assert name.startswith(config.offline.job) and config.policy.model.startswith("Qwen/")
-    assert config.resources.device == "cuda" and config.data.path == Path("data") / name.removeprefix(
-        f"{config.offline.job}_"
-    )
+    folder = name.removeprefix(f"{config.offline.job}_")
+    assert config.resources.device == "cuda" and config.data.path == Path("data") / folder
 
 
 FLOW = ("experiment=glyphs_grpo",)
@@ -557,9 +556,8 @@ def test_gpu_presets_bring_their_engine_settings_with_them() -> None:
 
 
 def test_open_options_take_new_keys_and_lists_keep_their_other_items() -> None:
-    config = load_config(
-        ["experiment=digits", "rewards.components.1.options.strict=true", "rewards.components.1.weight=0.5"]
-    )
+    words = ["rewards.components.1.options.strict=true", "rewards.components.1.weight=0.5"]
+    config = load_config(["experiment=digits", *words])
     accuracy, form = config.rewards.components
     assert (accuracy.name, accuracy.weight) == ("accuracy", 1.0)
     assert (form.name, form.weight, form.options["strict"]) == ("format", 0.5, True)
@@ -665,9 +663,8 @@ def test_over_a_runs_own_configuration_only_single_keys_can_be_set(tmp_path: Pat
     path.write_text(dump_config(load_config(["experiment=digits"])), encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_resolved(path, [override])
-    assert load_resolved(path, ["algorithm.kl.coef=0.5", "seed=9"]) == load_config(
-        ["experiment=digits", "algorithm.kl.coef=0.5", "seed=9"]
-    )
+    own = ["algorithm.kl.coef=0.5", "seed=9"]
+    assert load_resolved(path, own) == load_config(["experiment=digits", *own])
 
 
 def test_rows_of_rules_name_keys_of_the_configuration() -> None:

@@ -367,9 +367,8 @@ def test_a_quantity_that_leaves_its_limit_is_an_alarm(
     def run(end: float) -> list[Alarm]:
         means = [start if step < 20 else end for step in range(40)]
         noise = random.normal(0, 0.1 * max(start, 0.1), (40, 8))
-        return alarms(
-            [Window(s, s, {quantity: Moments.of((m + noise[s]).tolist())}) for s, m in enumerate(means)], sign
-        )
+        values = [{quantity: Moments.of((mean + noise[step]).tolist())} for step, mean in enumerate(means)]
+        return alarms([Window(step, step, of_step) for step, of_step in enumerate(values)], sign)
 
     assert run(inside) == []
     found = run(outside)

@@ -421,9 +421,8 @@ def test_phases_in_turns_and_side_by_side_are_measured_until_the_first_response(
     async def side_by_side() -> None:
         begun, learner, engines = asyncio.Event(), asyncio.Event(), asyncio.Event()
         begun.set()
-        await asyncio.gather(
-            start_up.timing("engines", loads(4, learner, engines)), start_up.timing("learner", loads(2, begun, learner))
-        )
+        phases = {"engines": loads(4, learner, engines), "learner": loads(2, begun, learner)}
+        await asyncio.gather(*(start_up.timing(name, work) for name, work in phases.items()))
 
     asyncio.run(side_by_side())
     for response in range(2):

@@ -205,9 +205,7 @@ def test_drawn_groups_keep_the_ends_of_all_siblings_through_the_file_and_a_resum
     for step in range(1, 4):
         samples.offer(step, [make_group(f"s{step}", [1.0, 0.0, 0.0], text=long)])
     found = read_samples(tmp_path / "samples.jsonl").answers
-    assert [(group.step, group.sample_id, len(group.answers)) for group in found] == [
-        (n, f"s{n}", 3) for n in (1, 2, 3)
-    ]
+    assert [(g.step, g.sample_id, len(g.answers)) for g in found] == [(n, f"s{n}", 3) for n in (1, 2, 3)]
     answer = found[0].answers[0]
     assert long.endswith(answer.text) and len(answer.text) == 160 and answer.repetition > 0.9
     assert (answer.reward, answer.reasons, answer.finish_reason) == (1.0, {"answer": "equal"}, "stop")

@@ -218,9 +218,8 @@ def test_a_run_of_three_steps_needs_no_estimate(caplog: pytest.LogCaptureFixture
 
 def test_a_terminal_shows_a_bar_with_the_numbers_and_held_out_accuracy() -> None:
     out = io.StringIO()
-    sink = ConsoleSink(
-        Console(file=out, force_terminal=True, width=140), FakeClock(), num_steps=6, version=2, interval_s=5.0
-    )
+    console = Console(file=out, force_terminal=True, width=140)
+    sink = ConsoleSink(console, FakeClock(), num_steps=6, version=2, interval_s=5.0)
     sink.emit(record(3))
     sink.emit_evaluation(EvaluationRecord(3, 0.9, 0.85, 0.94, 200))
     sink.close()
@@ -329,10 +328,8 @@ def test_phase_and_workers_go_out_with_the_heartbeat_and_workers_that_left_do_no
 def test_a_worker_has_gauges_with_its_node_and_what_it_cannot_measure_has_none() -> None:
     ray = FakeRay()
     sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
-    load = EngineLoad(0.25, 12, 3, 0, 9000)
-    engine = WorkerStatus(
-        "rollout/0", WorkerState.SERVING, 7, 2, 1, vitals=Vitals("10.0.0.1", 5, 100, 0.5, load=load, tokens_per_s=80.0)
-    )
+    of_engine = Vitals("10.0.0.1", 5, 100, 0.5, load=EngineLoad(0.25, 12, 3, 0, 9000), tokens_per_s=80.0)
+    engine = WorkerStatus("rollout/0", WorkerState.SERVING, 7, 2, 1, vitals=of_engine)
     rank = WorkerStatus("learner/1", WorkerState.SERVING, 7, 1, 0, vitals=Vitals("10.0.0.2", 6, 200, None, 2**34, 0.9))
     posted = replace(status("update", engine, rank), loop_lag_s=0.2, object_store=ObjectStoreUse(30, 100))
     sink.post(posted)

@@ -136,9 +136,8 @@ def test_episodes_show_rewards_of_turns_and_the_stage_of_a_curriculum(tmp_path: 
 def test_what_a_model_writes_stays_text(tmp_path: Path) -> None:
     write_run(tmp_path / "digits", num_steps=3, response=HOSTILE)
     (tmp_path / "digits" / "config.yaml").write_text(f"name: '{HOSTILE}'")
-    (tmp_path / "digits" / "skipped.json").write_text(
-        json.dumps([{"sample_id": HOSTILE, "reason": HOSTILE, "message": HOSTILE}])
-    )
+    skipped = dict.fromkeys(("sample_id", "reason", "message"), HOSTILE)
+    (tmp_path / "digits" / "skipped.json").write_text(json.dumps([skipped]))
     text = report(tmp_path / "digits")
     page = Page(text)
     assert "&lt;script&gt;alert(" in text and '<script>alert("' not in text
@@ -353,9 +352,8 @@ def test_the_last_line_and_the_summary_have_no_before_of_another_evaluation() ->
 
 def test_means_that_leave_responses_out_say_how_many() -> None:
     missing = [replace(SAME[0], num=3, num_unscored=1), replace(SAME[1], num=24)]
-    assert headline(load_config(OWN), summary_of(missing)) == (
-        "held-out accuracy 30.0% before RL (3 of 4 prompts), 60.0% after RL"
-    )
+    line = "held-out accuracy 30.0% before RL (3 of 4 prompts), 60.0% after RL"
+    assert headline(load_config(OWN), summary_of(missing)) == line
     assert missing[0].counted == "3 of 4 prompts"
     assert replace(missing[0], identity={**GREEDY, "num_samples": 4}).counted == "3 of 4 responses"
     assert evaluation_scalars(missing[0])["evaluation/num_unscored"] == 1
@@ -377,10 +375,9 @@ def test_the_report_shows_the_newest_number_alone_and_one_curve_for_each_evaluat
     run = run_with(tmp_path, CHANGED)
     held_out = [series for series in accuracy_chart(run.steps, CHANGED).series if series.label.startswith("held out")]
     assert [(s.label, len(s.points)) for s in held_out] == [("held out", 2), ("held out (temperature 0.0 -> 1.0)", 1)]
-    lines = [
-        line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if json.loads(line)["kind"] == "step"
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, *map(to_line, CHANGED)]) + "\n")
+    path = tmp_path / "metrics.jsonl"
+    lines = [line for line in path.read_text().splitlines() if json.loads(line)["kind"] == "step"]
+    path.write_text("\n".join([*lines, *map(to_line, CHANGED)]) + "\n")
     text = write_report(tmp_path).read_text(encoding="utf-8")
     hero = text[text.index("Held-out accuracy") : text.index('class="facts"')]
     assert "0.448" in hero and "0.917" not in hero and "→" not in hero and "temperature 0.0 -&gt; 1.0" in hero

@@ -132,14 +132,13 @@ def test_a_journal_of_other_settings_is_left_out_by_name(tmp_path: Path, caplog:
 
 
 def test_what_changes_the_speed_alone_does_not_change_the_identity() -> None:
+    def identity(*words: str) -> object:
+        return journal_identity(load_config(["experiment=digits", *words]))
+
     same = ["learner.tokens_per_microbatch=64", "sampler.vllm.kv_cache_bytes=999999", "resources.rollout.num_workers=1"]
-    assert journal_identity(load_config(["experiment=digits", *same])) == journal_identity(
-        load_config(["experiment=digits"])
-    )
+    assert identity(*same) == identity()
     for other in ("learner.learning_rate=0.5", "algorithm.kl.coef=0.5", "sampler.temperature=0.5", "num_steps=7"):
-        assert journal_identity(load_config(["experiment=digits", other])) != journal_identity(
-            load_config(["experiment=digits"])
-        )
+        assert identity(other) != identity()
 
 
 def record_of_everything() -> list[JournalRecord]:
@@ -154,11 +153,8 @@ def record_of_everything() -> list[JournalRecord]:
 
 
 def seen(folder: Path) -> list[str]:
-    return [
-        f"{r.kind} {r.body} {r.rows.to_pylist()}"
-        for n in segment_numbers(folder)
-        for r in read_segment(folder, n).records
-    ]
+    found = [record for number in segment_numbers(folder) for record in read_segment(folder, number).records]
+    return [f"{record.kind} {record.body} {record.rows.to_pylist()}" for record in found]
 
 
 def test_wherever_a_segment_is_cut_every_whole_record_before_the_cut_is_kept(tmp_path: Path) -> None:
@@ -467,12 +463,8 @@ async def test_a_group_that_comes_late_is_written_after_all(tmp_path: Path, stor
 
 async def test_a_group_of_which_no_record_can_be_made_fails_its_own_call_alone(tmp_path: Path) -> None:
     writer = JournalWriter(Journal(tmp_path, {}), timeout_s=5)
-    odd = replace(make_scored("0/0/s"), rewards=())
-    calls = (
-        writer.finished(odd),
-        writer.finished(make_scored("0/1/s")),
-        writer.rejected(GroupOutcome("0/2/s"), "stale"),
-    )
+    odd, rejected = replace(make_scored("0/0/s"), rewards=()), writer.rejected(GroupOutcome("0/2/s"), "stale")
+    calls = (writer.finished(odd), writer.finished(make_scored("0/1/s")), rejected)
     failed, *kept = await asyncio.gather(*calls, return_exceptions=True)
     assert (type(failed), kept) == (ValueError, [None, None])
     assert finished_in(tmp_path) == ["0/1/s"]

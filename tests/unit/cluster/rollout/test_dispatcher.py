@@ -105,9 +105,8 @@ async def test_each_prompt_becomes_one_scored_group() -> None:
 def test_uniform_groups_are_those_of_equal_accuracy_or_of_equal_rewards(
     marks: Sequence[float | None], totals: Sequence[float], by_accuracy: str | None, by_reward: str | None
 ) -> None:
-    rewards = [
-        Reward(total, {} if mark is None else {"right": float(mark)}) for mark, total in zip(marks, totals, strict=True)
-    ]
+    components = [{} if mark is None else {"right": float(mark)} for mark in marks]
+    rewards = [Reward(total, of_one) for total, of_one in zip(totals, components, strict=True)]
     assert AdmissionFilter(2, True, 9, "right").reason_to_reject(rewards) == by_accuracy
     assert AdmissionFilter(2, True, 9).reason_to_reject(rewards) == by_reward
     assert AdmissionFilter(2, False, 9, "right").reason_to_reject(rewards) is None

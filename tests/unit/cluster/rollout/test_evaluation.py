@@ -57,15 +57,13 @@ def make_evaluator(
     **changes: Any,
 ) -> Evaluator:
     parts = {
+        "schedule": EvaluationSchedule(interval_steps, total_steps=7),
         "suites": [Suite(HELD_OUT, [make_prompt(f"test/{i}/s{i}") for i in range(10)], ONE)],
         "rewards": FakeRewards(values),
         "accuracy_component": "accuracy",
         **changes,
     }
-    schedule = EvaluationSchedule(interval_steps, total_steps=7)
-    return Evaluator(
-        rollouts=rollouts, correct_from=1.0, max_concurrent=3, schedule=schedule, on_result=results.append, **parts
-    )
+    return Evaluator(rollouts=rollouts, correct_from=1.0, max_concurrent=3, on_result=results.append, **parts)
 
 
 async def test_accuracy_is_the_mean_over_all_held_out_prompts() -> None:
@@ -213,12 +211,8 @@ async def test_an_accuracy_component_that_no_held_out_response_has_names_those_t
 
 
 def test_the_accuracy_is_of_the_responses_whose_recipe_has_its_component() -> None:
-    rewards = [
-        Reward(1.0, {"accuracy": 1.0}),
-        Reward(0.5, {"boxes": 0.5}),
-        Reward(0.5, {"accuracy": 0.5, "boxes": 0.5}),
-    ]
-    assert mean_of_component("accuracy", rewards) == (0.75, 2)
+    components = [{"accuracy": 1.0}, {"boxes": 0.5}, {"accuracy": 0.5, "boxes": 0.5}]
+    assert mean_of_component("accuracy", [Reward(0.5, of_one) for of_one in components]) == (0.75, 2)
 
 
 async def test_a_failing_rollout_ends_the_evaluation_as_itself() -> None:

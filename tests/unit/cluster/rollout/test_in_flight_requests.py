@@ -38,10 +38,8 @@ DEADLINES_S = dict.fromkeys(("start_s", "rollout_s", "sync_s", "sign_s", "probe_
 
 
 def tokens(num: int, finish_reason: FinishReason | None = None) -> SampledSequence:
-    spans = (WeightSpan(0, 0, num),)
-    return SampledSequence(
-        TokenActions(np.zeros(num, dtype=np.int32)), np.zeros(num, dtype=np.float32), spans, finish_reason
-    )
+    actions, logprobs = TokenActions(np.zeros(num, dtype=np.int32)), np.zeros(num, dtype=np.float32)
+    return SampledSequence(actions, logprobs, (WeightSpan(0, 0, num),), finish_reason)
 
 
 def chunk(attempt: Attempt, start: int, num: int, sibling: int = 0, end: FinishReason | None = None) -> TokenChunk:
@@ -255,9 +253,8 @@ class Maker:
 def test_rows_of_closed_stages_are_passed_over_and_asked_in_a_later_epoch() -> None:
     rows = tuple(Row(f"r{n}", "?", "", "", metadata={"stage": n % 3}) for n in range(9))
     found = curriculum(1, 0.0)
-    source = PromptSource(
-        rows, InDriver(Maker()), seed=1, split_name="train", is_open=lambda row: found.is_open(row.metadata["stage"])
-    )
+    is_open = lambda row: found.is_open(row.metadata["stage"])  # noqa: E731
+    source = PromptSource(rows, InDriver(Maker()), seed=1, split_name="train", is_open=is_open)
     first = [source.next() for _ in range(3)]
     assert {prompt.metadata["stage"] for prompt in first} == {0}
     found.observe(0, [True])

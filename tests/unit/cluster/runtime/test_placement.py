@@ -189,10 +189,9 @@ def test_plan_places_every_worker_once_and_overbooks_no_node(
         used[worker.node_id][0] += worker.num_cpus
         used[worker.node_id][1] += worker.num_gpus
     assert {role: len(plan.of_role(role)) for role in asked} == {role: a.num_workers for role, a in asked.items()}
-    assert all(
-        used[node.node_id][0] <= node.num_cpus + 1e-5 and used[node.node_id][1] <= node.num_gpus + 1e-5
-        for node in nodes
-    )
+    for node in nodes:
+        num_cpus, num_gpus = used[node.node_id]
+        assert num_cpus <= node.num_cpus + 1e-5 and num_gpus <= node.num_gpus + 1e-5
 
 
 BASE = resources()

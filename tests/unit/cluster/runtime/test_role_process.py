@@ -365,9 +365,7 @@ HEAD = "The actor died unexpectedly before finishing this task.\n\tclass_name: L
 
 DEAD = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
 
-NO_WORD = (
-    "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process"
-)
+NO_WORD = "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the"
 
 BY_RAY = "The actor is dead because it was killed by `ray.kill`."
 

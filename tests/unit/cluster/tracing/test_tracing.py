@@ -108,21 +108,16 @@ async def test_a_step_holds_its_phases(tmp_path: Path) -> None:
 
 async def test_a_rejected_and_a_failed_prompt_end_with_the_reason(tmp_path: Path) -> None:
     kept = Recorded()
-    values = {"/1/": (0.5, 0.5)}
-    run = traced_run(
-        tmp_path,
-        traced(kept),
-        total_steps=2,
-        drop_uniform=True,
-        values=lambda prompt_id: next((v for key, v in values.items() if key in prompt_id), (0.0, 1.0)),
-    )
-    await run.go()
+
+    def values(prompt_id: str) -> tuple[float, float]:
+        return (0.5, 0.5) if "/1/" in prompt_id else (0.0, 1.0)
+
+    await traced_run(tmp_path, traced(kept), total_steps=2, drop_uniform=True, values=values).go()
     rejected = [whole for whole in kept.wholes if whole.attributes["outcome"] == "uniform"]
     assert rejected and all("/1/" in whole.trace for whole in rejected)
     kept = Recorded()
-    broken = traced_run(
-        tmp_path / "broken", traced(kept), total_steps=2, fault=lambda prompt_id, n: RolloutError("bad")
-    )
+    fault = RolloutError("bad")
+    broken = traced_run(tmp_path / "broken", traced(kept), total_steps=2, fault=lambda prompt_id, n: fault)
     with pytest.raises(RolloutError):
         await broken.go()
     assert "RolloutError" in {whole.attributes["outcome"] for whole in kept.wholes}

@@ -119,15 +119,16 @@ class Bench:
 
     async def release(self, index: int) -> None: ...
 
+    def count_retry(self, kind: str) -> None:
+        self.retried[kind] += 1
+
 
 @asynccontextmanager
 async def engines_of(
     num: int, prepare: Callable[[FakeEngine, int], None] = lambda engine, nth: None, kind: type[FakeEngine] = FakeEngine
 ) -> AsyncIterator[tuple[PooledAdapterEngines, Bench]]:
     bench = Bench(num, prepare, kind)
-    retries = RetryingRollouts(
-        bench.pool, InFlightRequests(8), max_retries=2, on_retry=lambda kind: bench.retried.update([kind])
-    )
+    retries = RetryingRollouts(bench.pool, InFlightRequests(8), max_retries=2, on_retry=bench.count_retry)
     engines = PooledAdapterEngines(bench.pool, retries, LIMITS)
     await bench.pool.start()
     async with bench.pool.tended():

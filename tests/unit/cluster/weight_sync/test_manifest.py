@@ -101,15 +101,13 @@ def write_index(folder: Path, **files: str) -> None:
 
 
 def test_a_checkpoint_promises_what_its_files_hold_in_the_dtype_of_the_run(tmp_path: Path) -> None:
-    save_file(
-        {"z": torch.zeros(2, 3), "a": torch.zeros(4)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"}
-    )
+    tensors = {"z": torch.zeros(2, 3), "a": torch.zeros(4)}
+    save_file(tensors, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
     save_file({"m": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
     write_index(tmp_path, z="model-1.safetensors", a="model-1.safetensors", m="model-2.safetensors")
     found = checkpoint_manifest(tmp_path, "bfloat16")
-    assert found == Manifest(
-        (TensorSpec("a", (4,), "bfloat16"), TensorSpec("m", (1,), "bfloat16"), TensorSpec("z", (2, 3), "bfloat16"))
-    )
+    shapes = {"a": (4,), "m": (1,), "z": (2, 3)}
+    assert found == Manifest(tuple(TensorSpec(name, shape, "bfloat16") for name, shape in shapes.items()))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors"])

@@ -93,7 +93,8 @@ def copy(run: Path, tmp_path: Path) -> Path:
 def covered(folder: Path) -> list[Path]:
     """Every file whose content the chain covers."""
     checkpoints = [path for path in (folder / "checkpoints").rglob("*") if path.is_file()]
-    return [folder / AUDIT_FILE, folder / HEAD_FILE, *recorded_files(folder), *sorted(checkpoints)]
+    files = [path for path in recorded_files(folder) if path.name != "run.log"]  # which may grow after the end
+    return [folder / AUDIT_FILE, folder / HEAD_FILE, *files, *sorted(checkpoints)]
 
 
 def damage(path: Path) -> Path:

@@ -48,7 +48,7 @@ def record(step: int, reward: float = 0.5, staleness: dict[int, int] | None = No
     return StepRecord(
         step=step,
         seconds={"update": 1.0, "other": 0.5, "total": 1.5},
-        values={"reward_mean": reward, "accuracy": reward, "tokens_per_s": 1234.0, "num_samples": 8, "num_tokens": 80},
+        values={"reward_mean": reward, "accuracy": reward, "tokens_per_s": 1234.0, "num_samples": 8.0},
         staleness=staleness or {0: 80},
         components={"answer": reward},
         counters={"restarts": {"rollout": 2}},

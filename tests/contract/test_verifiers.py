@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import psutil
 import pytest
 from episode_data import engine_settings
 from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets
+from waiting import wait_until
 
 from mobula.actors.environments.base import SEEDS_A_SPLIT, Action, Environment, EpisodeError, Message
 from mobula.actors.environments.hosts.pool import EnvironmentPool, ProcessEnvironment
@@ -48,9 +49,8 @@ def options(tasksets: Path, **env: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def letters(tasksets: Path) -> Iterator[Environment]:
-    made = build_environment("verifiers", options(tasksets))
-    yield made
-    made.close()
+    with closing(build_environment("verifiers", options(tasksets))) as made:
+        yield made
 
 
 def test_an_episode_is_a_rollout_with_the_rewards_of_its_rubric(letters: Environment) -> None:
@@ -80,8 +80,7 @@ def test_a_rollout_without_a_reward_is_a_failure_and_no_reward_of_0(letters: Env
 
 
 def test_tools_of_a_taskset_are_called_in_texts(tasksets: Path) -> None:
-    made = build_environment("verifiers", options(tasksets, taskset={"id": "mobula-abacus"}))
-    try:
+    with closing(build_environment("verifiers", options(tasksets, taskset={"id": "mobula-abacus"}))) as made:
         system, question = made.reset(seed=1, options={}).observation
         assert (system.role, question) == ("system", Message("user", "1 + 4?"))
         [tool] = [json.loads(line) for line in system.text.splitlines() if line.startswith("{")]
@@ -92,19 +91,14 @@ def test_tools_of_a_taskset_are_called_in_texts(tasksets: Path) -> None:
         assert wrong.text.startswith("error: no call")
         end = made.step(Action("5"))
         assert (end.terminated, end.reward) == (True, {"is_right": 1.0})
-    finally:
-        made.close()
 
 
 def test_a_program_that_forgets_its_conversation_is_refused(tasksets: Path) -> None:
-    made = build_environment("verifiers", options(tasksets, forgets=True))
-    try:
+    with closing(build_environment("verifiers", options(tasksets, forgets=True))) as made:
         made.reset(seed=0, options={})
         with pytest.raises(EpisodeError, match="does not continue the one before") as raised:
             made.step(Action("a"))
         assert raised.value.kind == "conversation_branched"
-    finally:
-        made.close()
 
 
 async def test_a_rollout_that_hangs_costs_its_episode(tasksets: Path) -> None:
@@ -135,19 +129,12 @@ def test_an_environment_that_cannot_be_loaded_is_refused(tasksets: Path) -> None
 
 def test_a_host_process_that_is_killed_takes_verifiers_with_it(tasksets: Path) -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    host = ProcessEnvironment(
-        "verifiers", options(tasksets), start_timeout_s=180, reset_timeout_s=60, step_s=60
-    )  # fmt: skip
-    try:
+    times = {"start_timeout_s": 180, "reset_timeout_s": 60, "step_s": 60}
+    with closing(ProcessEnvironment("verifiers", options(tasksets), **times)) as host:
         assert host.reset(seed=0, options={}).observation[-1].text == "Say a."
         children = {process.pid for process in psutil.Process().children(recursive=True)} - before
         assert len(children) > 1, "the process of the environment and those of verifiers"
-    finally:
-        host.close()
-    deadline = time.monotonic() + 30
-    while any(psutil.pid_exists(child) for child in children):
-        assert time.monotonic() < deadline, "verifiers outlives the environment"
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(psutil.pid_exists, children)), 30, lambda: "verifiers outlives the environment")
 
 
 def test_calls_become_trajectories_with_the_exact_tokens(tasksets: Path, tmp_path: Path) -> None:

@@ -246,9 +246,8 @@ async def test_groups_of_rolled_back_weights_are_rejected_in_flight_and_finished
     bench = Bench(rollouts, FakeRewards(), max_staleness=1)
     async with bench.dispatcher.streaming():
         first = await asyncio.wait_for(bench.replay.take(2), 2)
-        await asyncio.sleep(0.05)
+        await until(lambda: rollouts.attempts["0/3/s3"] and rollouts.num_in_flight == 1)
         assert bench.dispatcher.pending() == ("0/0/s0", "0/1/s1", "0/2/s2", "0/3/s3")
-        assert rollouts.num_in_flight == 1, "prompt 2 is finished and waits for prompt 3 to complete the step"
         bench.dispatcher.reject_before(1)
         bench.dispatcher.advance(1)
         rollouts.version = 1

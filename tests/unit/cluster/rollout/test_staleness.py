@@ -153,47 +153,6 @@ def test_a_group_is_too_old_once_its_newest_token_is_or_its_oldest_one_if_only_w
     assert [AgeLimit(2, is_whole=True).drops(tokens, step) for step in (5, 6, 7)] == [False, True, True]
 
 
-@given(
-    prompts_per_step=st.integers(1, 4),
-    max_staleness=st.integers(0, 3),
-    max_concurrent=st.integers(1, 12),
-    resumed=st.integers(0, 3),
-    timing=st.integers(0, 2**32),
-)
-def test_whatever_finishes_first_no_group_is_over_age_and_no_step_waits_for_ever(
-    prompts_per_step: int, max_staleness: int, max_concurrent: int, resumed: int, timing: int
-) -> None:
-    choose = random.Random(timing)
-    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
-    order: StepOrder[Admission] = StepOrder(gate)
-    gate.resume(resumed)
-    order.resume(resumed)
-    steps: list[list[Admission]] = []
-    for _ in range(60):
-        start_all(gate)
-        assert len(gate.running) <= max_concurrent
-        assert gate.num_accepted + len(gate.running) <= (max_staleness + gate.version + 1) * prompts_per_step
-        if not gate.running:  # all are finished: the next step must be there, and its training makes room
-            assert resumed + len(steps) > gate.version
-            gate.advance(gate.version + 1)
-            continue
-        admission = choose.choice(gate.running)
-        if choose.random() < 0.2:
-            gate.reject(admission)
-        else:
-            gate.accept(admission)
-            order.add(admission, admission)
-        while step := order.pop_step():
-            steps.append(step)
-        if choose.random() < 0.7 and resumed + len(steps) > gate.version:
-            gate.advance(gate.version + 1)
-    for index, step in enumerate(steps, start=resumed):
-        assert len(step) == prompts_per_step
-        assert all(index - admission.version <= max_staleness for admission in step)
-    taken = [admission.number for step in steps for admission in step]
-    assert len(set(taken)) == len(taken)
-
-
 def is_ready(gate: StalenessGate, finished: list[Admission], next_step: int) -> bool:
     """The rule of the order in words: what the next step leaves must fit B a step into the steps after it."""
     size = gate.prompts_per_step
@@ -261,7 +220,7 @@ def test_after_a_kill_finished_groups_and_new_ones_are_neither_over_age_nor_in_e
 ) -> None:
     choose = random.Random(timing)
     gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
-    finished, under_way, trained = live(gate, StepOrder(gate), choose, num_moves)
+    finished, under_way, trained = live(gate, StepOrder(gate), choose, num_moves, max_concurrent)
     resumed_at = gate.version + (trained > gate.version)  # a step may be written down whose weights were not pushed yet
     again = make_gate(prompts_per_step, max_staleness, max_concurrent)
     again.resume(resumed_at, num_finished=len(finished), num_started=len(finished) + under_way)
@@ -273,11 +232,11 @@ def test_after_a_kill_finished_groups_and_new_ones_are_neither_over_age_nor_in_e
         order.add(kept, kept)
     while numbers and again.capacity > 0:
         again.start(numbers.pop())
-    live(again, order, choose, 60)
+    live(again, order, choose, 60, max_concurrent)
 
 
 def live(
-    gate: StalenessGate, order: StepOrder[Admission], choose: random.Random, num_moves: int
+    gate: StalenessGate, order: StepOrder[Admission], choose: random.Random, num_moves: int, max_concurrent: int
 ) -> tuple[list[Admission], int, int]:
     """Play so many moves of a run; returns the finished groups that no step trained, how many run, and the version."""
     ready: list[list[Admission]] = []
@@ -285,6 +244,7 @@ def live(
     trained = gate.version
     for _ in range(num_moves):
         start_all(gate)
+        assert len(gate.running) <= max_concurrent
         while step := order.pop_step():
             assert all(trained + len(ready) - admission.version <= gate.max_staleness for admission in step)
             assert len(step) == gate.prompts_per_step

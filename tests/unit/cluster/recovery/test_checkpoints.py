@@ -148,14 +148,8 @@ async def test_the_warm_start_is_saved_as_version_0_and_never_done_again(tmp_pat
 
 
 async def test_a_run_that_was_killed_while_it_exported_its_policy_exports_it_when_it_goes_on(tmp_path: Path) -> None:
-    class DiesThere(Setup):
-        async def _finish(self) -> None:
-            raise Killed
-
-    first = DiesThere(tmp_path)
-    first.learner.version = 9
     with pytest.raises(Killed):
-        await first.checkpoints.maybe_save(9)
+        await export_that_fails(tmp_path, Killed())
     again = Setup(tmp_path)
     assert await again.checkpoints.resume() == 9
     assert again.num_finished == 1 and again.names() == ["step-000009"]
@@ -293,13 +287,14 @@ async def test_other_errors_of_the_export_travel_as_they_are(tmp_path: Path) -> 
         await export_that_fails(tmp_path, FileNotFoundError(2, "No such file", "template.json"))
 
 
-async def export_that_fails(folder: Path, error: Exception) -> None:
+async def export_that_fails(folder: Path, error: BaseException) -> None:
     async def fail() -> None:
         raise error
 
     setup = Setup(folder)
     setup.checkpoints.finish = fail
-    await setup.checkpoints.maybe_save(setup.checkpoints.schedule.total_steps)
+    setup.learner.version = setup.checkpoints.schedule.total_steps
+    await setup.checkpoints.maybe_save(setup.learner.version)
 
 
 async def test_the_configuration_is_accepted_once_the_checkpoint_is_loaded(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,10 +122,17 @@ def weight_sync(
     )  # fmt: skip
 
 
+def bench(
+    num: int, kind: type[FakeReceiver] = FakeReceiver, manifest: Manifest = MANIFEST, **options: Any
+) -> tuple[FakeSender, list[Any], WeightSync]:
+    """A sender, its receivers and their push."""
+    sender = FakeSender(manifest=manifest)
+    receivers = [kind(f"rollout/{n}", sender) for n in range(num)]
+    return sender, receivers, weight_sync(sender, *receivers, **options)
+
+
 async def test_a_push_brings_every_receiver_to_the_version_and_reports_what_it_took() -> None:
-    sender = FakeSender()
-    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(3)]
-    sync = weight_sync(sender, *receivers)
+    sender, receivers, sync = bench(3)
     pushes = pushes_of(sync)
     assert await sync.publish(4) == 4
     assert [receiver.version for receiver in receivers] == [4, 4, 4]
@@ -167,9 +175,7 @@ async def test_a_push_is_announced_once_while_its_receivers_are_at_it() -> None:
 
 
 async def test_the_group_meets_once_for_many_pushes_and_ranks_follow_the_sender() -> None:
-    sender = FakeSender()
-    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(2)]
-    sync = weight_sync(sender, *receivers)
+    sender, receivers, sync = bench(2)
     for version in range(3):
         await sync.publish(version)
     assert sender.events == ["open epoch 1 for 2", "sender joins", "send 1", "send 1", "send 1"]
@@ -243,9 +249,7 @@ async def test_the_canary_keeps_its_interval() -> None:
 async def test_the_canary_runs_at_every_push_until_weights_have_changed() -> None:
     """A head that the push leaves at its old value is right until there is a change, which may come after some steps
     without a gradient."""
-    sender = FakeSender()
-    engine = FakeReceiver("rollout/0", sender)
-    sync = weight_sync(sender, engine, canary_interval=100)
+    sender, _, sync = bench(1, canary_interval=100)
     pushes = pushes_of(sync)
     for version, weight in enumerate((1.0, 1.0, 1.0, 2.0, 3.0)):
         sender.weight = weight
@@ -254,9 +258,7 @@ async def test_the_canary_runs_at_every_push_until_weights_have_changed() -> Non
 
 
 async def test_a_tensor_that_stays_old_is_found_at_the_first_push_of_changed_weights() -> None:
-    sender = FakeSender()
-    stale = FakeReceiver("rollout/0", sender)
-    sync = weight_sync(sender, stale, canary_interval=100)
+    sender, [stale], sync = bench(1, canary_interval=100)
     await sync.publish(0)
     await sync.publish(1)
     stale._take = lambda weight, version: setattr(stale, "version", version)  # type: ignore[method-assign]
@@ -421,9 +423,7 @@ async def test_the_learner_goes_on_once_all_is_sent_and_the_next_push_waits_for_
 
 
 async def test_the_run_does_not_end_before_its_last_push() -> None:
-    sender = FakeSender()
-    slow = Slow("rollout/0", sender)
-    sync = weight_sync(sender, slow, canary_interval=0)
+    _, [slow], sync = bench(1, Slow, canary_interval=0)
     asyncio.get_running_loop().call_later(0.02, slow.may_load.set)
     async with asyncio.timeout(5), sync.settling():
         await sync.publish(1)
@@ -432,9 +432,7 @@ async def test_the_run_does_not_end_before_its_last_push() -> None:
 
 
 async def test_outside_settling_a_push_is_waited_for() -> None:
-    sender = FakeSender()
-    slow = Slow("rollout/0", sender)
-    sync = weight_sync(sender, slow)
+    _, [slow], sync = bench(1, Slow)
     async with asyncio.timeout(5):
         asyncio.get_running_loop().call_later(0.02, slow.may_load.set)
         await sync.publish(1)
@@ -474,9 +472,7 @@ async def test_a_canary_that_no_engine_survives_ends_the_body_that_went_on_witho
 
 
 async def test_a_wave_is_sent_to_once_the_one_before_it_has_loaded() -> None:
-    sender = FakeSender()
-    slow, last = Slow("rollout/0", sender), Slow("rollout/1", sender)
-    sync = weight_sync(sender, slow, last, wave_size=1, canary_interval=0)
+    sender, [slow, last], sync = bench(2, Slow, wave_size=1, canary_interval=0)
     async with asyncio.timeout(5), sync.settling():
         push = asyncio.create_task(sync.publish(1))
         await asyncio.sleep(0.01)
@@ -495,9 +491,7 @@ async def test_the_last_receiver_may_die_too() -> None:
 
 
 async def test_waves_are_updated_one_after_the_other_in_groups_of_their_own() -> None:
-    sender = FakeSender()
-    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(5)]
-    sync = weight_sync(sender, *receivers, wave_size=2)
+    sender, receivers, sync = bench(5, wave_size=2)
     for version in (1, 2):
         await sync.publish(version)
     assert [r.ranks for r in receivers] == [[(1, 1)], [(1, 2)], [(2, 1)], [(2, 2)], [(3, 1)]]
@@ -546,9 +540,7 @@ async def test_a_sender_that_is_gone_ends_the_push_as_itself() -> None:
 
 
 async def test_an_engine_over_several_gpus_takes_that_many_ranks_of_the_group() -> None:
-    sender = FakeSender()
-    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(3)]
-    sync = weight_sync(sender, *receivers, ranks_of_receiver=4)
+    sender, receivers, sync = bench(3, ranks_of_receiver=4)
     await sync.publish(1)
     assert sender.events[0] == "open epoch 1 for 12"
     assert [receiver.ranks for receiver in receivers] == [[(1, 1)], [(1, 5)], [(1, 9)]]
@@ -595,9 +587,7 @@ async def test_changes_are_sent_since_the_version_that_every_receiver_of_the_wav
 
 
 async def test_a_receiver_that_differs_after_changes_is_given_whole_tensors_and_counted() -> None:
-    sender = FakeSender(manifest=DELTA)
-    receivers = [DeltaReceiver(f"rollout/{n}", sender) for n in range(2)]
-    sync = weight_sync(sender, *receivers)
+    sender, receivers, sync = bench(2, DeltaReceiver, DELTA)
     pushes = pushes_of(sync)
     await sync.publish(1)
     receivers[1].fails, sender.version = True, 2
@@ -610,9 +600,7 @@ async def test_a_receiver_that_differs_after_changes_is_given_whole_tensors_and_
 
 
 async def test_waves_get_changes_since_one_version_and_the_last_one_makes_the_next_base() -> None:
-    sender = FakeSender(manifest=DELTA)
-    receivers = [DeltaReceiver(f"rollout/{n}", sender) for n in range(2)]
-    sync = weight_sync(sender, *receivers, wave_size=1)
+    sender, receivers, sync = bench(2, DeltaReceiver, DELTA, wave_size=1)
     for version in (1, 2):
         await sync.publish(version)
     assert sender.steps == [VersionStep(*step) for step in ((1, None, 0), (1, None, 1), (2, 1, 0), (2, 1, 1))]

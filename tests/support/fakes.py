@@ -406,6 +406,11 @@ class LocalHandle:
             stream.die(error)
 
 
+def full_disk(*args: Any) -> None:
+    """Takes the place of a file operation."""
+    raise OSError(28, "No space left on device")
+
+
 async def never(*args: Any) -> None:
     """A call that is not answered."""
     await asyncio.Event().wait()

@@ -39,6 +39,7 @@ class Scripted:
     """An ASGI application that answers each request by `answer(number, parsed body)` and remembers what it was sent."""
 
     answer: Callable[[int, Any], Reply]
+    parse: Callable[[bytes], Any] = json.loads
     bodies: list[Any] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_in_flight: int = 0
@@ -51,7 +52,7 @@ class Scripted:
         while more:
             message = await receive()
             raw, more = raw + message.get("body", b""), message.get("more_body", False)
-        body = json.loads(raw)
+        body = self.parse(raw)
         self.bodies.append(body)
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
         self.num_in_flight += 1

@@ -92,6 +92,13 @@ def digit_image(digit: str, size: int = 56) -> bytes:
     return buffer.getvalue()
 
 
+def flat_image(level: int, size: tuple[int, int] = (16, 16)) -> bytes:
+    """A PNG of one grey."""
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (level,) * 3).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def make_group(
     sample_id: str,
     rewards: Sequence[float],

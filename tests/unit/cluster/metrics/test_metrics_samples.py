@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from metrics_data import digit_image, fetch_value, make_group, make_keeper, write_run
+from metrics_data import digit_image, fetch_value, flat_image, make_group, make_keeper, write_run
 from PIL import Image
 
 from mobula.cluster.metrics.artifacts import ArtifactWriter
@@ -139,17 +138,16 @@ def test_an_episode_is_shown_turn_by_turn_with_the_images_of_its_answers(tmp_pat
     assert f"data:image/png;base64,{base64.b64encode(digit_image('7')).decode()}" in page
 
 
-def png(level: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.full((32, 48, 3), level, dtype=np.uint8)).save(file, format="PNG")
-    return file.getvalue()
-
-
 def drawn(name: str, rewards: list[float], num_frames: int = 1) -> ScoredGroup:
     """A group whose sibling n answers with frames of the level 40 n and more."""
     group = make_group(name, rewards)
     trajectories = tuple(
-        replace(t, response=replace(t.response, images=tuple(png(40 * n + 20 * f) for f in range(num_frames))))
+        replace(
+            t,
+            response=replace(
+                t.response, images=tuple(flat_image(40 * n + 20 * f, (48, 32)) for f in range(num_frames))
+            ),
+        )
         for n, t in enumerate(group.group.trajectories)
     )
     return replace(group, group=replace(group.group, trajectories=trajectories))
@@ -167,7 +165,7 @@ def test_one_of_each_group_comes_before_a_second_of_any(tmp_path: Path) -> None:
     for row in rows:
         content = (tmp_path / row["file"]).read_bytes()
         assert hashlib.sha256(content).hexdigest() == row["sha256"] and row["num_frames"] == 1
-    assert (tmp_path / rows[2]["file"]).read_bytes() == png(40)
+    assert (tmp_path / rows[2]["file"]).read_bytes() == flat_image(40, (48, 32))
 
 
 def test_several_frames_are_a_video_that_shows_them(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from fakes import full_disk
 from metrics_data import FakeClock, digit_image
 from PIL import Image
 from rich.console import Console
@@ -123,10 +124,6 @@ def test_jsonl_on_a_full_disk_keeps_the_earlier_records(tmp_path: Path, monkeypa
         sink.emit(record(2))
     sink.close()
     assert read_records(path) == [record(1)] and [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def full_disk(descriptor: int) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_a_broken_line_in_the_middle_is_named_by_its_number(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from fakes import make_group, make_prompt, make_scored
+from fakes import full_disk, make_group, make_prompt, make_scored
 from group_data import assert_equal, image_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -211,12 +211,8 @@ def test_an_empty_file_of_a_killed_start_is_no_obstacle(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_and_costs_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = journal(tmp_path)
     written.append([done("a/0/s")])
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", full_disk)
         with pytest.raises(JournalError, match=r"No space left.*resume=auto"):
             written.append([done("b/0/s")])
     assert waiting(recover(tmp_path))[0] == "a/0/s"
@@ -407,11 +403,7 @@ async def test_a_failing_disk_raises_for_every_lost_record(tmp_path: Path, monke
     writer = JournalWriter(journal, timeout_s=5)
     calls = [asyncio.ensure_future(writer.rejected(GroupOutcome(f"0/{n}/s"), "stale")) for n in range(5)]
     await until(journal.asked.is_set)
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full_disk)
     journal.go_on.set()
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {JournalError}

@@ -79,12 +79,7 @@ def test_a_killed_append_leaves_no_record(tmp_path: Path, monkeypatch: pytest.Mo
     assert TrajectoryLog(tmp_path, timeout_s=1).steps() == []
 
 
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def foreign(path: Path) -> None:
-    pq.write_table(pa.table({"step": [2], "group_id": ["a"], "text": ["b"]}), path)
+FOREIGN = pa.table({"step": [2], "group_id": ["a"], "text": ["b"]})
 
 
 def retyped(path: Path) -> None:
@@ -92,22 +87,17 @@ def retyped(path: Path) -> None:
     pq.write_table(table.set_column(table.schema.names.index("token_ids"), "token_ids", [["a", "b"]]), path)
 
 
-def without_rows(path: Path) -> None:
-    pq.write_table(SCHEMA.empty_table(), path)
-
-
-def missing(path: Path) -> None:
-    path.unlink()
-
-
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (cut_off, r"it cannot be read: .*Parquet magic bytes"),
-        (foreign, r"missing or of another type: step, trajectory_id, sample_id, .*, reference_logprobs\)"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"it cannot be read: .*Parquet magic bytes"),
+        (
+            lambda path: pq.write_table(FOREIGN, path),
+            r"missing or of another type: step, trajectory_id, .*, reference_logprobs\)",
+        ),
         (retyped, r"missing or of another type: token_ids\)"),
-        (without_rows, "it has no rows"),
-        (missing, "it cannot be read: .*No such file"),
+        (lambda path: pq.write_table(SCHEMA.empty_table(), path), "it has no rows"),
+        (lambda path: path.unlink(), "it cannot be read: .*No such file"),
     ],
 )
 def test_a_file_that_is_no_record_is_named(tmp_path: Path, spoil: Callable[[Path], None], problem: str) -> None:

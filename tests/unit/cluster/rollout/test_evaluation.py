@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import csv
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import SETTINGS, FakeRewards, FakeRollouts, make_prompt, make_scored
-from metrics_data import write_run
+from metrics_data import flat_image, write_run
 from PIL import Image
 
 from mobula.cluster.errors import DatasetError, RewardError, RolloutError
@@ -252,15 +251,11 @@ async def test_suites_are_evaluated_beside_the_runs_own_with_their_own_settings(
     assert second.results == evaluator.results
 
 
-def png(level: int, size: tuple[int, int] = (16, 16)) -> bytes:
-    file = io.BytesIO()
-    Image.new("L", size, level).save(file, "PNG")
-    return file.getvalue()
-
-
 def scored(number: int, *levels: int) -> ScoredPrompt:
     prompt: Prompt = make_prompt(f"test/{number}/s{number}")
-    answers = Answers(prompt, tuple(range(len(levels))), tuple(Response("", 1, False, (png(n),)) for n in levels))
+    answers = Answers(
+        prompt, tuple(range(len(levels))), tuple(Response("", 1, False, (flat_image(n),)) for n in levels)
+    )
     return ScoredPrompt(prompt, [Reward(1.0)] * len(levels), Generated(None, None, answers))
 
 
@@ -280,7 +275,7 @@ async def test_a_sheet_has_all_images_and_the_report_shows_it_with_its_hash(tmp_
     rows = json.loads((folder / "evaluations" / "sheets.json").read_text())
     assert [row["version"] for row in rows] == [0, 2, 4] and rows[2]["sha256"] == digest
     assert rows[1]["sha256"] not in text, "the first and the last are shown"
-    sheet.write_bytes(png(0))
+    sheet.write_bytes(flat_image(0))
     with pytest.raises(ValueError, match="put the file of the run back"):
         write_report(folder)
 

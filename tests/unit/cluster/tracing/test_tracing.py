@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeRollouts
-from http_servers import serving
+from http_servers import Reply, Scripted, serving
 from metrics_data import make_metrics
 from runs import Run
 
@@ -179,37 +179,18 @@ async def test_a_collector_gets_the_spans_over_http(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `tracing` is not installed")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    collector = Collector()
+    collector = Scripted(lambda number, body: Reply(), parse=bytes)
     with serving(collector) as running:
         words = ["experiment=digits", "tracing.exporter=otlp", f"tracing.address={running.url}/v1/traces"]
         tracing = build_tracer(load_config(words).tracing, "digits", tmp_path)
         await traced_run(tmp_path / "run", tracing, total_steps=2).go()
         tracing.close()
     names = []
-    for body in collector.bodies:
-        request = ExportTraceServiceRequest.FromString(body)
+    for body, headers in zip(collector.bodies, collector.headers, strict=True):
+        is_packed = headers.get("content-encoding") == "gzip"
+        request = ExportTraceServiceRequest.FromString(gzip.decompress(body) if is_packed else body)
         names += [s.name for r in request.resource_spans for scope in r.scope_spans for s in scope.spans]
     assert names.count("trained") == 2 * 2 and names.count("step") == 2
-
-
-class Collector:
-    """Keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        assert scope["path"] == "/v1/traces"
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        headers = dict(scope["headers"])
-        self.bodies.append(body if headers.get(b"content-encoding") != b"gzip" else gzip.decompress(body))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
 
 
 @pytest.mark.parametrize(

@@ -274,28 +274,23 @@ def has_path(option: str) -> bool:
     return "path" in own_values("data", option)["data"]
 
 
+MODEL, FOLDER_OF_DATA = "policy.model=some/model", "data.path=some/folder"
 NEEDS: dict[str, list[str]] = {
     "sampler=flow": ["warm_start.num_steps=0", "resources.reference.num_workers=0", "algorithm.kl.coef=0"],
+    "sampler=image_tokens": ["warm_start=none", "algorithm.kl.coef=0", "resources.reference.num_workers=0"],
     **{f"environment={option}": ["data=environment"] for option in groups()["environment"] if option != "none"},
-    "policy=hf": ["policy.model=some/model"],
-    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if not has_path(option)},
+    "policy=hf": [MODEL],
+    **{f"data={option}": [FOLDER_OF_DATA] for option in groups()["data"] if not has_path(option)},
     "data=environment": ["environment=calculator"],
     "data=mixture": ["data.mixture.sources={one: {kind: jsonl, path: a, weight: 1.0}}"],
+    "data=chat": ["experiment=sft", MODEL, FOLDER_OF_DATA],
+    **{f"data={option}": ["experiment=sft_digits"] for option in ("digit_pairs", "digit_sum_pairs")},
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
-    "algorithm=grpo_guard": ["experiment=glyphs_grpo"],
     "algorithm=diffusion_nft": ["experiment=glyphs_nft"],
-    "algorithm=dance_grpo": ["experiment=glyphs_grpo"],
-    "algorithm=flow_grpo_wan": ["experiment=glyphs_grpo"],
-    "experiment=sd3_5_ocr_grpo": ["data.path=some/folder"],
-    "experiment=own": ["policy.model=some/model", "data.path=some/folder"],
-    "experiment=sft": ["policy.model=some/model", "data.path=some/folder"],
-    "experiment=reward_model": ["policy.model=some/model", "data.path=some/folder"],
-    "experiment=dpo": ["policy.model=some/model", "data.path=some/folder"],
-    "sampler=image_tokens": ["warm_start=none", "algorithm.kl.coef=0", "resources.reference.num_workers=0"],
-    "data=digit_pairs": ["experiment=sft_digits"],
-    "data=digit_sum_pairs": ["experiment=sft_digits"],
-    "data=chat": ["experiment=sft", "policy.model=some/model", "data.path=some/folder"],
+    **{f"algorithm={name}": ["experiment=glyphs_grpo"] for name in ("grpo_guard", "dance_grpo", "flow_grpo_wan")},
+    "experiment=sd3_5_ocr_grpo": [FOLDER_OF_DATA],
+    **{f"experiment={name}": [MODEL, FOLDER_OF_DATA] for name in ("own", "sft", "reward_model", "dpo")},
     "rewards=own": ["rewards.components.0.function=mine:score"],
 }
 

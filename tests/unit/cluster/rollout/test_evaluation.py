@@ -214,13 +214,6 @@ def test_the_accuracy_is_of_the_responses_whose_recipe_has_its_component() -> No
     assert mean_of_component("accuracy", [Reward(0.5, of_one) for of_one in components]) == (0.75, 2)
 
 
-async def test_a_failing_rollout_ends_the_evaluation_as_itself() -> None:
-    rollouts = FakeRollouts(fault=lambda prompt_id, attempt: RolloutError(prompt_id) if "/4/" in prompt_id else None)
-    with pytest.raises(RolloutError, match="test/4/s4"):
-        await make_evaluator(rollouts, []).run(0)
-    assert rollouts.num_in_flight == 0
-
-
 async def test_suites_are_evaluated_beside_the_runs_own_with_their_own_settings() -> None:
     """Two responses to each prompt, of which the first is right on every second prompt: pass@1 0.25, pass@2 0.5."""
 

@@ -186,28 +186,17 @@ async def test_the_watch_finds_an_idle_engine_that_died_or_samples_nothing(fault
         assert losses == [kind]
 
 
-async def test_an_engine_that_misses_a_deadline_and_samples_nothing_is_hung() -> None:
+@pytest.mark.parametrize(("error", "kind"), [(DeadlineError, "rollout_hung"), (WorkerDiedError, "rollout_died")])
+async def test_an_engine_that_misses_a_deadline_and_a_probe_is_lost(error: type[Exception], kind: str) -> None:
+    async def probe() -> None:
+        raise error("asked for one token")
+
     yard = Yard()
     async with pool_of(1, yard, health=PATIENT) as (pool, losses):
-        yard.now(0).is_silent = True
+        yard.now(0).loses_replies, yard.now(0).probe = True, probe
         with pytest.raises(DeadlineError):
             await pool.generate(PROMPT, SETTINGS)
-        assert losses == ["rollout_hung"]
-
-
-async def test_an_engine_that_dies_while_it_is_asked_whether_it_is_well_has_died() -> None:
-    yard = Yard()
-    async with pool_of(1, yard, health=PATIENT) as (pool, losses):
-        engine = yard.now(0)
-        engine.loses_replies = True
-
-        async def die() -> None:
-            raise WorkerDiedError("gone")
-
-        engine.probe = die
-        with pytest.raises(DeadlineError):
-            await pool.generate(PROMPT, SETTINGS)
-        assert losses == ["rollout_died"]
+        assert losses == [kind]
 
 
 async def test_an_engine_that_loses_a_reply_is_well() -> None:

@@ -175,8 +175,8 @@ def test_a_death_costs_less_than_one_chunk_of_each_response(lengths: list[int], 
 def test_siblings_that_run_side_by_side_are_reported_together(chunk: int) -> None:
     reports: list[list[TokenChunk]] = []
     engine = KnownSampler([12] * 8, chunk)
-    emit = lambda new_chunk, siblings: reports.append(new_chunk)  # noqa: E731
-    asyncio.run(engine.sample(PROMPT, (), settings([12] * 8), Attempt("a"), emit))
+    sampling = engine.sample(PROMPT, (), settings([12] * 8), Attempt("a"), lambda chunks, _: reports.append(chunks))
+    asyncio.run(sampling)
     assert len(reports) == 11 // chunk
     assert all({new_chunk.sibling for new_chunk in report} == set(range(8)) for report in reports)
 

@@ -413,7 +413,7 @@ async def test_a_group_that_the_learner_had_and_the_journal_missed_is_written_do
     with pytest.raises(JournalError, match="resume=auto"):
         await StepLearner(Learner(), journal=bench.replay).update(step)
     there = {LOST: make_scored(IDS[0]).group}
-    fetch_there = lambda found, **rest: [there.get(one, one) for one in found]  # noqa: E731
-    monkeypatch.setattr("mobula.cluster.replay.journal_writer.fetch_or_miss", fetch_there)
+    place = "mobula.cluster.replay.journal_writer.fetch_or_miss"
+    monkeypatch.setattr(place, lambda found, **rest: [there.get(one, one) for one in found])
     assert (await StepLearner(Learner(), journal=bench.replay).update(step)).version == 1
     assert bench.journal.recover(0).reached == 1

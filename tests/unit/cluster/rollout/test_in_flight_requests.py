@@ -253,8 +253,9 @@ class Maker:
 def test_rows_of_closed_stages_are_passed_over_and_asked_in_a_later_epoch() -> None:
     rows = tuple(Row(f"r{n}", "?", "", "", metadata={"stage": n % 3}) for n in range(9))
     found = curriculum(1, 0.0)
-    is_open = lambda row: found.is_open(row.metadata["stage"])  # noqa: E731
-    source = PromptSource(rows, InDriver(Maker()), seed=1, split_name="train", is_open=is_open)
+    source = PromptSource(
+        rows, InDriver(Maker()), seed=1, split_name="train", is_open=lambda row: found.is_open(row.metadata["stage"])
+    )
     first = [source.next() for _ in range(3)]
     assert {prompt.metadata["stage"] for prompt in first} == {0}
     found.observe(0, [True])

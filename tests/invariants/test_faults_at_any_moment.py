@@ -28,7 +28,7 @@ from mobula.cluster.replay.buffer import DUPLICATE
 from mobula.cluster.roles import SamplingSettings, UpdateReport
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.workers.status import RestartPolicy
-from mobula.deploy.rehearsal.simulated.machine import VirtualTimeLoop, run_virtually
+from mobula.deploy.rehearsal.simulated.machine import run_virtually
 
 T = TypeVar("T")
 STEPS, SIZE, ENGINES = 6, 3, 3
@@ -313,16 +313,3 @@ def test_all_engines_at_fault_at_once_only_take_time() -> None:
     run, pool = finished_run(injected, max_staleness=1)
     assert pool.losses["rollout_died"] > 0
     assert len(set(trained_ids(run))) == STEPS * SIZE
-
-
-def test_faults_meet_a_run_while_it_lasts() -> None:
-    loop = VirtualTimeLoop()
-    pool = FaultyRollouts(ENGINES)
-    with TemporaryDirectory() as folder:
-        run = Run(
-            Path(folder), total_steps=STEPS, prompts_per_step=SIZE, max_concurrent=8, rollouts=pool,
-            learner=TimedLearner(seconds=5.0), checkpoint_interval=0,
-        )  # fmt: skip
-        loop.run_until_complete(run.go())
-    assert RUN_S / 2 < loop.time() < RUN_S * 2
-    loop.close()

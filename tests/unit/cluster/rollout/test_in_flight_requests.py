@@ -16,7 +16,7 @@ from mobula.actors.datasets.prompts import InDriver, PromptSource
 from mobula.actors.datasets.rows import Row
 from mobula.actors.rollout.client import RolloutClient
 from mobula.actors.rollout.server import PromptServer
-from mobula.cluster.errors import DatasetError, DeadlineError, RolloutError, WorkerDiedError
+from mobula.cluster.errors import DeadlineError, RolloutError, WorkerDiedError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
@@ -199,18 +199,6 @@ async def test_no_more_are_prepared_than_allowed() -> None:
         await until(lambda: source.cursor == 1 + 2 + 1)
         await asyncio.sleep(0.05)  # for what must not happen
         assert source.cursor == 1 + 2 + 1, "one taken, two ready, and one in the hands of who prepares"
-
-
-async def test_data_without_a_usable_row_ends_the_wait_for_a_prompt() -> None:
-    class Unusable(FakePrompts):
-        def next(self) -> Prompt:
-            raise DatasetError("no row is usable")
-
-    prefetcher = PromptPrefetcher(Unusable(), 2)
-    with pytest.raises(DatasetError, match="no row is usable"):
-        async with background_tasks() as tasks:
-            tasks.create_task(prefetcher.prepare())
-            await prefetcher.next()
 
 
 NUM_STAGES = 3

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import SD3Transformer2DModel
+from fakes import make_trajectory
 from PIL import Image
 
 from mobula.actors.rollout.actor import RolloutActor
@@ -27,7 +28,6 @@ from mobula.cluster.records.trajectory import (
     Response,
     Reward,
     ScoredGroup,
-    Trajectory,
     TrajectoryGroup,
     WeightSpan,
 )
@@ -250,21 +250,13 @@ def latent_prompt(text: str, negative: str | None = None) -> Prompt:
 
 def latent_group(prompt: Prompt, siblings: Sequence[LatentActions]) -> TrajectoryGroup:
     """Siblings with an image each."""
-    return TrajectoryGroup(
-        prompt,
-        tuple(
-            Trajectory(
-                trajectory_id=f"{prompt.prompt_id}#{n}",
-                actions=actions,
-                behavior_logprobs=-np.arange(actions.num_steps, dtype=np.float32),
-                action_mask=np.ones(actions.num_steps, dtype=bool),
-                weight_spans=(WeightSpan(0, 0, actions.num_steps),),
-                finish_reason=FinishReason.STOP,
-                response=Response("", actions.num_steps, is_truncated=False, images=(b"png",)),
-            )
-            for n, actions in enumerate(siblings)
-        ),
-    )
+    made = []
+    for n, actions in enumerate(siblings):
+        logprobs = -np.arange(actions.num_steps, dtype=np.float32)
+        response = Response("", actions.num_steps, is_truncated=False, images=(b"png",))
+        sibling = make_trajectory(f"{prompt.prompt_id}#{n}", (0,) * actions.num_steps)
+        made.append(replace(sibling, actions=actions, behavior_logprobs=logprobs, response=response))
+    return TrajectoryGroup(prompt, tuple(made))
 
 
 def assert_same_actions(read: LatentActions, written: LatentActions) -> None:

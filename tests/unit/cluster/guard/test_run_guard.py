@@ -65,19 +65,15 @@ class Bench:
             "stop": Stop(),
         }
         signs: list[Sign] = [Divergence(0.1)]
+        observer = Observer(
+            quantities=frozenset({Quantity.REWARD, Quantity.JUDGE}), judge_weights={"exact": 1.0}, format_components=(),
+            num_text_groups=4, ngram=2, fetch=lambda *args, **more: [], timeout_s=1,
+        )  # fmt: skip
         self.path = folder / GUARD_FILE
         self.guard = RunGuard(
             watch=Watch([] if is_held_out else signs, Series(2), 0.01),
             held_out=Watch(signs, Series(1), 0.01) if is_held_out else None,
-            observer=Observer(
-                quantities=frozenset({Quantity.REWARD, Quantity.JUDGE}),
-                judge_weights={"exact": 1.0},
-                format_components=(),
-                num_text_groups=4,
-                ngram=2,
-                fetch=lambda *args, **more: [],
-                timeout_s=1,
-            ),
+            observer=observer,
             actions={"judge": actions[action]},
             rollback=rollback,
             log=GuardLog(self.path),

@@ -141,16 +141,11 @@ def test_an_episode_is_shown_turn_by_turn_with_the_images_of_its_answers(tmp_pat
 def drawn(name: str, rewards: list[float], num_frames: int = 1) -> ScoredGroup:
     """A group whose sibling n answers with frames of the level 40 n and more."""
     group = make_group(name, rewards)
-    trajectories = tuple(
-        replace(
-            t,
-            response=replace(
-                t.response, images=tuple(flat_image(40 * n + 20 * f, (48, 32)) for f in range(num_frames))
-            ),
-        )
-        for n, t in enumerate(group.group.trajectories)
-    )
-    return replace(group, group=replace(group.group, trajectories=trajectories))
+    trajectories = []
+    for n, t in enumerate(group.group.trajectories):
+        frames = tuple(flat_image(40 * n + 20 * f, (48, 32)) for f in range(num_frames))
+        trajectories.append(replace(t, response=replace(t.response, images=frames)))
+    return replace(group, group=replace(group.group, trajectories=tuple(trajectories)))
 
 
 def writer(folder: Path, per_step: int = 3, version: int = 0) -> ArtifactWriter:

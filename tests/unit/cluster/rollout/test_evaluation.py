@@ -246,9 +246,8 @@ async def test_suites_are_evaluated_beside_the_runs_own_with_their_own_settings(
 
 def scored(number: int, *levels: int) -> ScoredPrompt:
     prompt: Prompt = make_prompt(f"test/{number}/s{number}")
-    answers = Answers(
-        prompt, tuple(range(len(levels))), tuple(Response("", 1, False, (flat_image(n),)) for n in levels)
-    )
+    responses = tuple(Response("", 1, False, (flat_image(level),)) for level in levels)
+    answers = Answers(prompt, tuple(range(len(levels))), responses)
     return ScoredPrompt(prompt, [Reward(1.0)] * len(levels), Generated(None, None, answers))
 
 

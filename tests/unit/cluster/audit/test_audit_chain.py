@@ -137,7 +137,10 @@ def test_a_flipped_bit_is_found_in_its_file(run: Path, data: st.DataObject) -> N
     finally:
         path.write_bytes(content)
     name = str(path.relative_to(run))
-    assert [finding for finding in findings if name.startswith(finding.file)], findings
+    names = (
+        (name, AUDIT_FILE) if name == HEAD_FILE else (name,)
+    )  # a head that counts more reads as a chain that was cut
+    assert [finding for finding in findings if any(each.startswith(finding.file) for each in names)], findings
     if path.name == AUDIT_FILE:
         number = content[: bit // 8].count(b"\n")
         assert any(f"record {number}" in finding.message for finding in findings), findings

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
-from pathlib import Path
+from random import Random
 from typing import Any
 
 import fuzz_rewards as fuzz
 import pytest
-from fuzz_rewards import MAY_BE_ONE, RULES, Findings
+from fuzz_rewards import FIXTURES, MAY_BE_ONE, RULES, WRONG, Findings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wrong_answers import WRONG
 
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, evaluate_batch
 from mobula.rewards.functions import build_function
 from mobula.rewards.isolation.process import IsolatedPool
 from mobula.rewards.tools import Tools
-
-FIXTURES = Path(__file__).parent / "reward_fixtures"
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "math_answer": {"require_boxed": True},
@@ -30,62 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "anls": {"threshold": 0.5, "lengths": "raw", "extract": "whole"},
     "relaxed_accuracy": {"tolerance": 0.05, "extract": "whole"},
     "grounding": {"claims": "json:entities", "evidence": "evidence"},
-}
-
-THOUGHT = "There are three fish above and four below, so we add them. "
-
-MISSED: dict[str, list[str]] = {
-    "math_answer": [
-        THOUGHT + r"\boxed{33.3\%} for \frac{1}{3}",
-        THOUGHT + r"\boxed{0.05\text{ m}} for 5\text{ cm}",
-        THOUGHT + r"\boxed{\text{five}} for 5",
-        THOUGHT + r"\boxed{3+4} for 7",
-        THOUGHT + r"\boxed{1.41} for \sqrt{2}",
-        THOUGHT + r"\boxed{10:30} for 10{:}30",
-        THOUGHT + r"\boxed{May 1, 2020} for 2020-05-01",
-        THOUGHT + r"\boxed{7 \text{ fish, not } 8} for 7",
-        r"The answer is 7 for 7",
-    ],
-    "multiple_choice": [
-        r"It must be B for B",
-        r"B, the red one for B",
-        r"I choose B for B",
-        r"(A) is too small, so the answer is (B) for B",
-        r"B. vitamin C for B",
-        r"the second for B",
-        r"B - the red one for B",
-    ],
-    "exact_match": [
-        r"seven for 7",
-        r"New-York for New York",
-        r"7.0 for 7",
-        r"1000 for 1,000",
-        r"cats for cat",
-        r"naïve for naive",
-        r"7% for 7",
-        r"colour for color",
-        r"U.S.A for U.S.A.",
-    ],
-    "anls": [],
-    "relaxed_accuracy": [
-        r"1,000 for 1000",
-        r"100. for $100",
-        r"yes. for yes",
-        r"50 for 50%",
-        r"about 100 for 100",
-        r"one hundred for 100",
-        r"light blue for blue, light",
-        r"100 million for 100000000",
-    ],
-    "grounding": [
-        '{"entities": ["cats"]} for cat',
-        '{"entities": ["fourteen"]} for 14',
-        '{"entities": ["NYC"]} for New York',
-        '{"entities": ["$5"]} for 5',
-        '{"entities": ["5 cm"]} for 5cm',
-        '{"entities": ["U.S."]} for US',
-        '{"entities": ["about 5"]} for 5',
-    ],
 }
 
 
@@ -111,20 +51,13 @@ def scores(name: str, rows: list[dict[str, Any]], pool: IsolatedPool) -> list[Sc
     return [outcome for outcome in outcomes if isinstance(outcome, Score)]
 
 
-def in_short(row: dict[str, Any]) -> str:
-    """A row in short, as `MISSED` has it."""
-    wanted = row["metadata"]["evidence"] if "metadata" in row else row["reference"]
-    return f"{row['response']} for {', '.join(map(str, wanted))}"
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_wrong_is_right_and_what_is_missed_is_known(name: str, pool: IsolatedPool) -> None:
+    """Right answers that a rule is known to miss are labelled `missed`."""
     rows = labelled(name)
-    found = scores(name, rows, pool)
     least = 0.5 if name == "anls" else 1.0
-    passed = [score.value >= least for score in found]
-    assert [in_short(row) for row, ok in zip(rows, passed, strict=True) if ok and not row["right"]] == []
-    assert [in_short(row) for row, ok in zip(rows, passed, strict=True) if row["right"] and not ok] == MISSED[name]
+    for row, score in zip(rows, scores(name, rows, pool), strict=True):
+        assert (score.value >= least) == (row["right"] and not row.get("missed", False)), row
     assert min(sum(row["right"] for row in rows), sum(not row["right"] for row in rows)) >= 10
 
 
@@ -169,8 +102,8 @@ def check(findings: Findings) -> None:
 
 def test_wrong_answers_and_garbage(functions: dict[str, Any]) -> None:
     findings = Findings()
-    fuzz.fuzz_wrong(functions, 2000, random.Random(7), findings)
-    fuzz.fuzz_garbage(functions, 2000, random.Random(8), findings)
+    fuzz.fuzz_wrong(functions, 2000, Random(7), findings)
+    fuzz.fuzz_garbage(functions, 2000, Random(8), findings)
     check(findings)
 
 
@@ -185,8 +118,8 @@ def test_the_corpus(functions: dict[str, Any]) -> None:
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_answers_and_ten_megabytes(functions: dict[str, Any]) -> None:
     findings = Findings()
-    fuzz.fuzz_wrong(functions, 50_000, random.Random(9), findings)
-    fuzz.fuzz_garbage(functions, 50_000, random.Random(10), findings)
+    fuzz.fuzz_wrong(functions, 50_000, Random(9), findings)
+    fuzz.fuzz_garbage(functions, 50_000, Random(10), findings)
     fuzz.fuzz_corpus(functions, fuzz.HUGE, findings)
     check(findings)
 
@@ -218,6 +151,6 @@ def test_the_fuzzing_sees_defects() -> None:
 
     for function, found in ((always_right, "gave 1.0"), (broken, "raised IndexError")):
         findings = Findings()
-        fuzz.fuzz_wrong(dict.fromkeys(RULES, function), 200, random.Random(1), findings)
+        fuzz.fuzz_wrong(dict.fromkeys(RULES, function), 200, Random(1), findings)
         assert len(findings.defects) == 200 and all(found in defect for defect in findings.defects)
         assert findings.outcomes.keys() == WRONG.keys()

@@ -16,7 +16,7 @@ from mobula.cluster.workers.status import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts
 from mobula.configs.load import load_config
 from mobula.configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
-from mobula.rewards.contract import RewardRequest, Score, evaluate
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, evaluate
 from mobula.rewards.functions import build_function
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.offline.rows import open_source
@@ -35,6 +35,17 @@ def request(text: str, *references: str, prompt: str = "", tokens: int = 1, **me
 def score(name: str, options: Mapping[str, Any], asked: RewardRequest) -> Score:
     """What a built-in function gives."""
     return evaluate(build_function(name, dict(options), TOOLS), asked)
+
+
+def values_or_kinds(outcomes: Iterable[Outcome]) -> list[float | FailureKind]:
+    return [outcome.value if isinstance(outcome, Score) else outcome.kind for outcome in outcomes]
+
+
+def values(outcomes: Iterable[Outcome]) -> list[float]:
+    """Of responses all of which are scored."""
+    found = values_or_kinds(outcomes)
+    assert not any(isinstance(one, FailureKind) for one in found), found
+    return found
 
 
 def component(name: str, function: str, weight: float = 1.0, /, **options: Any) -> RewardComponent:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from reward_data import request
+from reward_data import request, values_or_kinds
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import (
     FailureKind,
-    NotFiniteError,
     Outcome,
     RewardRequest,
     Score,
@@ -218,35 +217,14 @@ def test_the_boxed_format_is_one_box_at_the_end(text: str, value: float) -> None
     assert score(Format(NO_PROCESS, preset="boxed"), text) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        *[(text, 1.0) for text in ("<think>a\nb</think>\n<answer>7</answer>\n", "<think></think><answer>7</answer>")],
-        *[(text, 0.0) for text in ("<think>a</think><answer> </answer>", "<think>a</think>")],
-        *[(text, 0.0) for text in ("<answer>7</answer><think>a</think>", "<think>a</think><answer>7</answer> bye")],
-        ("<think>a</think><think>b</think><answer>7</answer>", 0.0),
-        ("<think>a</think><answer>7</answer><answer>8</answer>", 0.0),
-    ],
-)
-def test_the_tags_format_is_one_thought_and_one_answer(text: str, value: float) -> None:
-    assert score(Format(NO_PROCESS, preset="think_answer"), text) == value
-
-
 def test_a_pattern_must_match_the_whole_response(tools: Tools) -> None:
     function = Format(tools, pattern=r"a.*b")
     assert [score(function, text) for text in ("a\nb", "a\nb ", "xab")] == [1.0, 0.0, 0.0]
 
 
-def test_exact_match_respects_aliases_and_word_boundaries() -> None:
-    anywhere = ExactMatch(NO_PROCESS, ignore_case=True, whole_response=False)
+def test_exact_match_of_the_whole_response_respects_aliases_and_case() -> None:
     whole = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=True)
-    assert score(anywhere, "It is a  Tabby\ncat.", "lion", "tabby CAT") == 1.0
-    assert score(anywhere, "concatenate", "cat") == 0.0
-    assert [score(anywhere, text, "Germany") for text in ("wrong-Germany", "Germany-born")] == [0.0, 0.0]
-    assert [score(anywhere, text, "Germany") for text in ("- Germany", "Germany - Berlin", "Germany's")] == [1.0] * 3
-    assert score(anywhere, "c++ rocks", "C++") == 1.0
-    assert score(whole, " tabby cat ", "cat", "tabby cat") == 1.0
-    assert score(whole, "Cat", "cat") == 0.0
+    assert [score(whole, text, "cat", "tabby cat") for text in (" tabby cat ", "Cat")] == [1.0, 0.0]
 
 
 def test_exact_match_ends_in_time_however_often_an_alias_or_an_accent_stands_there() -> None:
@@ -334,19 +312,6 @@ def test_a_users_function_that_is_not_there_is_refused(name: str, tools: Tools) 
         build_function(name, {}, tools)
 
 
-def test_a_result_is_finite_or_refused() -> None:
-    assert evaluate(lambda _: True, request("")) == Score(1.0)
-    assert evaluate(lambda _: Score(2, "why"), request("")) == Score(2.0, "why")
-    for value in (float("nan"), float("inf"), Score(float("-inf"))):
-        with pytest.raises(NotFiniteError):
-            evaluate(lambda _, value=value: value, request(""))
-    for nothing in (None, "1", 1j):
-        with pytest.raises(RewardError, match="finite number"):
-            evaluate(lambda _, value=nothing: value, request(""))
-    with pytest.raises(RewardError, match="ZeroDivisionError"):
-        evaluate(lambda _: 1 / 0, request(""))
-
-
 @pytest.mark.parametrize(
     ("result", "kind", "reason"),
     [
@@ -361,6 +326,7 @@ def test_a_result_is_finite_or_refused() -> None:
         (Score(1.0, "", {1: 0.5}), FailureKind.FAILED, "breakdown={1: 0.5}"),
         (Score(1.0, None), FailureKind.FAILED, "reason=None"),
         ("1", FailureKind.FAILED, "returned str"),
+        (1j, FailureKind.FAILED, "returned complex: return a finite number"),
     ],
 )
 def test_a_result_that_is_none_costs_its_response_alone(result: Any, kind: FailureKind, reason: str) -> None:
@@ -384,33 +350,16 @@ class Halves:
         return answers
 
 
-def test_a_batch_has_one_outcome_a_request() -> None:
-    outcomes = evaluate_batch(Halves(), [request("1"), request("nan"), request("slow"), request("3")])
-    assert [type(outcome) for outcome in outcomes] == [Score, ScoringFailure, ScoringFailure, Score]
-    assert [o.value for o in outcomes if isinstance(o, Score)] == [0.5, 1.5]
-    assert [o.kind for o in outcomes if isinstance(o, ScoringFailure)] == [
-        FailureKind.NOT_FINITE,
-        FailureKind.TIMED_OUT,
-    ]
-
-
-def test_a_batch_that_raises_fails_every_request() -> None:
-    outcomes = evaluate_batch(Halves(), [request("1"), request("no number")])
-    assert [o.kind for o in outcomes if isinstance(o, ScoringFailure)] == [FailureKind.FAILED] * 2
-
-
-def test_functions_of_one_request_are_asked_one_by_one() -> None:
-    outcomes = evaluate_batch(lambda r: float(r.response.text), [request("1"), request("x"), request("inf")])
-    assert outcomes[0] == Score(1.0)
-    assert [o.kind for o in outcomes[1:] if isinstance(o, ScoringFailure)] == [
-        FailureKind.FAILED,
-        FailureKind.NOT_FINITE,
-    ]
-
-
-def test_a_part_that_is_not_finite_is_no_score() -> None:
-    with pytest.raises(NotFiniteError, match="as 'recall'"):
-        evaluate(lambda r: Score(1.0, breakdown={"precision": 1.0, "recall": float("nan")}), request("1"))
+@pytest.mark.parametrize(
+    ("function", "texts", "expected"),
+    [
+        (Halves(), ("1", "nan", "slow", "3"), [0.5, FailureKind.NOT_FINITE, FailureKind.TIMED_OUT, 1.5]),
+        (Halves(), ("1", "no number"), [FailureKind.FAILED] * 2),  # it raises
+        (lambda r: float(r.response.text), ("1", "x", "inf"), [1.0, FailureKind.FAILED, FailureKind.NOT_FINITE]),
+    ],
+)
+def test_each_request_of_a_batch_has_an_outcome(function: Any, texts: Sequence[str], expected: list[Any]) -> None:
+    assert values_or_kinds(evaluate_batch(function, [request(text) for text in texts])) == expected
 
 
 def test_the_line_with_four_marks_of_a_worked_answer_is_the_reference() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from learner_data import add_dropout
 from PIL import Image
-from reward_data import TOOLS
+from reward_data import TOOLS, values
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import encoded_image, write_clip, write_pair_model, write_text_model, write_vision_model
 from tokenizer_kinds import PARTS_ALONE, TEXT_ALONE
@@ -50,11 +50,6 @@ def ask(name: str, requests: Sequence[RewardRequest], **options: Any) -> tuple[O
 
 def _text(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
-
-
-def values(outcomes: Sequence[Outcome]) -> list[float]:
-    assert all(isinstance(outcome, Score) for outcome in outcomes), outcomes
-    return [outcome.value for outcome in outcomes if isinstance(outcome, Score)]
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import math
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from reward_data import request, score
+from reward_data import TOOLS, request, score
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import EpisodeTurn, Response
@@ -27,10 +26,12 @@ from mobula.rewards.components import RewardScoring
 from mobula.rewards.contract import RewardRequest, Score, evaluate
 from mobula.rewards.functions import BUILT_IN, build_function
 from mobula.rewards.functions.plugin import EnvironmentReward
-from mobula.rewards.functions.response_form import Format
-from mobula.rewards.functions.short_answers import ExactMatch, read_truth
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.tools import Tools
+from mobula.rewards.functions.short_answers import read_truth
+
+NEGATIONS = (
+    "’s not", "isn’t", "can’t be", "is hardly", "is by no means", "is not at all", "cannot be said to be",
+    "doesn't seem", "is far from",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -47,11 +48,7 @@ from mobula.rewards.tools import Tools
         ("untrue", None),
         ("true or false", None),
         ("neither true nor false", None),
-        *[(f"It {words} true.", False) for words in ("’s not", "isn’t", "can’t be", "is hardly", "is by no means")],
-        *[
-            (f"It {words} true.", False)
-            for words in ("is not at all", "cannot be said to be", "doesn't seem", "is far from")
-        ],
+        *[(f"It {words} true.", False) for words in NEGATIONS],
         ("I do not think that it is true.", False),
         ("I don’t think so, it is false.", False),
         ("I doubt that it is true", False),
@@ -214,16 +211,8 @@ def test_the_installed_gazetteer_knows_the_world() -> None:
     assert paris is not None and haversine_km(paris, (48.8566, 2.3522)) < 10
     munich = found.city("Munich", "Bavaria", "Germany")
     assert munich is not None and haversine_km(munich, (48.137, 11.575)) < 10
-    for name in (
-        "United States",
-        "USA",
-        "us",
-        "Côte d'Ivoire",
-        "Bolivia",
-        "Bolivia, Plurinational State of",
-        "Russia",
-        "UK",
-    ):
+    short = ("USA", "us", "UK", "Russia", "Bolivia")
+    for name in (*short, "United States", "Côte d'Ivoire", "Bolivia, Plurinational State of"):
         assert found.country(name) is not None, name
     assert found.region("Île de France", "FR") is not None
 
@@ -238,9 +227,7 @@ WRONG_A, WRONG_B, WRONG_C = A.replace("7", "8"), B.replace("3", "4"), C.replace(
 
 
 def listed(*sentences: str, separator: str = "\n", references: tuple[str, ...] = ("10", RIGHT)) -> Score:
-    text = separator.join(sentences)
-    request = RewardRequest(Response(text, num_tokens=1, is_truncated=False), references, {}, "")
-    return evaluate(digit_list, request)
+    return evaluate(digit_list, request(separator.join(sentences), *references))
 
 
 @pytest.mark.parametrize("separator", ["\n", " ", "\n\n", " \n "])
@@ -301,21 +288,8 @@ def test_each_statement_in_its_place_has_a_fourth_of_the_credit(sentences: tuple
 
 def test_no_answer_of_up_to_five_sentences_beats_the_truth() -> None:
     sentences_used = (A, B, C, SUM, WRONG_A, "The sum is 11.", "Hm.")
-    best = [
-        sentences
-        for length in range(6)
-        for sentences in product(sentences_used, repeat=length)
-        if listed(*sentences).value >= 1
-    ]
-    assert best == [(A, B, C, SUM)]
-
-
-def test_a_sentence_too_many_always_costs() -> None:
-    sentences_used = (A, B, C, SUM, WRONG_A, "The sum is 11.", "Hm.")
-    for extra, place in product(sentences_used, range(5)):
-        sentences = [A, B, C, SUM]
-        sentences.insert(place, extra)
-        assert listed(*sentences).value <= 3 / 4
+    answers = (answer for length in range(6) for answer in product(sentences_used, repeat=length))
+    assert [answer for answer in answers if listed(*answer).value > 3 / 4] == [(A, B, C, SUM)]
 
 
 def test_the_reason_and_the_parts_name_what_is_wrong() -> None:
@@ -350,8 +324,6 @@ def test_a_response_of_one_turn_is_refused() -> None:
     with pytest.raises(RewardError, match="no episode"):
         EnvironmentReward(None, discount=1.0)(episode())
 
-
-TOOLS = Tools(IsolatedProcess(timeout_s=10, start_timeout_s=60), "cpu", "float32")
 
 FLAT = Image.new("RGB", (64, 64), (40, 90, 160))
 
@@ -418,16 +390,9 @@ def test_a_named_reward_scores_as_its_rule_does(
     name: str, references: tuple[str, ...], metadata: dict[str, object], values: dict[str, float]
 ) -> None:
     rewards = load_config([f"rewards={name}"], is_complete=False).rewards
-    isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
-    scoring = RewardScoring(rewards, None, Tools(isolated, "cpu", "float32"))
-    requests = [RewardRequest(Response(text, 3, False), references, metadata, "?") for text in values]
+    scoring = RewardScoring(rewards, None, TOOLS)
+    requests = [request(text, *references, **metadata) for text in values]
     assert [reward.value for reward in scoring.rewards(requests)] == list(values.values())
-    isolated.close()
-
-
-def reflected(text: str, **options: Any) -> Score:
-    request = RewardRequest(Response(text, num_tokens=1, is_truncated=False), (), {}, "")
-    return evaluate(build_function("reflection", options, TOOLS), request)
 
 
 @pytest.mark.parametrize(
@@ -440,23 +405,20 @@ def reflected(text: str, **options: Any) -> Score:
     ],
 )
 def test_a_word_counts_in_any_case(text: str, reason: str) -> None:
-    assert reflected(text) == Score(1.0, reason)
+    assert score("reflection", {}, request(text)) == Score(1.0, reason)
 
 
 @pytest.mark.parametrize("text", ["awaiting the yeti", "verifying", "", "The answer is 4."])
 def test_a_word_inside_another_counts_only_as_published(text: str) -> None:
-    assert reflected(text) == Score(0.0, "")
-    assert reflected(text, whole_words=False).value == float(any(word in text for word in ("wait", "yet", "verify")))
+    assert score("reflection", {}, request(text)) == Score(0.0, "")
+    published = score("reflection", {"whole_words": False}, request(text)).value
+    assert published == float(any(word in text for word in ("wait", "yet", "verify")))
 
 
 @pytest.mark.parametrize("words", ["wait", [], ["wait", ""], [3]])
 def test_words_that_are_none_are_refused(words: Any) -> None:
     with pytest.raises(ValueError, match="words="):
-        reflected("wait", words=words)
-
-
-def answered(text: str, *, is_truncated: bool = False) -> RewardRequest:
-    return RewardRequest(Response(text, 20, is_truncated, ()), (r"\boxed{7}",), {}, "")
+        score("reflection", {"words": words}, request("wait"))
 
 
 @pytest.mark.parametrize(
@@ -464,8 +426,7 @@ def answered(text: str, *, is_truncated: bool = False) -> RewardRequest:
     [("", 0.0), ("seven", 0.0), ("\u4e00\u9fff", 1.0), ("\u4dff\ua000", 0.0), ("7 is \u4e03\u5341\u4e2a", 3 / 8)],
 )
 def test_it_is_the_share_of_characters(text: str, share: float) -> None:
-    function = build_function("script_share", {"code_points": [0x4E00, 0x9FFF]}, TOOLS)
-    assert evaluate(function, answered(text)).value == pytest.approx(share)
+    assert score("script_share", {"code_points": [0x4E00, 0x9FFF]}, request(text)).value == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -480,19 +441,12 @@ def test_it_is_the_share_of_characters(text: str, share: float) -> None:
 )
 def test_mayes_published_reward(text: str, is_truncated: bool, reward: float) -> None:
     components = load_config(["experiment=digits", "rewards=maye_published"]).rewards.components
-    values = {
-        c.name: evaluate(build_function(c.function, c.options, TOOLS), answered(text, is_truncated=is_truncated)).value
-        for c in components
-        if c.weight != 0
-    }
-    assert sum(c.weight * values[c.name] for c in components if c.weight != 0) == pytest.approx(reward)
+    asked = RewardRequest(Response(text, 20, is_truncated), (r"\boxed{7}",), {}, "")
+    found = [c.weight * score(c.function, c.options, asked).value for c in components if c.weight != 0]
+    assert sum(found) == pytest.approx(reward)
 
 
 HEAD = "<|im_start|>user\nUse <think>.<|im_end|>\n<|im_start|>assistant\n"
-
-
-def prompted(prompt: str, text: str) -> RewardRequest:
-    return RewardRequest(Response(text, 3, False), ("7",), {}, prompt)
 
 
 @pytest.mark.parametrize(
@@ -510,18 +464,21 @@ def prompted(prompt: str, text: str) -> RewardRequest:
     ],
 )
 def test_a_format_counts_the_tag_that_its_prompt_opens(prompt: str, text: str, value: float) -> None:
-    assert Format(SimpleNamespace(isolated=None), preset="think_answer")(prompted(prompt, text)).value == value
+    assert score("format", {"preset": "think_answer"}, request(text, prompt=prompt)).value == value
 
 
 @pytest.mark.parametrize(("preset", "text"), [("json", '{"a": 1}'), ("boxed", r"\boxed{7}")])
 def test_other_shapes_are_those_of_the_response_alone(preset: str, text: str) -> None:
-    shape = Format(SimpleNamespace(isolated=None), preset=preset)
-    assert shape(prompted(f"{HEAD}<think>\n\n</think>\n\n", text)).value == 1.0
+    asked = request(text, prompt=f"{HEAD}<think>\n\n</think>\n\n")
+    assert score("format", {"preset": preset}, asked).value == 1.0
 
 
 def test_an_answer_between_tags_may_be_opened_by_the_prompt() -> None:
     options = {"ignore_case": False, "whole_response": True}
-    between = ExactMatch(SimpleNamespace(), extract="tags:answer", **options)
-    assert between(prompted(f"{HEAD}<answer>", "7</answer>")).value == 1.0
-    assert between(prompted(HEAD, "7</answer>")).value == 0.0
-    assert ExactMatch(SimpleNamespace(), extract="whole", **options)(prompted(f"{HEAD}<think>\n", "7")).value == 1.0
+    for extract, prompt, text, value in (
+        ("tags:answer", f"{HEAD}<answer>", "7</answer>", 1.0),
+        ("tags:answer", HEAD, "7</answer>", 0.0),
+        ("whole", f"{HEAD}<think>\n", "7", 1.0),
+    ):
+        found = score("exact_match", {**options, "extract": extract}, request(text, "7", prompt=prompt))
+        assert found.value == value

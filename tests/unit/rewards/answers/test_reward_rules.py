@@ -91,8 +91,11 @@ def test_what_the_standard_admits_is_read(text: str) -> None:
         ("is １２", "12", 1.0),
         ("东京", "京", 0.0),
         ("don’t", "don't", 1.0),
-        ("category", "cat", 0.0),
-        ("a cat", "cat", 1.0),
+        *[(text, "cat", value) for text, value in (("category", 0.0), ("concatenate", 0.0), ("a cat", 1.0))],
+        ("It is a  Tabby\ncat.", "tabby CAT", 1.0),
+        *[(text, "Germany", 0.0) for text in ("wrong-Germany", "Germany-born")],
+        *[(text, "Germany", 1.0) for text in ("- Germany", "Germany - Berlin", "Germany's")],
+        ("c++ rocks", "C++", 1.0),
         ("cafe\u0301", "caf\u00e9", 1.0),
         ("cafe\u0301", "cafe", 0.0),
     ],
@@ -112,58 +115,32 @@ def test_exact_match_compares_what_was_extracted() -> None:
     assert score("exact_match", options, request('{"answer": ""}', "red")) == Score(0.0, "empty answer")
 
 
+CHOICES_OF_B = (
+    "B", "b", "(B)", "(b)", "B.", "B)", "B:", " **B** ", "$B$", '"B"', "[B]", "B.\n", r"\boxed{B}",
+    r"\boxed{\text{B}}", r"\boxed{(B)}", r"\boxed{\textbf{(B)}}", "B. the second cat", "(B) a cat", "B) cat",
+    "**B.** cat", "B: cat", "answer: B", "Answer: (B)", "The answer is B.", "the correct option is: B",
+    "A dog is here, so the answer is B", "**Answer:** B", "My choice is option B", "\uff22", "\uff08B\uff09",
+    "B\N{IDEOGRAPHIC FULL STOP}", r"A \boxed{B}", "Option B is correct", "B is right", "(B) is the correct answer",
+    "**B** is correct.", "答案是B", "答案：B", "正确答案为（B）。", "选B", "选项 B",
+    r"\boxed{(B)\ 12}", "The answer is Ｂ",
+)  # fmt: skip
+NO_CHOICES = (
+    "答案是B不是C", "The answer is B because it isn’t red", "I do not think the answer is B",
+    "I don’t think B is correct",
+    "It isn’t true that B is right", "B is hardly correct", "By no means B is correct", "The answer is B, not at all",
+    "B is not correct", "The answer is A. Wait, actually B", "Answer: B. Wait, no", "Is option B correct?",
+    "Is the answer B?", "答案不是B", "不选B", "答案是B或C", "答案是B吗？", "A is correct and B is correct", "",
+    "cat", "Blue", "B2",
+    "AB", "A B", "A, B", "A or B", "(A) or (B)", "Vitamin B", "answer: a cat", "the answer is A cat", "B is wrong",
+    "Option B is", "answer: A. No: answer: B", "answer: B or C", "B or C", "answer: B, or (c)", "B?",
+    "answer: B was refuted", "The answer: B would do", "The answer is B, I disagree", "the answer is not B", "not B",
+    "answer: B is wrong", "B. No wait, not the answer", "B. or C. will do", "Wrong: the answer is B", "answer: B?",
+    "\u0412", r"\boxed{}", r"\boxed{A, B}", r"\boxed{B} \boxed{}", "answer: BB", "answer: B's",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        *[(text, "B") for text in ("B", "b", "(B)", "(b)", "B.", "B)", "B:", " **B** ", "$B$", '"B"', "[B]", "B.\n")],
-        *[(text, "B") for text in (r"\boxed{B}", r"\boxed{\text{B}}", r"\boxed{(B)}", r"\boxed{\textbf{(B)}}")],
-        *[(text, "B") for text in ("B. the second cat", "(B) a cat", "B) cat", "**B.** cat", "B: cat")],
-        *[(text, "B") for text in ("answer: B", "Answer: (B)", "The answer is B.", "the correct option is: B")],
-        *[(text, "B") for text in ("A dog is here, so the answer is B", "**Answer:** B", "My choice is option B")],
-        *[(text, "B") for text in ("\uff22", "\uff08B\uff09", "B\N{IDEOGRAPHIC FULL STOP}")],
-        (r"A \boxed{B}", "B"),
-        *[
-            (text, "B")
-            for text in ("Option B is correct", "B is right", "(B) is the correct answer", "**B** is correct.")
-        ],
-        *[(text, "B") for text in ("答案是B", "答案：B", "正确答案为（B）。", "选B", "选项 B", r"\boxed{(B)\ 12}")],
-        ("The answer is Ｂ", "B"),
-        *[(text, "") for text in ("答案是B不是C", "The answer is B because it isn’t red")],
-        *[
-            (text, "")
-            for text in (
-                "I do not think the answer is B",
-                "I don’t think B is correct",
-                "It isn’t true that B is right",
-            )
-        ],
-        *[
-            (text, "")
-            for text in (
-                "B is hardly correct",
-                "By no means B is correct",
-                "The answer is B, not at all",
-                "B is not correct",
-            )
-        ],
-        *[
-            (text, "")
-            for text in (
-                "The answer is A. Wait, actually B",
-                "Answer: B. Wait, no",
-                "Is option B correct?",
-                "Is the answer B?",
-            )
-        ],
-        *[(text, "") for text in ("答案不是B", "不选B", "答案是B或C", "答案是B吗？", "A is correct and B is correct")],
-        *[(text, "") for text in ("", "cat", "Blue", "B2", "AB", "A B", "A, B", "A or B", "(A) or (B)", "Vitamin B")],
-        *[(text, "") for text in ("answer: a cat", "the answer is A cat", "B is wrong", "Option B is")],
-        *[(text, "") for text in ("answer: A. No: answer: B", "answer: B or C", "B or C", "answer: B, or (c)", "B?")],
-        *[(text, "") for text in ("answer: B was refuted", "The answer: B would do", "The answer is B, I disagree")],
-        *[(text, "") for text in ("the answer is not B", "not B", "answer: B is wrong", "B. No wait, not the answer")],
-        *[(text, "") for text in ("B. or C. will do", "Wrong: the answer is B", "answer: B?", "\u0412")],
-        *[(text, "") for text in (r"\boxed{}", r"\boxed{A, B}", r"\boxed{B} \boxed{}", "answer: BB", "answer: B's")],
-    ],
+    ("text", "letter"), [*[(text, "B") for text in CHOICES_OF_B], *[(text, "") for text in NO_CHOICES]]
 )
 def test_a_choice_is_one_letter_in_a_form_of_its_own(text: str, letter: str) -> None:
     options = {"letters": "ABCD", "extract": "whole"}
@@ -358,7 +335,8 @@ def test_a_response_that_was_cut_off_is_overlong() -> None:
     [
         *[(text, 1.0) for text in ("<a>1</a>\n<b>2</b>", "<a></a><b>2</b> ")],
         *[(text, 0.0) for text in ("<a>1</a><b> </b>", "<b>2</b><a>1</a>", "<a><b>2</b></a>", "<a>1</a>x<b>2</b>")],
-        *[(text, 0.0) for text in ("<a>1</b>2</a><b>", "<a>1</a><b>2</b><b>3</b>")],
+        *[(text, 0.0) for text in ("<a>1</b>2</a><b>", "<a>1</a><b>2</b><b>3</b>", "<a>1</a><a>1</a><b>2</b>")],
+        *[(text, 0.0) for text in ("<a>1</a>", "<a>1</a><b>2</b> bye")],
     ],
 )
 def test_tags_are_a_users_own(text: str, value: float) -> None:

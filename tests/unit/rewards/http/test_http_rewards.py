@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from http_servers import CONNECTION, Reply, Scripted, reward_app, serving
 from PIL import Image
-from reward_data import TOOLS
+from reward_data import TOOLS, values, values_or_kinds
 
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
@@ -38,16 +38,6 @@ def ask(urls: Sequence[str], requests: Sequence[RewardRequest], **options: Any) 
 
 def requests(*texts: str, **fields: Any) -> list[RewardRequest]:
     return [RewardRequest(Response(text, 3, False), ("r",), fields, "say: ") for text in texts]
-
-
-def values(outcomes: Sequence[Outcome]) -> list[float]:
-    assert all(isinstance(outcome, Score) for outcome in outcomes), outcomes
-    return [outcome.value for outcome in outcomes if isinstance(outcome, Score)]
-
-
-def kinds(outcomes: Sequence[Outcome]) -> list[str]:
-    assert all(isinstance(outcome, ScoringFailure) for outcome in outcomes), outcomes
-    return [outcome.kind.value for outcome in outcomes if isinstance(outcome, ScoringFailure)]
 
 
 def length(request: RewardRequest) -> Outcome:
@@ -112,7 +102,7 @@ def test_batches_keep_to_samples_and_bytes() -> None:
 
 def test_a_sample_above_the_limit_costs_only_itself(honest: str) -> None:
     outcomes = ask([f"{honest}/score"], requests("x" * 2000, "ok"), max_request_bytes=1000)
-    assert kinds(outcomes[:1]) == ["failed"] and "max_request_bytes is 1000" in str(outcomes[0])
+    assert values_or_kinds(outcomes[:1]) == ["failed"] and "max_request_bytes is 1000" in str(outcomes[0])
     assert values(outcomes[1:]) == [2.0]
 
 
@@ -144,10 +134,10 @@ def test_attempts_come_to_an_end_and_no_failure_is_a_number(closed_url: str) -> 
     server = Scripted(lambda *_: Reply(500, b"out of memory"))
     with serving(server) as running:
         outcomes = ask([running.url], requests("abc", "d"))
-    assert kinds(outcomes) == ["failed", "failed"] and "answered 500: out of memory" in str(outcomes[0])
+    assert values_or_kinds(outcomes) == ["failed", "failed"] and "answered 500: out of memory" in str(outcomes[0])
     assert len(server.bodies) == 3
     dead = ask([closed_url], requests("abc", "d"))
-    assert kinds(dead) == ["failed", "failed"] and "cannot be reached" in str(dead[0])
+    assert values_or_kinds(dead) == ["failed", "failed"] and "cannot be reached" in str(dead[0])
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404])
@@ -155,7 +145,7 @@ def test_a_refusal_is_final(status: int) -> None:
     server = Scripted(lambda *_: Reply(status, b"go away"))
     with serving(server) as running:
         outcomes = ask([running.url], requests("a", "b"))
-    assert kinds(outcomes) == ["failed", "failed"] and f"refused with {status}: go away" in str(outcomes[0])
+    assert values_or_kinds(outcomes) == ["failed", "failed"] and f"refused with {status}: go away" in str(outcomes[0])
     assert len(server.bodies) == 1
 
 
@@ -167,7 +157,7 @@ def test_a_refusal_that_is_one_samples_costs_only_that_sample(status: int) -> No
 
     with serving(Scripted(answer)) as running:
         outcomes = ask([running.url], requests("a", "bb", "bad", "dddd"))
-    assert kinds(outcomes[2:3]) == ["failed"]
+    assert values_or_kinds(outcomes[2:3]) == ["failed"]
     assert values([*outcomes[:2], outcomes[3]]) == [1, 2, 4]
 
 
@@ -177,8 +167,8 @@ def test_a_server_that_hangs_costs_its_deadline() -> None:
         one_attempt = ask([running.url], requests("a"), timeout_s=0.3, max_attempts=1)
         in_all = ask([running.url], requests(*"abcdefgh"), batch_size=1, timeout_s=0.5, total_timeout_s=0.7)
         seconds = time.monotonic() - started
-    assert kinds(one_attempt) == ["timed_out"] and "timeout_s" in str(one_attempt[0])
-    assert kinds(in_all) == ["timed_out"] * 8
+    assert values_or_kinds(one_attempt) == ["timed_out"] and "timeout_s" in str(one_attempt[0])
+    assert values_or_kinds(in_all) == ["timed_out"] * 8
     assert seconds < 50, "bounded by 1.0 s and what a busy machine adds, not by the 60 s for which the server hangs"
 
 
@@ -201,14 +191,14 @@ def test_a_lie_is_no_score(lie: str) -> None:
     server = Scripted(lambda *_: Reply(body=body))
     with serving(server) as running:
         outcomes = ask([running.url], requests("a", "b"))
-    assert kinds(outcomes) == [kind, kind] and message in str(outcomes[0])
+    assert values_or_kinds(outcomes) == [kind, kind] and message in str(outcomes[0])
     assert len(server.bodies) == 1, "a lie is not worth a second question"
 
 
 def test_a_reply_without_end_is_cut_off() -> None:
     with serving(Scripted(lambda *_: Reply(body=b"x" * 100_000))) as running:
         outcomes = ask([running.url], requests("a"), max_reply_bytes=1000)
-    assert kinds(outcomes) == ["failed"] and "max_reply_bytes=1000" in str(outcomes[0])
+    assert values_or_kinds(outcomes) == ["failed"] and "max_reply_bytes=1000" in str(outcomes[0])
 
 
 def test_no_more_requests_fly_than_are_allowed() -> None:
@@ -237,11 +227,11 @@ def test_the_token_travels_and_its_absence_is_named(
         url = f"{server.url}/score"
         assert values(ask([url], requests("abc"), token_env="REWARD_TOKEN")) == [3.0]
         refused = ask([url], requests("abc"))
-        assert kinds(refused) == ["failed"] and "401" in str(refused[0])
+        assert values_or_kinds(refused) == ["failed"] and "401" in str(refused[0])
         monkeypatch.setenv("REWARD_TOKEN", "wr0ng")
         with caplog.at_level("DEBUG"):
             wrong = ask([url], requests("abc"), token_env="REWARD_TOKEN")
-        assert kinds(wrong) == ["failed"] and "wr0ng" not in f"{wrong[0]!r} {caplog.text}"
+        assert values_or_kinds(wrong) == ["failed"] and "wr0ng" not in f"{wrong[0]!r} {caplog.text}"
     monkeypatch.delenv("REWARD_TOKEN")
     with pytest.raises(ValueError, match="token_env='REWARD_TOKEN' is not set"):
         ask([f"{honest}/score"], requests("abc"), token_env="REWARD_TOKEN")
@@ -331,7 +321,7 @@ def test_rewards_of_lightrft_are_checked_one_by_one() -> None:
     with serving(Scripted(lambda *_: Reply(body=rewards))) as running:
         outcomes = ask([running.url], requests(*"abcdefg"), dialect="lightrft", batch_size=7)
     assert values([outcomes[0], outcomes[6]]) == [1.0, 0.5]
-    assert kinds(outcomes[1:6]) == ["failed", "failed", "not_finite", "failed", "not_finite"]
+    assert values_or_kinds(outcomes[1:6]) == ["failed", "failed", "not_finite", "failed", "not_finite"]
 
 
 def test_both_dialects_get_the_same_from_our_server(honest: str) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import uvicorn
 
 from mobula.cluster.serving import Address
@@ -146,8 +147,10 @@ class MediaServer:
 
 
 @contextmanager
-def media_server(files: Mapping[str, bytes], num_together: int = 1) -> Iterator[MediaServer]:
-    """The server, until the block ends."""
+def media_server(
+    files: Mapping[str, bytes], num_together: int = 1, redirects: Mapping[str, str] | None = None
+) -> Iterator[MediaServer]:
+    """The server, until the block ends, and no proxy before it; `redirects` lead to a path or a URL with `{port}`."""
     found = MediaServer(files, num_together)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -155,7 +158,12 @@ def media_server(files: Mapping[str, bytes], num_together: int = 1) -> Iterator[
             found.asked.append(self.path)
             if len(found.asked) <= found.num_together:
                 found.together.wait(10)
-            content = found.files.get(self.path)
+            if place := (redirects or {}).get(self.path):
+                self.send_response(302)
+                self.send_header("Location", place.format(port=self.server.server_address[1]))
+                self.end_headers()
+                return
+            content = found.files.get(self.path.partition("?")[0])
             self.send_response(404 if content is None else 200)
             self.end_headers()
             self.wfile.write(content or b"")
@@ -167,7 +175,10 @@ def media_server(files: Mapping[str, bytes], num_together: int = 1) -> Iterator[
     threading.Thread(target=running.serve_forever, daemon=True).start()
     found.url = f"http://127.0.0.1:{running.server_address[1]}"
     try:
-        yield found
+        with pytest.MonkeyPatch.context() as environment:
+            for name in PROXIES:
+                environment.delenv(name, raising=False)
+            yield found
     finally:
         running.shutdown()
         running.server_close()

@@ -18,7 +18,7 @@ from PIL import Image
 
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.readers import READERS
-from mobula.actors.datasets.rows import Row, RowError, Split, count_by_reason
+from mobula.actors.datasets.rows import RowError, Split, count_by_reason
 from mobula.cluster.errors import DatasetError
 from mobula.configs.load import load_config
 from mobula.configs.schema.data import DataKind
@@ -446,31 +446,10 @@ def without(key: str) -> dict[str, Any]:
     return {k: v for k, v in GOOD.items() if k != key} | ({} if key == "id" else {"id": "bad"})
 
 
-def test_a_row_has_its_fields_and_absolute_image_paths(tmp_path: Path) -> None:
-    split = read(tmp_path, GOOD)
-    image = (tmp_path / "a.png").resolve()
-    assert split.rows == (Row("good", "<image>Which?", "7", r"\boxed{7}", (image,)),)
-    assert split.rows[0].references == ("7", r"\boxed{7}")
-    assert split.skipped == ()
-
-
-def test_images_are_one_path_a_list_or_absent(tmp_path: Path) -> None:
-    two = GOOD | {"id": "two", "question": "<image>or<image>?", "image": ["b.png", "a.png"]}
-    text = without("image") | {"id": "text", "question": "2+2?"}
-    null = GOOD | {"id": "null", "question": "2+2?", "image": None}
-    rows = read(tmp_path, GOOD, two, text, null).rows
-    assert [[path.name for path in row.images] for row in rows] == [["a.png"], ["b.png", "a.png"], [], []]
-
-
-@pytest.mark.parametrize(("literal", "text"), [("7", "7"), ("7.50", "7.50"), ("-1e3", "-1e3"), ('"x"', "x")])
-def test_answers_keep_their_spelling(tmp_path: Path, literal: str, text: str) -> None:
-    split = read(tmp_path, f'{{"id": 3, "question": "q", "answer": {literal}}}')
-    assert (split.rows[0].sample_id, split.rows[0].answer) == ("3", text)
-
-
 def test_a_row_without_id_and_solution_gets_its_line_and_a_boxed_answer(tmp_path: Path) -> None:
-    row = read(tmp_path, GOOD, "", {"question": "q", "answer": "7"}).rows[1]
-    assert (row.sample_id, row.solution) == ("train-3", r"\boxed{7}")
+    rows = read(tmp_path, GOOD, "", {"question": "q", "answer": "7"}, {"id": 3, "question": "q", "answer": "7"}).rows
+    assert [row.sample_id for row in rows] == ["good", "train-3", "3"]
+    assert rows[1].solution == r"\boxed{7}"
 
 
 @pytest.mark.parametrize(
@@ -491,39 +470,18 @@ def test_a_row_without_id_and_solution_gets_its_line_and_a_boxed_answer(tmp_path
         (without("question"), "missing_question"),
         (GOOD, "duplicate_id"),
         (GOOD | {"id": "bad", "image": {"file": "a.png"}}, "bad_image"),
-        (GOOD | {"id": "bad", "image": "../outside.png"}, "outside_folder"),
-        (GOOD | {"id": "bad", "image": "link.png"}, "outside_folder"),
         (GOOD | {"id": "bad", "image": "absent.png"}, "missing_file"),
-        (GOOD | {"id": "bad", "image": "."}, "missing_file"),
-        (GOOD | {"id": "bad", "image": "a\0.png"}, "missing_file"),
-        (GOOD | {"id": "bad", "image": "a" * 5000}, "missing_file"),
-        (GOOD | {"id": "bad", "image": "loop.png"}, "missing_file"),
         (without("image"), "placeholder_mismatch"),
         (GOOD | {"id": "bad", "image": ["a.png", "b.png"]}, "placeholder_mismatch"),
         (GOOD | {"id": "bad", "question": "Which?"}, "placeholder_mismatch"),
     ],
 )
 def test_an_unusable_line_is_skipped_counted_and_named(tmp_path: Path, line: Any, reason: str) -> None:
-    (tmp_path / "outside.png").write_bytes(b"image")
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "link.png").symlink_to(tmp_path / "outside.png")
-    (folder / "loop.png").symlink_to(folder / "loop.png")
-    split = read(folder, GOOD, line, GOOD | {"id": "after"})
+    split = read(tmp_path, GOOD, line, GOOD | {"id": "after"})
     assert [row.sample_id for row in split.rows] == ["good", "after"]
     assert count_by_reason(split.skipped) == {reason: 1}
     assert split.skipped[0].sample.startswith("train.jsonl:2")
     assert split.skipped[0].detail
-
-
-def test_an_absolute_path_is_refused_even_below_the_folder(tmp_path: Path) -> None:
-    split = read(tmp_path, GOOD, GOOD | {"id": "bad", "image": str(tmp_path / "a.png")})
-    assert count_by_reason(split.skipped) == {"outside_folder": 1}
-
-
-def test_a_path_that_stays_inside_the_folder_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    assert read(tmp_path, GOOD | {"image": "sub/../a.png"}).rows[0].images == ((tmp_path / "a.png").resolve(),)
 
 
 def test_a_missing_file_names_the_key_to_set(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from reward_data import component, component_of, rewards_of
+from reward_data import TOOLS, component, component_of, rewards_of
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response, Reward
@@ -15,8 +15,6 @@ from mobula.configs.rules.data import reward_contradictions
 from mobula.configs.schema import Gate, Recipe, RewardsConfig
 from mobula.rewards.components import Component, ComponentError, RecipeBook, RewardScoring, content_key, is_judged
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.tools import Tools
 
 
 def recipe(*components: str, **changes: Any) -> Recipe:
@@ -38,18 +36,12 @@ def request(text: str, images: tuple[bytes, ...] = (), **metadata: Any) -> Rewar
 
 
 def scored(rewards: RewardsConfig, *requests: RewardRequest) -> list[Reward | ComponentError]:
-    tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
-    return RewardScoring(rewards, None, tools).rewards(requests)
+    return RewardScoring(rewards, None, TOOLS).rewards(requests)
 
 
 def values(rewards: Sequence[Reward | ComponentError]) -> list[float]:
     assert all(isinstance(reward, Reward) for reward in rewards), rewards
     return [reward.value for reward in rewards]
-
-
-def test_without_recipes_every_component_counts_with_its_own_weight() -> None:
-    [reward] = scored(config(), request(r"\boxed{7}"))
-    assert reward == Reward(1.5, {"right": 1.0, "boxed": 1.0, "tags": 0.0}, {"tags": "0 times <think> instead of once"})
 
 
 def test_the_label_chooses_the_recipe_and_components_run_only_where_they_are_needed() -> None:
@@ -66,14 +58,6 @@ def test_a_label_without_a_recipe_is_a_failure_with_a_name_never_a_zero() -> Non
     assert isinstance(error, ComponentError)
     assert (error.component, error.kind) == ("recipe", FailureKind.FAILED)
     assert "'algebra' (there is geometry)" in error.reason
-
-
-def test_a_shut_gate_counts_zero_and_its_component_does_not_run() -> None:
-    gate = Gate(component="boxed", needs="right", at_least=1.0)
-    rewards = config(default=recipe("right", "boxed", gates=(gate,)))
-    right, wrong = scored(rewards, request(r"\boxed{7}"), request(r"\boxed{8}"))
-    assert right == Reward(1.5, {"right": 1.0, "boxed": 1.0})
-    assert wrong == Reward(0.0, {"right": 0.0}, {"boxed": "not run: right is below 1"})
 
 
 def test_gates_open_one_after_the_other_whatever_the_order_of_components() -> None:
@@ -205,14 +189,12 @@ JUDGE = component_of(
 
 REWARDS = rewards_of(LOOSE, JUDGE)
 
+NEEDS_EXACT = Gate(component="loose", needs="exact", at_least=1)
+
 
 def test_a_judge_is_measured_and_not_rewarded() -> None:
-    tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
-    requests = [RewardRequest(Response(text, 1, False), ("7",), {}, "?", ()) for text in ("7", "is it 7")]
-    exact, loose = RewardScoring(REWARDS, None, tools).rewards(requests)
-    assert isinstance(exact, Reward)
-    assert isinstance(loose, Reward)
-    assert (exact.value, loose.value) == (0.5, 0.5)
+    exact, loose = scored(REWARDS, request("7"), request("is it 7"))
+    assert values([exact, loose]) == [0.5, 0.5]
     assert (exact.components["exact"], loose.components["exact"]) == (1.0, 0.0)
     assert REWARDS.judge_weights == {"exact": 2.0}
     assert REWARDS.weights_in(REWARDS.active_recipes["default"]) == {"loose": 0.5, "exact": 0.0}
@@ -246,21 +228,11 @@ def test_judges_score_every_so_many_th_training_prompt_and_all_held_out_ones() -
         (rewards_of(JUDGE), "none is trained with a weight"),
         (rewards_of(LOOSE, JUDGE.model_copy(update={"weight": 0.0})), "exact with trained=false and weight=0"),
         (
-            rewards_of(LOOSE, JUDGE, recipes={"a": Recipe(components=("loose", "exact"), weights={"exact": 1.0})}),
+            rewards_of(LOOSE, JUDGE, recipes={"a": recipe("loose", "exact", weights={"exact": 1.0})}),
             "rewards.recipes.a weighs or needs exact, whose trained=false",
         ),
         (
-            rewards_of(
-                LOOSE,
-                JUDGE,
-                recipes={
-                    "a": Recipe(
-                        components=("loose", "exact"),
-                        gates=(Gate(component="loose", needs="exact", at_least=1),),
-                    )
-                },
-                accuracy_component="exact",
-            ),
+            rewards_of(LOOSE, JUDGE, recipes={"a": recipe("loose", "exact", gates=(NEEDS_EXACT,))}),
             "rewards.recipes.a weighs or needs exact, whose trained=false",
         ),
     ],

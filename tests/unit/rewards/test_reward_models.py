@@ -88,12 +88,6 @@ def by_hand(folder: Path, answer: str, question: str) -> float:
         return float(model.score(hidden)[0])
 
 
-def test_a_text_model_scores_the_whole_conversation_in_its_own_words(text_model: Path) -> None:
-    found = values(ask("reward_model", [request(answer, "1+1?") for answer in ANSWERS], model=text_model, **CHAT))
-    assert found == pytest.approx([by_hand(text_model, answer, "1+1?") for answer in ANSWERS], abs=1e-5)
-    assert len({round(value, 4) for value in found}) == len(ANSWERS), "each answer has a score of its own"
-
-
 def test_a_padded_batch_equals_its_members_without_dropout(tmp_path: Path) -> None:
     """LightRFT defect B21: pads were pooled, and scoring ran in training mode."""
     text_model = add_dropout(write_text_model(tmp_path))
@@ -102,6 +96,7 @@ def test_a_padded_batch_equals_its_members_without_dropout(tmp_path: Path) -> No
     alone = [values(evaluate_batch(function, [one]))[0] for one in requests]
     assert values(evaluate_batch(function, requests)) == pytest.approx(alone, abs=1e-5)
     assert alone == pytest.approx([by_hand(text_model, answer, "q") for answer in ANSWERS], abs=1e-5)
+    assert len({round(value, 4) for value in alone}) == len(ANSWERS), "each answer has a score of its own"
 
 
 def test_a_quantised_model_is_refused_by_its_method(tmp_path: Path) -> None:

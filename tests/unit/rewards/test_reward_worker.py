@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from mobula.deploy.wiring.preparation import prepare
 from mobula.rewards.components import ComponentError, RecipeBook
 from mobula.rewards.contract import (
     FailureKind,
+    Outcome,
     RewardRequest,
     Score,
     ScoringFailure,
@@ -90,33 +91,22 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("reward_plugin", None)
 
 
-class Scores(NamedTuple):
-    """What a run makes of one group's outcomes."""
-
-    rewards: tuple[Reward | None, ...]
-    failures: tuple[tuple[str, ComponentError], ...]  # (trajectory id, error)
-
-
 class OneWorker:
-    """A worker, and the rewards of what it returns."""
+    """A worker, and what a run makes of its outcomes."""
 
     def __init__(self, worker: RewardWorker, book: RecipeBook) -> None:
         self.worker = worker
         self._book = book
 
-    def score(self, *groups: TrajectoryGroup) -> list[Scores]:
-        return [self._scores(outcomes) for outcomes in self.worker.score([Question(group) for group in groups])]
+    def score(self, group: TrajectoryGroup) -> list[Reward | ComponentError]:
+        [answered] = self.worker.score([Question(group)])
+        return [self._reward(answered.label, outcomes) for outcomes in answered.outcomes]
 
-    def _scores(self, answered: GroupOutcomes) -> Scores:
-        rewards: list[Reward | None] = []
-        failures = []
-        for trajectory_id, outcomes in zip(answered.trajectory_ids, answered.outcomes, strict=True):
-            try:
-                rewards.append(self._book.reward(answered.label, outcomes))
-            except ComponentError as error:
-                rewards.append(None)
-                failures.append((trajectory_id, error))
-        return Scores(tuple(rewards), tuple(failures))
+    def _reward(self, label: str, outcomes: Mapping[str, Outcome]) -> Reward | ComponentError:
+        try:
+            return self._book.reward(label, outcomes)
+        except ComponentError as error:
+            return error
 
 
 @pytest.fixture
@@ -153,11 +143,11 @@ def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[.
         component("accuracy", "math_answer", 1.0, require_boxed=True),
         component("format", "format", 0.5, preset="boxed"),
     )
-    (score,) = worker.score(group(r"\boxed{7}", r"\boxed{7}!", r"\boxed{8}", "7"))
-    assert [reward.value for reward in score.rewards] == [1.5, 1.0, 0.5, 0.0]
-    assert score.rewards[1].components == {"accuracy": 1.0, "format": 0.0}
-    assert score.rewards[3].reasons == {"accuracy": r"no \boxed{} answer", "format": r"0 \boxed{} instead of one"}
-    assert score.failures == () and worker.worker.ping()
+    rewards = worker.score(group(r"\boxed{7}", r"\boxed{7}!", r"\boxed{8}", "7"))
+    assert [reward.value for reward in rewards] == [1.5, 1.0, 0.5, 0.0]
+    assert rewards[1].components == {"accuracy": 1.0, "format": 0.0}
+    assert rewards[3].reasons == {"accuracy": r"no \boxed{} answer", "format": r"0 \boxed{} instead of one"}
+    assert worker.worker.ping()
     idle = (not process.is_running for process in worker.worker._tools.isolated._processes)
     assert all(idle), "plain answers may not pay for a process"
 
@@ -175,34 +165,27 @@ def test_answers_that_come_by_value_are_scored_as_their_group_is(make_worker: Ca
 def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("mine", plugin, bonus=0.5), function_timeout_s=1)
     texts = ("1", "hang", "2", "nan", "word", "die", "exit", "eat", "unpicklable", "backtrack", "inf", "3")
-    (score,) = worker.score(group(*texts))
-    assert [r and r.value for r in score.rewards] == [1.5, None, 2.5, *[None] * 8, 3.5]
-    kinds = {texts[int(name.partition("#")[2])]: error.kind for name, error in score.failures}
-    assert kinds == {
-        "hang": FailureKind.TIMED_OUT,
-        "backtrack": FailureKind.TIMED_OUT,
-        "nan": FailureKind.NOT_FINITE,
-        "inf": FailureKind.NOT_FINITE,
-        "word": FailureKind.FAILED,
-        "die": FailureKind.FAILED,
-        "exit": FailureKind.FAILED,
-        "eat": FailureKind.FAILED,
-        "unpicklable": FailureKind.FAILED,
+    found = dict(zip(texts, worker.score(group(*texts)), strict=True))
+    scored = {text: reward.value for text, reward in found.items() if isinstance(reward, Reward)}
+    assert scored == {"1": 1.5, "2": 2.5, "3": 3.5}
+    failed = {text: error for text, error in found.items() if isinstance(error, ComponentError)}
+    assert {text: error.kind for text, error in failed.items()} == {
+        **dict.fromkeys(("hang", "backtrack"), FailureKind.TIMED_OUT),
+        **dict.fromkeys(("nan", "inf"), FailureKind.NOT_FINITE),
+        **dict.fromkeys(("word", "die", "exit", "eat", "unpicklable"), FailureKind.FAILED),
     }
-    assert {error.component for _, error in score.failures} == {"mine"}
-    assert "ValueError" in next(error.reason for name, error in score.failures if name.endswith("#4"))
+    assert {error.component for error in failed.values()} == {"mine"}
+    assert "ValueError" in failed["word"].reason
 
 
 def test_a_group_ends_in_its_time_however_many_hang(make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("shape", "format", pattern="(a+)+"), function_timeout_s=60, group_timeout_s=3)
     hanging = "a" * 50 + "b"
     started = time.monotonic()
-    (score,) = worker.score(group("a", *[hanging] * 50))
+    first, *late = worker.score(group("a", *[hanging] * 50))
     assert time.monotonic() - started < 6
-    assert score.rewards == (Reward(1.0, {"shape": 1.0}), *[None] * 50)
-    assert [error.kind for _, error in score.failures] == [FailureKind.TIMED_OUT] * 50
-    (score,) = worker.score(group("a"))
-    assert score.rewards[0].value == 1.0, "the next group has its own time"
+    assert first == Reward(1.0, {"shape": 1.0}) and [error.kind for error in late] == [FailureKind.TIMED_OUT] * 50
+    assert worker.score(group("a")) == [first], "the next group has its own time"
 
 
 def test_images_come_to_the_components_that_look_at_them(make_worker: Callable[..., OneWorker], plugin: str) -> None:
@@ -213,8 +196,7 @@ def test_images_come_to_the_components_that_look_at_them(make_worker: Callable[.
     name = plugin.replace(":score", ":num_image_bytes")
     for needs_images, expected in ((True, 5.0), (False, 0.0)):
         worker = make_worker(component_of("seen", name, needs_images=needs_images))
-        (score,) = worker.score(asked)
-        assert [r and r.value for r in score.rewards] == [expected]
+        assert [reward.value for reward in worker.score(asked)] == [expected]
 
 
 def test_the_isolated_process_starts_late_survives_errors_and_leaves_no_zombie(plugin: str) -> None:
@@ -423,11 +405,7 @@ def test_coroutines_are_awaited_in_one_event_loop(users_file: Path, tools: Tools
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "of_trl",
-            {},
-            "takes (completions, kwargs), as functions of other trainers do: a reward function is called as",
-        ),
+        ("of_trl", {}, "takes (completions, kwargs), as functions of other trainers do: a reward function is called"),
         ("of_verl", {}, "takes (data_source, solution_str, ground_truth, extra_info), as functions of other trainers"),
         ("three", {}, "needs options.answer, which is not set; a reward function is called as function(request"),
         ("nothing", {}, "takes () and no request: a reward function is called as function(request, **options) and"),
@@ -451,9 +429,8 @@ def test_a_run_checks_users_functions_before_it_looks_at_the_model(users_file: P
     component += "needs_images: false, retries: 0, cache_entries: 0}"
     own = ["experiment=own", f"policy.model={tmp_path / 'no-model'}", f"data.path={tmp_path}", f"folder={tmp_path}"]
     config = load_config([*own, f"rewards.components=[{component}]", "rewards.accuracy_component=mine"])
-    with pytest.raises(
-        PreflightError, match=r"rewards\.components\[mine\]: reward function .*:nothing' takes \(\) and"
-    ):
+    named = r"rewards\.components\[mine\]: reward function .*:nothing' takes \(\) and"
+    with pytest.raises(PreflightError, match=named):
         prepare(config, lambda media: media)
 
 

@@ -439,25 +439,21 @@ def test_boxes_in_pixels_of_the_scaled_image_are_compared_with_those_of_the_file
         score("iou", shown, request(str(box), wanted=wanted, width=1920, height=1080))
 
 
-def test_the_size_of_a_file_is_that_of_the_upright_image() -> None:
-    image, file = Image.new("RGB", (200, 100)), io.BytesIO()
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_an_images_size_is_that_of_the_prompts_first_image_upright() -> None:
+    image = Image.new("RGB", (200, 100))
     exif = image.getexif()
     exif[0x0112] = 6  # shown as 100 x 200
-    image.save(file, "JPEG", exif=exif)
-    asked = replace(request("[0.1, 0.1, 0.3, 0.3]", wanted=[10, 20, 30, 60]), prompt_images=(file.getvalue(),))
-    assert score("iou", {**IOU, "response_scale": "relative"}, asked).value == pytest.approx(1)
-
-
-def test_an_images_size_is_that_of_the_prompts_first_image() -> None:
-    image = io.BytesIO()
-    Image.new("RGB", (100, 200)).save(image, "PNG")
-    response = Response("[0.1, 0.1, 0.3, 0.3]", 1, False)
-    wanted = {"wanted": [10, 20, 30, 60]}
-    relative = {**IOU, "response_scale": "relative"}
-    asked = RewardRequest(response, (), wanted, "", (image.getvalue(),))
+    relative, plain = {**IOU, "response_scale": "relative"}, request("[0.1, 0.1, 0.3, 0.3]", wanted=[10, 20, 30, 60])
+    asked = replace(plain, prompt_images=(encoded(image, "JPEG", exif=exif), encoded(image)))
     assert score("iou", relative, asked).value == pytest.approx(1)
     with pytest.raises(RewardError, match="cannot be opened"):
-        score("iou", relative, RewardRequest(response, (), wanted, "", (b"no image",)))
+        score("iou", relative, replace(plain, prompt_images=(b"no image",)))
 
 
 def test_a_pair_below_the_least_iou_counts_nothing() -> None:
@@ -494,9 +490,7 @@ def test_another_language_is_named() -> None:
 def drawn(text: str, kind: str = "PNG") -> bytes:
     image = Image.new("RGB", (400, 100), "white")
     ImageDraw.Draw(image).text((20, 20), text, fill="black", font=ImageFont.load_default(40))
-    encoded = io.BytesIO()
-    image.save(encoded, kind)
-    return encoded.getvalue()
+    return encoded(image, kind)
 
 
 def image_request(*images: bytes, references: tuple[str, ...] = (), prompt: str = "") -> RewardRequest:
@@ -517,13 +511,11 @@ def test_the_text_of_an_image_is_read() -> None:
     assert evaluate(ocr, image_request(shown, drawn(""), references=("Haven",))).value == 0.5
     quoted = build_function("ocr", {**options, "target": "quoted_prompt", "frame_stride": 2}, TOOLS)
     assert evaluate(quoted, image_request(shown, drawn(""), prompt='A sign that says "New Haven 42".')).value == 1.0
-    line = io.BytesIO()
-    Image.new("RGB", (1, 2000)).save(line, "PNG")
     for unfit, message in [
         (image_request(references=("a",)), "no image"),
         (image_request(b"junk", references=("a",)), "of no known kind"),
         (image_request(shown[:200], references=("a",)), "cannot be opened"),
-        (image_request(line.getvalue(), references=("a",)), "1 x 2000: too narrow"),
+        (image_request(encoded(Image.new("RGB", (1, 2000))), references=("a",)), "1 x 2000: too narrow"),
         (image_request(shown), "no reference"),
         (image_request(shown, references=(" ",)), "no reference"),
     ]:
@@ -548,9 +540,7 @@ def one_line(text: str) -> bytes:
     font = ImageFont.load_default(12)
     image = Image.new("L", (math.ceil(font.getlength(text)) + 2, 16), 0)
     ImageDraw.Draw(image).text((image.width / 2, 8), text, fill=255, font=font, anchor="mm")
-    encoded = io.BytesIO()
-    image.save(encoded, "PNG")
-    return encoded.getvalue()
+    return encoded(image)
 
 
 def seconds(call: Callable[[], object]) -> float:

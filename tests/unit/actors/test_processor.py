@@ -344,14 +344,6 @@ def test_a_truncated_image_passes_the_header_check_and_is_refused_when_decoded(
         processor.prepare(row("<image>", [file]), "p")
 
 
-def test_answers_end_in_eos_and_decode_to_their_text(processor: ChatProcessor) -> None:
-    ids = processor.encode_answer(r"\boxed{7}")
-    assert ids.dtype == np.int32
-    assert ids[-1] in processor.eos_token_ids
-    assert ids[:-1].tolist().count(int(ids[-1])) == 0
-    assert processor.decode(ids) == r"\boxed{7}"
-
-
 MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from fakes import AT_ONCE, FakeHosts, LocalHandle
 
 from mobula.actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
-from mobula.actors.datasets.rows import Row, RowError, Split
+from mobula.actors.datasets.rows import Row, Split
 from mobula.actors.processors.pool import DIED, HUNG, MAX_LOSSES, ProcessorPool
-from mobula.actors.processors.worker import Made, ProcessorWorker
+from mobula.actors.processors.worker import CallMedia, Made, ProcessorWorker
 from mobula.cluster.errors import MediaError, WorkerDiedError
 from mobula.cluster.records.media import MediaKeeper, MediaSpan, MediaStore, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt
@@ -53,7 +52,7 @@ class Worker(ProcessorWorker):
     """A worker with `Images`, which fails with what `fate` makes of a row."""
 
     def __init__(self, fate: Callable[[Row], Exception | None] = lambda row: None) -> None:
-        self._media = _keeper()
+        self._media = CallMedia()
         self._processor = Images(self._media)
         self._fate = fate
 
@@ -72,12 +71,6 @@ class Worker(ProcessorWorker):
 
     async def prepare_text(self, row: Row, prompt_id: str) -> Made:
         return (await self.prepare(row, prompt_id, frozenset()))[0]
-
-
-def _keeper() -> Any:
-    from mobula.actors.processors.worker import CallMedia
-
-    return CallMedia()
 
 
 def rows(*images: str) -> tuple[Row, ...]:
@@ -193,14 +186,6 @@ async def test_a_worker_that_hangs_is_replaced() -> None:
     prompt = await pool.prepare(MIXED[1], "0/1/r1")
     assert isinstance(prompt, Prompt) and prompt.media[0].key == "key of p1"
     assert kinds == [HUNG]
-    await pool.pool.close()
-
-
-async def test_a_row_is_skipped_with_the_reason_that_the_worker_gave() -> None:
-    pool = make_pool([Worker()])
-    with pytest.raises(RowError, match="bad is corrupt") as found:
-        await pool.prepare(MIXED[-1], "0/0/bad")
-    assert found.value.reason == "bad_media"
     await pool.pool.close()
 
 

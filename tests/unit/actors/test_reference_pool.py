@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer
 
 from mobula.actors.reference.pool import DIED, HUNG, NullReference, ReferencePool
 from mobula.actors.reference.scorer import ReferenceScorer, num_weight_bytes, quantise
-from mobula.cluster.errors import DeadlineError, LostReplyError, ScoringError, WorkerDiedError
+from mobula.cluster.errors import DeadlineError, ScoringError, WorkerDiedError
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.learner.policies.checkpoint import load_policy_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -172,12 +171,6 @@ async def test_a_scorer_that_loses_a_reply_is_not_replaced_and_its_groups_are_sc
     assert retries == ["LostReplyError"]
 
 
-async def test_replies_that_are_lost_again_and_again_end_in_an_error_not_in_a_loop() -> None:
-    message = "waited 0.05 s for reference/0 to score 1 groups: the worker is healthy, but its reply was lost"
-    with pytest.raises(LostReplyError, match=message):
-        await pool([LosesReplies(2)], timeout_s=0.05, max_attempts=2).score([make_scored("0/0/s0")])
-
-
 async def test_groups_that_kill_every_scorer_end_in_an_error_not_in_a_loop() -> None:
     reference = pool([Dying()], start=lambda index: Dying(), max_attempts=3)
     with pytest.raises(WorkerDiedError, match="its process ended"):
@@ -221,25 +214,6 @@ async def test_a_scorer_that_joins_before_there_is_a_frozen_policy_loads_it_when
     assert newcomers.scorers[0].loaded == []
     await reference.score([make_scored("0/0/s0"), make_scored("0/1/s1")])
     assert (newcomers.scorers[0].loaded, len(newcomers.scorers[0].scored)) == ([FOLDER], 1)
-
-
-async def test_a_scorer_that_is_scaled_away_finishes_its_share() -> None:
-    release = asyncio.Event()
-
-    class Slow(FakeScorer):
-        async def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
-            await release.wait()
-            return expected(group)
-
-    reference = pool([Slow(), Slow()])
-    step = asyncio.create_task(reference.score([make_scored("0/0/s0"), make_scored("0/1/s1")]))
-    await settle()
-    await reference.pool.scale(1)
-    release.set()
-    assert len(await step) == 2
-    await settle()
-    assert [worker.name for worker in reference.pool.status()] == ["reference/0"]
-    assert reference.losses == {DIED: 0, HUNG: 0}
 
 
 async def test_without_a_reference_groups_pass_as_they_are() -> None:

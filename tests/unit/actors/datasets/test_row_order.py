@@ -1,9 +1,11 @@
-"""The order of prompts: epochs, windows, curricula and mixtures."""
+"""The order of prompts: epochs, windows, curricula and mixtures; resuming, and what happens to unusable rows."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,34 @@ from hypothesis import strategies as st
 
 from mobula.actors.datasets.mixture import CURRICULA, PERIOD, epoch_order, quotas_of, shares_of, windowed_order
 from mobula.actors.datasets.open_split import curriculum_of, open_split
-from mobula.actors.datasets.prompts import InDriver, PreflightReport, PromptSource, preflight
+from mobula.actors.datasets.prompts import InDriver, PreflightReport, PromptSource, fixed_prompts, preflight
 from mobula.actors.datasets.readers.files import BlockCache
-from mobula.actors.datasets.rows import Row
-from mobula.cluster.errors import DatasetError
+from mobula.actors.datasets.rows import Row, Skipped, Split, count_by_reason
+from mobula.cluster.errors import DatasetError, MediaError, PromptError
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.configs.schema.data import CurriculumConfig, DataConfig, DataKind, MixtureConfig, MixtureSource
 
 
-class Checker:
-    """A prompt is as long as its question."""
+class FakeProcessor:
+    """Prompts without a model: as long as their question; rows named in `bad_media` or `bad_text` are unusable."""
+
+    def __init__(self, bad_media: Collection[str] = (), bad_text: Collection[str] = ()) -> None:
+        self.bad_media = bad_media
+        self.bad_text = bad_text
+
+    def prepare(self, row: Row, prompt_id: str) -> Prompt:
+        ids = np.arange(self.check(row), dtype=np.int32)
+        return Prompt(
+            prompt_id, row.sample_id, row.question, ids, ids, references=row.references, metadata=row.metadata
+        )
 
     def check(self, row: Row) -> int:
+        if row.sample_id in self.bad_media:
+            raise MediaError(f"{row.sample_id} is corrupt")
+        if row.sample_id in self.bad_text:
+            raise PromptError(f"{row.sample_id} is too long")
         return len(row.question)
 
 
@@ -38,7 +54,7 @@ def checked(folder: Path, option: str = "jsonl", **changes: object) -> Preflight
     config = data_config(folder, option, **changes)
     return preflight(
         open_split(config, "train", "label"),
-        Checker(),
+        FakeProcessor(),
         max_skipped_fraction=1.0,
         max_checked_rows=config.max_checked_rows,
         difficulty=found.difficulty if (found := curriculum_of(config)) else None,
@@ -158,18 +174,147 @@ def test_a_curriculum_needs_all_rows_checked(tmp_path: Path) -> None:
         checked(tmp_path, curriculum=curriculum("easy_first", "level"), max_checked_rows=10)
 
 
+# The stream of prompts: resuming, unusable rows, held-out prompts, and the check before training.
+
+
+def numbered(num: int) -> tuple[Row, ...]:
+    return tuple(Row(f"r{i}", "q" * (i + 1), str(i), str(i)) for i in range(num))
+
+
+def stream_of(num_rows: int, *, seed: int = 0, processor: FakeProcessor | None = None) -> PromptSource:
+    return PromptSource(numbered(num_rows), InDriver(processor or FakeProcessor()), seed=seed, split_name="train")
+
+
+def ids(stream: PromptSource, num: int) -> list[str]:
+    return [stream.next().prompt_id for _ in range(num)]
+
+
+def test_every_epoch_is_a_permutation_of_its_own() -> None:
+    stream = stream_of(20)
+    epochs = [[stream.next().sample_id for _ in range(20)] for _ in range(3)]
+    assert all(sorted(epoch) == sorted(row.sample_id for row in numbered(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_fingerprint_is_of_the_rows_that_are_used() -> None:
+    def fingerprint(split: tuple[Row, ...], *unusable: str) -> str:
+        checked = Split("train", split, ())
+        processor = FakeProcessor(bad_text=unusable)
+        return preflight(checked, processor, max_skipped_fraction=1.0, max_checked_rows=0).fingerprint
+
+    assert fingerprint(numbered(5)) == fingerprint(numbered(5))
+    renamed = tuple(replace(row, sample_id=f"{row.sample_id}-1") for row in numbered(5))
+    found = [fingerprint(numbered(num), *bad) for num, *bad in ((5,), (4,), (5, "r1"), (5, "r2"))]
+    assert len({*found, fingerprint(renamed)}) == 5
+    assert found[2].startswith("4 of 5, ")
+
+
+def test_prompt_ids_are_of_epoch_position_and_sample() -> None:
+    stream = stream_of(3)
+    prompts = [stream.next() for _ in range(4)]
+    assert [p.prompt_id for p in prompts[::3]] == [f"0/0/{prompts[0].sample_id}", f"1/0/{prompts[3].sample_id}"]
+
+
+@given(st.integers(1, 30), st.integers(-(2**40), 2**40), st.integers(0, 90))
+def test_the_order_is_a_pure_function_of_seed_and_index(num_rows: int, seed: int, index: int) -> None:
+    walked, asked = stream_of(num_rows, seed=seed), stream_of(num_rows, seed=seed)
+    assert ids(walked, index + 1)[-1] == asked.prompt_at(index).prompt_id
+
+
+def test_another_seed_gives_another_order() -> None:
+    assert epoch_order(50, 0, 0).tolist() != epoch_order(50, 1, 0).tolist()
+    assert epoch_order(50, 0, 0).tolist() != epoch_order(50, 0, 1).tolist()
+
+
+@given(st.integers(1, 12), st.integers(0, 40), st.data())
+def test_a_resumed_source_gives_the_pending_prompts_first_and_loses_none(
+    num_rows: int, handed_out: int, data: st.DataObject
+) -> None:
+    first = stream_of(num_rows)
+    given_out = ids(first, handed_out)
+    in_flight = [i for i in given_out if data.draw(st.booleans())]
+    resumed = stream_of(num_rows)
+    resumed.restore(cursor=first.cursor, pending=in_flight)
+    assert resumed.pending == tuple(in_flight)
+    assert ids(resumed, len(in_flight) + 5) == in_flight + ids(first, 5)
+    assert resumed.pending == ()
+
+
+def test_pending_prompts_survive_a_second_resume() -> None:
+    first = stream_of(5)
+    given_out = ids(first, 4)
+    second = stream_of(5)
+    second.restore(first.cursor, given_out)
+    again = second.next().prompt_id
+    third = stream_of(5)
+    third.restore(second.cursor, [again, *second.pending])
+    assert ids(third, 4) == given_out
+
+
+@pytest.mark.parametrize("num_rows", [4, 6])
+def test_resuming_with_other_rows_is_refused(num_rows: int) -> None:
+    given_out = ids(stream_of(5), 5)
+    with pytest.raises(DatasetError, match="data.path"):
+        stream_of(num_rows).restore(cursor=5, pending=given_out)
+
+
+def test_unusable_rows_are_skipped_counted_and_named_once() -> None:
+    stream = stream_of(5, processor=FakeProcessor(bad_media={"r1"}, bad_text={"r3"}))
+    seen = [stream.next().sample_id for _ in range(9)]
+    assert set(seen) == {"r0", "r2", "r4"}
+    assert count_by_reason(stream.skipped) == {"bad_media": 1, "bad_prompt": 1}
+    assert {(s.sample, s.detail) for s in stream.skipped} == {("r1", "r1 is corrupt"), ("r3", "r3 is too long")}
+
+
+def test_a_source_without_usable_rows_stops() -> None:
+    stream = stream_of(5, processor=FakeProcessor(bad_media={row.sample_id for row in numbered(5)}))
+    with pytest.raises(DatasetError, match="no row of the split train is usable .*corrupt"):
+        stream.next()
+
+
+def test_the_listener_receives_each_unusable_row_even_if_there_is_no_other() -> None:
+    reported: list[Skipped] = []
+    bad = FakeProcessor(bad_media={row.sample_id for row in numbered(3)})
+    stream = PromptSource(numbered(3), InDriver(bad), seed=0, split_name="train", on_skipped=reported.append)
+    for _ in range(2):
+        with pytest.raises(DatasetError):
+            stream.next()
+    assert sorted(skipped.sample for skipped in reported) == ["r0", "r1", "r2"]
+
+
+def test_a_source_without_rows_is_refused() -> None:
+    with pytest.raises(DatasetError, match="data.path"):
+        stream_of(0)
+
+
+def test_fixed_prompts_are_the_first_usable_ones_in_file_order() -> None:
+    split = Split("validation", numbered(6), ())
+    held_out = fixed_prompts(split, InDriver(FakeProcessor(bad_media={"r1"})), 3)
+    assert [p.prompt_id for p in held_out.prompts] == ["validation/0/r0", "validation/2/r2", "validation/3/r3"]
+    assert held_out.skipped == (Skipped("r1", "bad_media", "r1 is corrupt"),)
+
+
+def test_a_held_out_split_without_usable_rows_is_an_error() -> None:
+    with pytest.raises(DatasetError, match="validation"):
+        fixed_prompts(Split("validation", numbered(1), ()), InDriver(FakeProcessor(bad_text={"r0"})), 1)
+
+
+def test_preflight_keeps_the_usable_rows_and_names_the_others() -> None:
+    unread = Skipped("train.jsonl:3", "broken_json", "the line is not JSON")
+    split = Split("train", numbered(4), (unread,))
+    report = preflight(split, FakeProcessor(bad_text={"r3"}), max_skipped_fraction=0.4, max_checked_rows=0)
+    assert report.rows == numbered(4)[:3]
+    assert report.skipped == (unread, Skipped("r3", "bad_prompt", "r3 is too long"))
+    assert (report.num_skipped, report.longest_prompt_tokens) == ({"broken_json": 1, "bad_prompt": 1}, 3)
+
+
+def test_preflight_refuses_a_split_with_too_many_unusable_rows() -> None:
+    processor = FakeProcessor(bad_media={"r0", "r1"})
+    with pytest.raises(DatasetError, match=r"2 of 4 .*r0: r0 is corrupt.*data.max_skipped_fraction is 0.4"):
+        preflight(Split("train", numbered(4), ()), processor, max_skipped_fraction=0.4, max_checked_rows=0)
+
+
 # Mixtures: exact shares, an order that is a pure function of the index, labels, and what is refused.
-
-
-class Processor:
-    """Prompts without a model."""
-
-    def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        ids = np.zeros(1, dtype=np.int32)
-        return Prompt(prompt_id, row.sample_id, row.question, ids, ids, metadata=row.metadata)
-
-    def check(self, row: Row) -> int:
-        return len(row.question)
 
 
 def write(folder: Path, name: str, num: int, *more: str) -> None:
@@ -178,21 +323,21 @@ def write(folder: Path, name: str, num: int, *more: str) -> None:
     (folder / name / "train.jsonl").write_text("\n".join([*lines, *more]) + "\n")
 
 
-def source(name: str, weight: float, label: str = "") -> MixtureSource:
+def mixture_source(name: str, weight: float, label: str = "") -> MixtureSource:
     base = data_config(Path(name)).model_dump(include=set(MixtureSource.model_fields))
     return MixtureSource(**(base | {"path": Path(name), "weight": weight, "label": label}))
 
 
 def mixture(folder: Path, weights: dict[str, float], *, weight_by_rows: bool = False, **changes: Any) -> DataConfig:
-    sources = {name: source(name, weight, f"{name}-label") for name, weight in weights.items()}
+    sources = {name: mixture_source(name, weight, f"{name}-label") for name, weight in weights.items()}
     mixed = MixtureConfig(sources=sources, weight_by_rows=weight_by_rows)
     return data_config(folder, kind=DataKind.MIXTURE, mixture=mixed, **changes)
 
 
 def prompts_of(config: DataConfig, seed: int = 0) -> PromptSource:
     opened = open_split(config, "train", "label")
-    report = preflight(opened, Processor(), max_skipped_fraction=1.0, max_checked_rows=config.max_checked_rows)
-    return PromptSource(report.rows, InDriver(Processor()), seed=seed, split_name="train")
+    report = preflight(opened, FakeProcessor(), max_skipped_fraction=1.0, max_checked_rows=config.max_checked_rows)
+    return PromptSource(report.rows, InDriver(FakeProcessor()), seed=seed, split_name="train")
 
 
 @pytest.fixture

@@ -464,12 +464,6 @@ async def read(reads: MediaBatcher, *keys: str) -> list[list[ProcessedMedia] | B
     return found
 
 
-async def test_those_that_come_together_are_read_for_together() -> None:
-    reader = Reader()
-    await read(MediaBatcher(reader), "a", "b", "c")
-    assert (reader.together, reader.alone) == ([3], [])
-
-
 async def test_those_that_come_during_a_read_share_the_next() -> None:
     is_reading, goes_on = threading.Event(), threading.Event()
 

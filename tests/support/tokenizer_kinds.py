@@ -11,6 +11,10 @@ from tiny_checkpoints import write_text_policy
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.media import MediaStore
+from mobula.configs.load import load_config
+
 TEXT = (
     "{%- macro text(m) -%}{%- if m.content is string -%}{{- m.content -}}{%- else -%}{%- for part in m.content -%}"
     "{{- '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text -}}"
@@ -331,3 +335,11 @@ def write_tokenizer(folder: Path, kind: str, template: str, *, adds_bos: bool = 
         (folder / name).write_text(json.dumps(fields | ends | {"pad_token_id": tokenizer.pad_token_id}))
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def chat_of(model: Path | str, *words: str, device: str = "cpu", **changes: object) -> ChatProcessor:
+    """The processor of a run with this model and no text behind questions; `changes` are of its `data` section."""
+    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''", *words])
+    data = config.data.model_copy(update=changes)
+    store = MediaStore(lambda value: value, 1 << 28)
+    return ChatProcessor(str(model), data, config.sampler, store, keep_files=False, device=device)

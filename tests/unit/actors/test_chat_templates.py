@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tiny_checkpoints import write_text_policy
-from tokenizer_kinds import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN2_5, QWEN3, TEXT_ALONE, THINKING, TOOLS
+from tokenizer_kinds import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN2_5, QWEN3, TEXT_ALONE, THINKING, TOOLS, chat_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -25,10 +25,8 @@ from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.actors.samplers.huggingface import StopStrings
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import TokenActions
-from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import TrajectoryGroup, WeightSpan
-from mobula.configs.load import load_config
 from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 
 Build = Callable[..., ChatProcessor]
@@ -75,9 +73,7 @@ def build(folder: Path) -> Build:
         (folder / "chat_template.jinja").write_text(template)
         if "date_string" in template:
             kwargs = {"date_string": "26 Jul 2024", **kwargs}
-        config = load_config(["experiment=own", f"policy.model={folder}", "data.path=x", "data.prompt_suffix=''"])
-        data = config.data.model_copy(update={"template_kwargs": kwargs})
-        return ChatProcessor(str(folder), data, config.sampler, MediaStore(lambda one: one, 1 << 20), keep_files=False)
+        return chat_of(folder, template_kwargs=kwargs)
 
     return built
 
@@ -239,8 +235,7 @@ def tagged(folder: Path, target: Path) -> str:
 
 def test_tags_that_are_special_tokens_are_text_to_rewards_stop_strings_and_rows(folder: Path, tmp_path: Path) -> None:
     model = tagged(folder, tmp_path)
-    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x"])
-    chat = ChatProcessor(model, config.data, config.sampler, MediaStore(lambda one: one, 1), keep_files=False)
+    chat = chat_of(model)
     ids = chat._tokenizer("<answer>7</answer>8<|im_end|><|endoftext|>", add_special_tokens=False).input_ids
     assert chat.decode(ids) == "<answer>7</answer>8"
     hidden = (*chat.eos_token_ids, chat.pad_token_id)
@@ -254,13 +249,9 @@ def test_tags_that_are_special_tokens_are_text_to_rewards_stop_strings_and_rows(
 
 def test_a_template_of_the_tokenizer_is_that_of_the_processor(tmp_path: Path) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path)
-    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x"])
 
     def prompt() -> str:
-        store = MediaStore(lambda one: one, 1)
-        return ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False).render(
-            [("user", "<image>Q")], is_open=True
-        )
+        return chat_of(model).render([("user", "<image>Q")], is_open=True)
 
     expected, template = prompt(), (model / "chat_template.jinja").read_text()
     settings = json.loads((model / "tokenizer_config.json").read_text())
@@ -282,9 +273,7 @@ def test_a_template_of_the_tokenizer_is_that_of_the_processor(tmp_path: Path) ->
 def test_images_without_a_place_in_the_template_skip_their_row(tmp_path: Path) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path)
     (model / "chat_template.jinja").write_text(TEXT_ALONE)
-    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
-    store = MediaStore(lambda one: one, 1)
-    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False)
+    chat = chat_of(model)
     assert chat.render([("user", "Q")], is_open=True) == PROMPTS["text alone"][0]
     with pytest.raises(PromptError, match="takes the content of a user turn as text alone, so it has no place for the"):
         chat.render([("user", "<image>Q")], is_open=True)
@@ -293,25 +282,20 @@ def test_images_without_a_place_in_the_template_skip_their_row(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "head", "answer"),
     [
-        (
-            "qwen3.5",
-            "<|im_start|>user\n{image}Q<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-            "7<|im_end|>",
-        ),
-        ("smolvlm", "<|im_start|>User:{image}Q<|im_end|>\nAssistant:", " 7<|im_end|>"),
-        ("gemma3", "<|im_start|>user\n{image}Q<|im_end|>\n<|im_start|>model\n", "7<|im_end|>"),
+        ("qwen3.5", "<|im_start|>user\n{image}Q<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", "7"),
+        ("smolvlm", "<|im_start|>User:{image}Q<|im_end|>\nAssistant:", " 7"),
+        ("gemma3", "<|im_start|>user\n{image}Q<|im_end|>\n<|im_start|>model\n", "7"),
     ],
 )
 def test_answers_about_images_are_found(tmp_path: Path, name: str, head: str, answer: str) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATES[name])
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
-    config = load_config(["experiment=sft", f"policy.model={model}", "data.path=x"])
-    store = MediaStore(lambda one: one, 1 << 20)
-    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False)
+    chat = chat_of(model, "data.max_pixels=50176")
     row = replace(conversation("7"), images=(tmp_path / "a.png",), context=(OfflineTurn("user", "<image>Q", False),))
     group = offline(chat).prepare(row, "p").group
-    assert texts(chat, group) == [(head.format(image="<|vision_start|><|image_pad|><|vision_end|>") + answer, answer)]
+    before, trained = head.format(image="<|vision_start|><|image_pad|><|vision_end|>"), f"{answer}<|im_end|>"
+    assert texts(chat, group) == [(before + trained, trained)]
     assert len(group.prompt.media_spans) == len(group.prompt.media) == 1
 
 
@@ -321,8 +305,7 @@ def test_padding_that_is_a_word_of_texts_stays_in_them(folder: Path, tmp_path: P
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.pad_token = pad
     tokenizer.save_pretrained(tmp_path)
-    config = load_config(["experiment=own", f"policy.model={tmp_path}", "data.path=x", "data.prompt_suffix=''"])
-    chat = ChatProcessor(str(tmp_path), config.data, config.sampler, MediaStore(lambda one: one, 1), keep_files=False)
+    chat = chat_of(tmp_path)
     assert (chat.pad_token_id in chat.eos_token_ids) == is_end
     assert chat.check(Row("r", "Say it!", "7!", "7!")) > 0
     assert chat.decode(chat.encode_answer("7!")) == "7!"
@@ -338,9 +321,7 @@ def test_a_prompt_begins_with_one_bos_where_the_processor_adds_it(tmp_path: Path
     tokenizer.save_pretrained(model)
     template = CHAT_TEMPLATES["without an end"]
     (model / "chat_template.jinja").write_text("{{- bos_token -}}" * bos_in_template + template)
-    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
-    store = MediaStore(lambda one: one, 1)
-    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False, device="cuda")
+    chat = chat_of(model, device="cuda")
     prompt = chat.prepare(Row("r", "Q", "7", "7"), "p")
     assert prompt.text == "<|endoftext|>USER: Q ASSISTANT:"
     messages = [{"role": "user", "content": "Q"}]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from data_rows import read_split
 from PIL import Image
+from tokenizer_kinds import chat_of
 
 from mobula.actors.datasets.conversations import read_conversations
 from mobula.actors.datasets.rows import Row
@@ -19,8 +20,6 @@ from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.cluster.records.markup import PLACEHOLDERS, plain
-from mobula.cluster.records.media import MediaStore
-from mobula.configs.load import load_config
 from mobula.deploy.data.data_command import message_record
 from mobula.learner.policies.tiny import TINY
 
@@ -39,9 +38,7 @@ ANSWER = {"role": "assistant", "content": "7"}
 @pytest.fixture(scope="module", params=[name for name in MODELS if name in TINY])
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     model = TINY[request.param](tmp_path_factory.mktemp("markup") / "model")
-    config = load_config(["experiment=digits", f"policy.model={model}", "data.path=x", "data.max_prompt_tokens=900"])
-    media = MediaStore(lambda value: value, 1 << 28)
-    return ChatProcessor(str(model), config.data, config.sampler, media, keep_files=False)
+    return chat_of(model, "data.max_prompt_tokens=900")
 
 
 @pytest.fixture

@@ -308,8 +308,7 @@ def test_samples_come_in_pairs_nested_lists_tensors_and_numbers_of_numpy(tmp_pat
     for value, num in cases:
         found = inputs.resolve(value, "row")
         assert [check_audio(one, audio_limits()) for one in found] == [100] * num
-        heard = heard(found[-1])
-        np.testing.assert_allclose(heard, samples, atol=2e-3)
+        np.testing.assert_allclose(heard(found[-1]), samples, atol=2e-3)
 
 
 def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tiny_checkpoints import families, write_text_policy
-from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, write_tokenizer
+from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, chat_of, write_tokenizer
 from transformers import ByT5Tokenizer
 
 from mobula.actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
@@ -20,9 +20,7 @@ from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.cluster.records.markup import literal, verbatim
-from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.configs.load import load_config
 from mobula.learner.policies.pretrained import smollm2_tokenizer
 from mobula.learner.policies.tiny import TINY
 
@@ -33,11 +31,6 @@ ANSWERS = ("7", "The answer is 7.", "é 你好 🙂!", "- one\n\n- two", "  inde
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
-
-
-def chat_of(folder: Path) -> ChatProcessor:
-    config = load_config(["experiment=own", f"policy.model={folder}", "data.path=x", "data.prompt_suffix=''"])
-    return ChatProcessor(str(folder), config.data, config.sampler, MediaStore(lambda one: one, 1), keep_files=False)
 
 
 USUAL = set(zip(cycle(TOKENIZERS), TEMPLATES, strict=False))  # every template, and every kind of tokenizer
@@ -260,9 +253,7 @@ def test_a_tokenizer_without_offsets_is_refused(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("family", families(TINY))
 def test_tiny_models_have_the_tokens_of_their_own_processor(family: str, tmp_path: Path) -> None:
     model = TINY[family](tmp_path / "model")
-    config = load_config(["experiment=digits", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
-    store = MediaStore(lambda one: one, 1)
-    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False, device="cuda")
+    chat = chat_of(model, device="cuda")
     messages = talk("Which digit?", "The answer is 7.", " More\n", "\n- one")
     text = chat.render([(m["role"], m["content"]) for m in messages], is_open=False)
     if chat.first_end(chat.template.around_answer()[2]) is None:  # the template ends no answer

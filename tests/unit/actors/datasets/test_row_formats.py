@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, get_args
@@ -28,24 +29,40 @@ from mobula.deploy.data.data_command import message_record
 from mobula.deploy.preflight.rows import ROWS, find_in_rows, row_notes
 
 IMAGE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
+SOUND_PART = {"type": "input_audio", "input_audio": "a.wav"}
 TEXT_PART = {"type": "text", "text": "Which?"}
 NO_DOWNLOADS = MediaDownloads(Path("unused"), (), DownloadLimits(1, "data.max_image_bytes", 0, 1.0))
-ONE_IMAGE: dict[str, dict[str, Any]] = {  # the same question with the same image
-    "question": {"question": "<image>Which?", "answer": 7, "image": "a.png"},
-    "messages": {"messages": [{"role": "user", "content": [IMAGE_PART, TEXT_PART]}], "answer": "7"},
+
+
+def shared(*texts: str) -> list[dict[str, str]]:
+    """Turns in the form of ShareGPT."""
+    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+FILES = {"image": "a.png", "video": "a.gif", "audio": "a.wav"}
+ONE_VIDEO: dict[str, dict[str, Any]] = {  # the same question with the same video
+    "question": {"question": "<video>Which?", "answer": 7, "video": "a.gif"},
+    "messages": {
+        "messages": [{"role": "user", "content": [{"type": "video", "video": "a.gif"}, TEXT_PART]}],
+        "answer": "7",
+    },
     "verl": {
-        "prompt": [{"role": "user", "content": "<image>Which?"}],
-        "images": [{"path": "a.png", "bytes": None}],
+        "prompt": [{"role": "user", "content": "<video>Which?"}],
+        "videos": [{"video": "a.gif"}],
         "reward_model": {"ground_truth": "7", "style": "rule"},
     },
-    "lightrft": {"prompt": "Which?", "images": ["a.png"], "reward_model": {"ground_truth": '["7"]'}},
-    "alpaca": {"instruction": "<image>Which?", "input": "", "output": r"\boxed{7}", "answer": "7", "images": ["a.png"]},
-    "sharegpt": {
-        "conversations": [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": r"\boxed{7}"}],
-        "answer": "7",
-        "images": "a.png",
-    },
+    "lightrft": {"prompt": "Which?", "videos": ["a.gif"], "reward_model": {"ground_truth": '["7"]'}},
+    "alpaca": {"instruction": "<video>Which?", "input": "", "output": r"\boxed{7}", "answer": "7", "videos": ["a.gif"]},
+    "sharegpt": {"conversations": shared("<video>Which?", r"\boxed{7}"), "answer": "7", "videos": ["a.gif"]},
 }
+
+
+def one(row_format: str, kind: str) -> dict[str, Any]:
+    """The question of `ONE_VIDEO` with another medium."""
+    return json.loads(json.dumps(ONE_VIDEO[row_format]).replace("video", kind).replace("a.gif", FILES[kind]))
+
+
+ONE_IMAGE = {row_format: one(row_format, "image") for row_format in ONE_VIDEO}
 
 
 def folder_of(folder: Path, *records: dict[str, Any]) -> Path:
@@ -71,34 +88,23 @@ def test_the_schema_of_the_configuration_names_every_format() -> None:
     assert get_args(names) == tuple(FORMATS)
 
 
+@pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("row_format", FORMATS)
-def test_every_format_gives_the_same_row(tmp_path: Path, row_format: str) -> None:
-    [row] = read(tmp_path, row_format, ONE_IMAGE[row_format])
-    assert row == Row("train-1", "<image>Which?", "7", r"\boxed{7}", ((tmp_path / "a.png").resolve(),), row.metadata)
-    assert not row.metadata
+def test_every_format_gives_the_same_row(tmp_path: Path, row_format: str, kind: str) -> None:
+    (tmp_path / "a.wav").write_bytes(b"sound")
+    [row] = read(tmp_path, row_format, one(row_format, kind))
+    assert (row.sample_id, row.question, row.answer) == ("train-1", f"<{kind}>Which?", "7")
+    assert (row.solution, dict(row.metadata)) == (r"\boxed{7}", {})
+    media = {"image": row.images, "video": row.videos, "audio": row.audios}
+    assert media == {**dict.fromkeys(FILES, ()), kind: ((tmp_path / FILES[kind]).resolve(),)}
 
 
 CONVERSATION = (Turn("system", "Be brief."), Turn("user", "1 + 1?"), Turn("assistant", "2"))
 MESSAGES = [{"role": turn.role, "content": turn.text} for turn in CONVERSATION]
 CONVERSATIONS: dict[str, dict[str, Any]] = {
-    "messages": {
-        "messages": [*MESSAGES, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
-    },
-    "alpaca": {
-        "instruction": "2 + 2?",
-        "output": "It is 4.",
-        "system": "Be brief.",
-        "history": [["1 + 1?", "2"]],
-    },
-    "sharegpt": {
-        "system": "Be brief.",
-        "conversations": [
-            {"from": "human", "value": "1 + 1?"},
-            {"from": "gpt", "value": "2"},
-            {"from": "human", "value": "2 + 2?"},
-            {"from": "gpt", "value": "It is 4."},
-        ],
-    },
+    "messages": {"messages": [*MESSAGES, {**MESSAGES[1], "content": "2 + 2?"}, {**MESSAGES[2], "content": "It is 4."}]},
+    "alpaca": {"instruction": "2 + 2?", "output": "It is 4.", "system": "Be brief.", "history": [["1 + 1?", "2"]]},
+    "sharegpt": {"system": "Be brief.", "conversations": shared("1 + 1?", "2", "2 + 2?", "It is 4.")},
 }
 
 
@@ -115,7 +121,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "messages": {"messages": [{"role": "user", "content": "1 + 1?"}], "chosen": "2", "rejected": "3"},
     "alpaca": {"instruction": "1 + 1?", "chosen": "2", "rejected": "3"},
     "sharegpt": {
-        "conversations": [{"from": "human", "value": "1 + 1?"}],
+        "conversations": shared("1 + 1?"),
         "chosen": {"from": "gpt", "value": "2"},
         "rejected": {"from": "gpt", "value": "3"},
     },
@@ -177,11 +183,7 @@ def test_bytes_in_parquet_are_the_image(tmp_path: Path) -> None:
     [
         ("messages", {"messages": []}, "missing_messages"),
         ("messages", {"messages": "Which?"}, "bad_messages"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "a.wav"}]}]},
-            "missing_file",
-        ),
+        ("messages", {"messages": [{"role": "user", "content": [SOUND_PART]}]}, "missing_file"),
         ("messages", {"messages": [{"role": "nurse", "content": "Which?"}]}, "bad_messages"),
         ("messages", {"messages": [{"role": "assistant", "content": "7"}]}, "bad_messages"),
         ("messages", {"messages": [{"role": "user", "content": [IMAGE_PART]}], "images": ["a.png"]}, "bad_image"),
@@ -226,41 +228,6 @@ def test_a_column_that_the_format_does_not_have_is_refused(tmp_path: Path) -> No
 def test_the_label_of_a_source_is_the_label_of_all_its_rows(tmp_path: Path) -> None:
     [row] = read(tmp_path, "verl", ONE_IMAGE["verl"] | {"data_source": "geo3k"}, label="maths")
     assert row.metadata["label"] == "maths"
-
-
-VIDEO_PART = {"type": "video", "video": "a.gif"}
-ONE_VIDEO: dict[str, dict[str, Any]] = {  # the same question with the same video
-    "question": {"question": "<video>Which?", "answer": 7, "video": "a.gif"},
-    "messages": {"messages": [{"role": "user", "content": [VIDEO_PART, TEXT_PART]}], "answer": "7"},
-    "verl": {
-        "prompt": [{"role": "user", "content": "<video>Which?"}],
-        "videos": [{"video": "a.gif"}],
-        "reward_model": {"ground_truth": "7", "style": "rule"},
-    },
-    "lightrft": {"prompt": "Which?", "videos": ["a.gif"], "reference": "7"},
-    "alpaca": {"instruction": "<video>Which?", "input": "", "output": r"\boxed{7}", "answer": "7", "videos": ["a.gif"]},
-    "sharegpt": {
-        "conversations": [{"from": "human", "value": "<video>Which?"}, {"from": "gpt", "value": r"\boxed{7}"}],
-        "answer": "7",
-        "videos": ["a.gif"],
-    },
-}
-
-
-@pytest.mark.parametrize("row_format", FORMATS)
-def test_every_format_has_videos(tmp_path: Path, row_format: str) -> None:
-    [row] = read(tmp_path, row_format, ONE_VIDEO[row_format])
-    assert (row.question, row.answer, row.images) == ("<video>Which?", "7", ())
-    assert row.videos == (tmp_path / "a.gif",)
-
-
-@pytest.mark.parametrize("row_format", FORMATS)
-def test_every_format_has_sounds(tmp_path: Path, row_format: str) -> None:
-    (tmp_path / "a.wav").write_bytes(b"sound")
-    record = json.loads(json.dumps(ONE_VIDEO[row_format]).replace("video", "audio").replace("a.gif", "a.wav"))
-    [row] = read(tmp_path, row_format, record)
-    assert (row.question, row.answer, row.videos) == ("<audio>Which?", "7", ())
-    assert row.audios == (tmp_path / "a.wav",)
 
 
 def test_frames_in_lists_folders_and_arrays_are_one_video(tmp_path: Path) -> None:
@@ -353,7 +320,7 @@ RECORDS: dict[str, dict[str, Any]] = {
     "verl": {"prompt": [ASKED], "reward_model": {"ground_truth": "4"}},
     "lightrft": {"prompt": "Q?", "reference": "4"},
     "alpaca": {"instruction": "Q?", "output": "4"},
-    "sharegpt": {"conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "4"}]},
+    "sharegpt": {"conversations": shared("Q?", "4")},
 }
 
 
@@ -398,14 +365,8 @@ def test_a_field_that_changes_training_elsewhere_is_refused_by_name(
 
 @pytest.mark.parametrize("row_format", RECORDS)
 def test_values_that_change_nothing_are_read(tmp_path: Path, row_format: str) -> None:
-    neutral = {
-        "kto_tag": True,
-        "weight": 1,
-        "loss": True,
-        "tools": [],
-        "history": [],
-        "agent_name": "single_turn_agent",
-    }
+    neutral = {"kto_tag": True, "weight": 1, "loss": True, "tools": [], "history": []}
+    neutral |= {"agent_name": "single_turn_agent"}
     row = row_of(tmp_path, row_format, {**RECORDS[row_format], **neutral})
     assert (row.answer, row.template, row.unread) == ("4", "", ())
 
@@ -480,6 +441,7 @@ def test_tool_calls_and_thoughts_are_fields_of_their_turns(tmp_path: Path) -> No
         row_of(tmp_path, "messages", {"messages": [ASKED, {**FOUR, "reasoning_content": "because"}]})
 
 
+BEGUN = [ASKED, FIVE, ASKED]
 TRLS: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("conversation", {"prompt": "Q?", "completion": "4"}, ["Q?"], ["4"]),
     ("conversation", {"prompt": [ASKED], "completion": [FOUR]}, ["Q?"], ["4"]),
@@ -487,12 +449,7 @@ TRLS: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("pair", {"prompt": [ASKED], "chosen": [FOUR], "rejected": [FIVE]}, ["Q?"], ["4", "5"]),
     ("pair", {"chosen": [ASKED, FOUR], "rejected": [ASKED, FIVE]}, ["Q?"], ["4", "5"]),
     ("pair", {"prompt": "Q?", "chosen": [ASKED, FOUR], "rejected": [ASKED, FIVE]}, ["Q?"], ["4", "5"]),
-    (
-        "pair",
-        {"chosen": [ASKED, FIVE, ASKED, FOUR], "rejected": [ASKED, FIVE, ASKED, FIVE]},
-        ["Q?", "5", "Q?"],
-        ["4", "5"],
-    ),
+    ("pair", {"chosen": [*BEGUN, FOUR], "rejected": [*BEGUN, FIVE]}, ["Q?", "5", "Q?"], ["4", "5"]),
 ]
 
 
@@ -518,6 +475,14 @@ def test_rows_that_cannot_be_read_name_the_next_action(tmp_path: Path) -> None:
             conversation_of(tmp_path, record, "pair" if "chosen" in record else "conversation")
 
 
+def converted(folder: Path, *words: str) -> Sequence[Any]:
+    """The rows of an offline job that `mobula data convert` makes of the folder's."""
+    run = ["data", "convert", str(folder / "out"), "--split", "train", *words, f"data.path={folder}"]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0, result.output
+    return read_conversations(folder / "out", "train", "conversation").rows
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
@@ -534,10 +499,7 @@ def test_the_words_that_an_error_names_convert_the_rows(tmp_path: Path, record: 
     with pytest.raises(DatasetError) as caught:
         conversation_of(tmp_path, record)
     assert all(word in str(caught.value) for word in words)
-    run = ["data", "convert", str(tmp_path / "out"), "--split", "train", *words, f"data.path={tmp_path}"]
-    result = CliRunner().invoke(app, run)
-    assert result.exit_code == 0, result.output
-    [row] = read_conversations(tmp_path / "out", "train", "conversation").rows
+    [row] = converted(tmp_path, *words)
     assert [turn.text for turn in (*row.context, *row.endings[0].turns)] == ["Q?", "4"]
 
 
@@ -545,11 +507,8 @@ def test_a_converted_row_keeps_its_fields(tmp_path: Path) -> None:
     turns = [ASKED, {**FIVE, "weight": 0}, ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     turns += [{"role": "tool", "content": "2"}, ASKED, FOUR]
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns, "tools": [TOOL]}))
-    run = ["data", "convert", str(tmp_path / "out"), "--split", "train", "data=messages", f"data.path={tmp_path}"]
-    result = CliRunner().invoke(app, run)
-    assert result.exit_code == 0, result.output
+    [after] = converted(tmp_path, "data=messages")
     [before] = read_conversations(tmp_path, "train", "conversation").rows
-    [after] = read_conversations(tmp_path / "out", "train", "conversation").rows
     assert (after.context, after.endings, after.template) == (before.context, before.endings, before.template)
 
 

@@ -36,6 +36,7 @@ ASKED = {"role": "user", "content": "<image>"}
 WATCHED = {"role": "user", "content": "<video>"}
 HEARD = {"role": "user", "content": "<audio>"}
 FOUR = {"role": "assistant", "content": "4"}
+WEB_IMAGE = {"type": "image_url", "image_url": "http://x/y.png"}
 
 
 def written(folder: Path, *rows: Any) -> Path:
@@ -116,26 +117,16 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
         ("conversation", {"messages": [{"role": "user", "content": "<image>"}, FOUR], "images": ["x"]}, "missing_file"),
         ("conversation", {"messages": [ASKED, FOUR], "images": ["../x"]}, "outside_folder"),
         ("conversation", {"messages": [{"role": "user", "content": "<image>"}, FOUR], "images": [1]}, "bad_images"),
-        (
-            "conversation",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "http://x/y.png"}]}, FOUR]},
-            "remote_image",
-        ),
+        ("conversation", {"messages": [{**USER, "content": [WEB_IMAGE]}, FOUR]}, "remote_image"),
         ("conversation", {"messages": [{**USER, "content": [{"type": "audio"}]}, FOUR]}, "placeholder_mismatch"),
         ("conversation", {"messages": [WATCHED, FOUR]}, "placeholder_mismatch"),
         ("conversation", {"messages": [WATCHED, FOUR], "videos": ["x.mp4"]}, "missing_file"),
-        ("conversation", {"messages": [WATCHED, FOUR], "videos": ["../x.mp4"]}, "outside_folder"),
         ("conversation", {"messages": [WATCHED, FOUR], "videos": ["http://x/y.mp4"]}, "remote_video"),
-        ("conversation", {"messages": [WATCHED, FOUR], "videos": "x.mp4"}, "missing_file"),
         ("conversation", {"messages": [WATCHED, FOUR], "videos": [[]]}, "bad_video"),
-        ("conversation", {"messages": [USER, {**FOUR, "content": [{"type": "video"}]}]}, "image_in_answer"),
         ("conversation", {"messages": [HEARD, FOUR]}, "placeholder_mismatch"),
         ("conversation", {"messages": [HEARD, FOUR], "audios": ["x.wav"]}, "missing_file"),
-        ("conversation", {"messages": [HEARD, FOUR], "audios": ["../x.wav"]}, "outside_folder"),
         ("conversation", {"messages": [HEARD, FOUR], "audios": ["http://x/y.wav"]}, "remote_audio"),
-        ("conversation", {"messages": [HEARD, FOUR], "audios": "x.wav"}, "missing_file"),
         ("conversation", {"messages": [HEARD, FOUR], "audios": [[0.1, 0.2]]}, "bad_audio"),
-        ("conversation", {"messages": [USER, {**FOUR, "content": [{"type": "audio"}]}]}, "image_in_answer"),
         ("pair", {"messages": [USER], "chosen": "4"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "", "rejected": "5"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "4", "rejected": "4"}, "equal_pair"),

@@ -20,13 +20,10 @@ from mobula.cluster.errors import EngineLostError, RewardError, StuckError
 from mobula.cluster.failures import Failure
 from mobula.deploy.host.processes import ProcessId
 from mobula.rewards.contract import (
-    FailureKind,
     Outcome,
     RewardRequest,
     ScoringFailure,
     TimedOutError,
-    evaluate,
-    evaluate_batch,
 )
 from mobula.rewards.functions import BUILT_IN, build_function
 from mobula.rewards.http.server import MAX_STUCK, RewardScorer
@@ -229,25 +226,6 @@ def start(file):
     time.sleep(1000)
 """
 
-FILE = '''
-"""A reward function in a file of its own."""
-import os, time
-from dataclasses import dataclass
-
-@dataclass
-class Own:
-    """Known in the isolated process alone."""
-    value: float
-
-def score(request, *, bonus):
-    text = request.response.text
-    if text == "hang":
-        time.sleep(1000)
-    if text == "die":
-        os._exit(3)
-    return Own(1.0) if text == "own" else float(text) + bonus
-'''
-
 MEETING = '''
 import pathlib, time
 
@@ -317,18 +295,6 @@ def test_closing_leaves_no_process(pool: IsolatedPool) -> None:
 def test_a_pool_without_processes_is_refused() -> None:
     with pytest.raises(ValueError, match="num_processes=0"):
         IsolatedPool(num_processes=0, timeout_s=1, start_timeout_s=1)
-
-
-def test_a_function_in_a_file_runs_isolated(pool: IsolatedPool, tmp_path: Path) -> None:
-    (tmp_path / "my rewards.py").write_text(FILE)
-    name, tools = f"{tmp_path}/my rewards.py:score", Tools(pool, "cpu", "float32")
-    function = build_function(name, {"bonus": 0.5}, tools)
-    assert evaluate(function, request("1")).value == 1.5
-    outcomes = evaluate_batch(function, [request(text) for text in ("2", "hang", "x", "die", "nan", "own", "3")])
-    failed, timed_out = FailureKind.FAILED, FailureKind.TIMED_OUT
-    assert values_or_kinds(outcomes) == [2.5, timed_out, failed, failed, FailureKind.NOT_FINITE, failed, 3.5]
-    with pytest.raises(ValueError, match="did you mean 'bonus'"):
-        build_function(name, {"bonsu": 1}, tools)
 
 
 def test_a_file_that_does_not_run_is_refused(pool: IsolatedPool, tmp_path: Path) -> None:

@@ -49,6 +49,12 @@ from mobula.rewards.tools import Tools
 
 PLUGIN = '''
 import os, signal, time
+from dataclasses import dataclass
+
+@dataclass
+class Own:
+    """Known in the isolated process alone."""
+    value: float
 
 def score(request, *, bonus):
     """Does what the text of the response asks for."""
@@ -64,6 +70,8 @@ def score(request, *, bonus):
         return len(bytearray(8 * 2**30))
     if request.response.text == "unpicklable":
         return lambda: 0
+    if request.response.text == "own":
+        return Own(1.0)
     return float(request.response.text) + bonus
 
 def pid(*arguments):
@@ -164,7 +172,7 @@ def test_answers_that_come_by_value_are_scored_as_their_group_is(make_worker: Ca
 
 def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("mine", plugin, bonus=0.5), function_timeout_s=1)
-    texts = ("1", "hang", "2", "nan", "word", "die", "exit", "eat", "unpicklable", "backtrack", "inf", "3")
+    texts = ("1", "hang", "2", "nan", "word", "die", "exit", "eat", "unpicklable", "own", "backtrack", "inf", "3")
     found = dict(zip(texts, worker.score(group(*texts)), strict=True))
     scored = {text: reward.value for text, reward in found.items() if isinstance(reward, Reward)}
     assert scored == {"1": 1.5, "2": 2.5, "3": 3.5}
@@ -172,7 +180,7 @@ def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Ca
     assert {text: error.kind for text, error in failed.items()} == {
         **dict.fromkeys(("hang", "backtrack"), FailureKind.TIMED_OUT),
         **dict.fromkeys(("nan", "inf"), FailureKind.NOT_FINITE),
-        **dict.fromkeys(("word", "die", "exit", "eat", "unpicklable"), FailureKind.FAILED),
+        **dict.fromkeys(("word", "die", "exit", "eat", "unpicklable", "own"), FailureKind.FAILED),
     }
     assert {error.component for error in failed.values()} == {"mine"}
     assert "ValueError" in failed["word"].reason
@@ -326,12 +334,15 @@ class Rule:
 
 def right(request, *, bonus=0, **others):
     return bonus
+
+def strict(request, *, bonus):
+    return bonus
 """
 
 
 @pytest.fixture(scope="module")
 def users_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("users") / "own.py"
+    path = tmp_path_factory.mktemp("users") / "my rewards.py"
     path.write_text(FUNCTIONS)
     return path
 
@@ -415,6 +426,7 @@ def test_coroutines_are_awaited_in_one_event_loop(users_file: Path, tools: Tools
         ("Rule", {}, "it is a class, not a function"),
         ("VALUES", {}, "it is a dict, not a function"),
         ("rihgt", {}, "has no rihgt (did you mean 'right'?)"),
+        ("strict", {"bonsu": 1}, "did you mean 'bonus'"),
     ],
 )
 def test_a_function_that_takes_no_request_is_refused_before_a_role_starts(

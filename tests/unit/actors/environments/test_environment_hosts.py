@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from mobula.actors.environments.base import (
     step_from_json,
     step_to_json,
 )
-from mobula.actors.environments.hosts.pool import EnvironmentPool, RemoteEnvironment
+from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession, RemoteEnvironment
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.environments.server import CallBody, EnvironmentServer, make_app
 from mobula.cluster.errors import DatasetError
@@ -63,15 +63,24 @@ assert not ray.is_initialized()
 """
 
 
-def config(fault: str = "", *, host: str = "inline") -> EnvironmentConfig:
-    words = [f"environment.options={{fault: '{fault}'}}"]
-    limits = ["environment.start_timeout_s=240", "environment.step_timeout_s=0.5"]
-    limits += ["environment.num_train=3", f"environment.host={host}"]
-    return episode_config(Path("model"), *words, *limits).environment
+def config(*words: str, fault: str = "", host: str = "inline", step_timeout_s: float = 0.5) -> EnvironmentConfig:
+    least = (f"environment.options={{fault: '{fault}'}}", f"environment.step_timeout_s={step_timeout_s}")
+    least += ("environment.start_timeout_s=240", "environment.num_train=3", f"environment.host={host}")
+    return episode_config(Path("model"), *least, *words).environment
+
+
+@asynccontextmanager
+async def playing(fault: str, host: str) -> AsyncIterator[EnvironmentSession]:
+    pool = EnvironmentPool(config(fault=fault, host=host), takes_images=True)
+    try:
+        async with pool.session() as session:
+            yield session
+    finally:
+        pool.close()
 
 
 async def failure(fault: str, host: str, *, takes_images: bool = True) -> EpisodeError:
-    pool = EnvironmentPool(config(fault, host=host), takes_images=takes_images)
+    pool = EnvironmentPool(config(fault=fault, host=host), takes_images=takes_images)
     try:
         with pytest.raises(EpisodeError) as caught:
             async with pool.session() as session:
@@ -95,39 +104,33 @@ async def test_a_fault_is_named(fault: str, kind: str) -> None:
 
 
 async def test_a_process_that_hangs_is_killed_at_its_deadline() -> None:
-    pool = EnvironmentPool(config("hang", host="process"), takes_images=True)
     with pytest.raises(EpisodeError) as caught:
-        async with pool.session() as session:
+        async with playing("hang", "process") as session:
             await session.reset(1)
             process, asked = session.environment._child._process, time.monotonic()
             await session.step(Action("go"))
     assert caught.value.kind == "timed_out"
     assert time.monotonic() - asked < HANG_S, "the step has not waited until the environment answered"
     assert await asyncio.to_thread(process.wait, HANG_S) == -signal.SIGKILL
-    pool.close()
-
-
-async def test_a_process_that_hangs_or_dies_is_replaced() -> None:
-    assert (await failure("hang", "process")).kind == "timed_out"
-    assert (await failure("die", "process")).kind == "process_died"
 
 
 async def test_a_fork_that_returns_from_a_step_gives_no_answer() -> None:
-    pool = EnvironmentPool(config("fork", host="process"), takes_images=True)
-    async with pool.session() as session:
+    async with playing("fork", "process") as session:
         await session.reset(1)
         assert [(await session.step(Action("go"))).reward for _ in range(3)] == [1, 2, 3]
-    pool.close()
 
 
 async def test_a_process_gives_the_same_episode_as_the_thread() -> None:
     found = []
     for host in ("inline", "process"):
-        pool = EnvironmentPool(config(host=host), takes_images=True)
-        async with pool.session() as session:
-            found.append(((await session.reset(5)), (await session.step(Action("go")))))
-        pool.close()
+        async with playing("", host) as session:
+            found.append((await session.reset(5), await session.step(Action("go"))))
     assert found[0] == found[1]
+
+
+async def test_a_process_that_hangs_or_dies_is_replaced() -> None:
+    assert (await failure("hang", "process")).kind == "timed_out"
+    assert (await failure("die", "process")).kind == "process_died"
 
 
 def test_rows_carry_seed_and_hash_and_splits_share_no_seed() -> None:
@@ -149,12 +152,12 @@ def test_rows_for_ray_actors_are_made_before_there_is_a_cluster() -> None:
 
 def test_a_reset_that_ignores_its_seed_is_refused_before_the_run() -> None:
     with pytest.raises(DatasetError, match="gives two observations for seed 0"):
-        environment_split(config("seed"), "train", takes_images=True)
+        environment_split(config(fault="seed"), "train", takes_images=True)
 
 
 def test_a_reset_that_raises_is_refused_before_the_run() -> None:
     with pytest.raises(DatasetError, match="no reset today"):
-        environment_split(config("reset"), "train", takes_images=True)
+        environment_split(config(fault="reset"), "train", takes_images=True)
 
 
 def test_stages_take_turns_over_training_seeds_and_held_out_episodes_are_of_the_last() -> None:
@@ -180,12 +183,6 @@ def test_an_option_of_a_stage_that_is_unknown_is_refused_before_the_run() -> Non
 # Environments behind HTTP: the same episodes, exactly once, with failures named and nothing lost.
 
 NAME = "episode_data:Scripted"
-
-
-def config_remote(*words: str, fault: str = "") -> EnvironmentConfig:
-    given = [f"environment.options={{fault: '{fault}'}}", "environment.step_timeout_s=1"]
-    host = [] if any("host=" in word for word in words) else ["environment.host=inline"]
-    return episode_config(Path("model"), *given, *host, *words).environment
 
 
 @contextmanager
@@ -218,7 +215,7 @@ def whole_episode(environment: Any) -> tuple[Reset, list[Step]]:
 def test_a_remote_episode_equals_a_local_one() -> None:
     from episode_data import Scripted
 
-    with served(config_remote()) as (url, server):
+    with served(config(step_timeout_s=1)) as (url, server):
         remote = connected(url)
         assert remote.spec == Scripted().spec
         assert whole_episode(remote) == whole_episode(Scripted())
@@ -228,7 +225,7 @@ def test_a_remote_episode_equals_a_local_one() -> None:
 
 
 def test_a_call_that_comes_twice_is_made_once() -> None:
-    with served(config_remote()) as (url, _):
+    with served(config(step_timeout_s=1)) as (url, _):
         opened = httpx.post(f"{url}/v1/sessions", json={}).json()["session"]
         path = f"{url}/v1/sessions/{opened}"
         httpx.post(f"{path}/reset", json={"call": 1, "seed": 3})
@@ -243,7 +240,7 @@ def test_a_call_that_comes_twice_is_made_once() -> None:
     ("fault", "kind"), [("raise", "raised"), ("role", "unknown_role"), ("nan", "reward_not_finite")]
 )
 def test_what_an_environment_does_wrong_keeps_its_name(fault: str, kind: str) -> None:
-    with served(config_remote(fault=fault)) as (url, server):
+    with served(config(fault=fault, step_timeout_s=1)) as (url, server):
         remote = connected(url)
         remote.reset(seed=1, options={})
         with pytest.raises(EpisodeError) as caught:
@@ -264,10 +261,10 @@ def test_a_server_that_is_down_is_named_at_the_deadline_and_one_that_comes_back_
     with pytest.raises(EpisodeError, match="cannot be reached") as caught:
         connected(f"http://127.0.0.1:{port}", seconds=0.5)
     assert caught.value.kind == "server_unreachable" and time.monotonic() - start < 3
-    with served(config_remote(), port=port) as (url, _):
+    with served(config(step_timeout_s=1), port=port) as (url, _):
         remote = connected(url)
         remote.reset(seed=1, options={})
-    with served(config_remote(), port=port):  # it was started again, and knows no session
+    with served(config(step_timeout_s=1), port=port):  # it was started again, and knows no session
         with pytest.raises(EpisodeError) as caught:
             remote.step(Action("go"))
         assert caught.value.kind == "session_lost"
@@ -275,9 +272,10 @@ def test_a_server_that_is_down_is_named_at_the_deadline_and_one_that_comes_back_
 
 
 async def test_a_pool_of_remote_environments_counts_what_fails_and_goes_on() -> None:
-    with served(config_remote(fault="raise")) as (url, server):
-        words = ("environment.host=remote", f"environment.url={url}", "environment.max_concurrent=4")
-        pool = EnvironmentPool(config_remote(*words, fault="raise"), takes_images=True)
+    with served(config(fault="raise", step_timeout_s=1)) as (url, server):
+        words = (f"environment.url={url}", "environment.max_concurrent=4")
+        remote = config(*words, fault="raise", host="remote", step_timeout_s=1)
+        pool = EnvironmentPool(remote, takes_images=True)
 
         async def episode(seed: int) -> str:
             try:
@@ -297,7 +295,7 @@ async def test_a_pool_of_remote_environments_counts_what_fails_and_goes_on() -> 
 
 
 def test_a_full_server_is_asked_again_and_an_abandoned_session_ends() -> None:
-    with served(config_remote("environment.max_concurrent=1"), idle_s=0.4) as (url, server):
+    with served(config("environment.max_concurrent=1", step_timeout_s=1), idle_s=0.4) as (url, server):
         left = connected(url)
         left.reset(seed=1, options={})  # and nothing more comes from it
         next_one = connected(url, seconds=5)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,8 +32,10 @@ def browser() -> Iterator[Browser]:
     found.close()
 
 
-def evaluate(environment: MiniWoB, script: str) -> Any:
-    return environment._run(environment._page.evaluate(script))
+def middle(environment: MiniWoB, selector: str) -> list[float]:
+    """Of an element, by the page itself."""
+    box = f"document.querySelector('{selector}').getBoundingClientRect()"
+    return environment._run(environment._page.evaluate(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box})"))
 
 
 def test_the_same_seed_gives_the_same_page_and_the_named_click_pays() -> None:
@@ -55,10 +56,7 @@ def test_a_wrong_click_costs_and_a_turn_without_an_action_is_answered() -> None:
     assert "ONE" in start.observation[0].text
     step = environment.step(Action("I do not know."))
     assert not step.terminated and "click X Y" in step.observation[0].text and step.info == {"is_valid": False}
-    two = evaluate(  # the page's own button, by the page
-        environment,
-        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#subbtn2').getBoundingClientRect())",
-    )
+    two = middle(environment, "#subbtn2")
     step = environment.step(Action(f"click {two[0]:.0f}, {two[1]:.0f}"))
     assert step.terminated and step.reward == -1.0
     environment.close()
@@ -68,16 +66,10 @@ def test_text_is_typed_and_sent() -> None:
     environment = MiniWoB(task="enter-text", max_turns=5)
     task = environment.reset(seed=4, options={}).observation[0].text
     word = task.split('"')[1]
-    field = evaluate(
-        environment,
-        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#tt').getBoundingClientRect())",
-    )
+    field = middle(environment, "#tt")
     for action in (f"click {field[0]} {field[1]}", f'I will type "{word}"'):
         assert not environment.step(Action(action)).terminated
-    button = evaluate(
-        environment,
-        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#subbtn').getBoundingClientRect())",
-    )
+    button = middle(environment, "#subbtn")
     step = environment.step(Action(f"click {button[0]} {button[1]}"))
     assert (step.reward, step.terminated) == (1.0, True)
     environment.close()

@@ -103,10 +103,7 @@ async def test_the_frozen_policy_is_loaded_once_by_every_scorer() -> None:
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [
-        ("score_one", r"waited 0\.05 s for reference/0 to score 1 groups"),
-        ("load", "reference/0 to load run/reference"),
-    ],
+    [("score_one", r"waited 0\.05 s for reference/0 to score 1 groups"), ("load", "reference/0 to load run/reference")],
 )
 async def test_a_scorer_that_does_not_answer_is_named(method: str, message: str) -> None:
     silent = type("Silent", (FakeScorer,), {method: staticmethod(never), "ping": staticmethod(never)})

@@ -107,11 +107,7 @@ def test_frames_are_taken_by_rate_within_bounds(num: int, rate: float, words: li
 
 def test_frames_of_uneven_times_are_taken_at_equal_distances_in_time() -> None:
     times = np.array([0.0, 0.1, 0.2, 0.3, 3.0, 6.0])
-    assert sampled(times, 6.1, limits("data.video.fps=0.5", "data.video.min_frames=1").video).tolist() == [
-        0,
-        4,
-        5,
-    ]
+    assert sampled(times, 6.1, limits("data.video.fps=0.5", "data.video.min_frames=1").video).tolist() == [0, 4, 5]
 
 
 def test_what_cannot_be_used_is_one_named_error(tmp_path: Path) -> None:
@@ -318,10 +314,7 @@ def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
     array = {"array": sine(100, 8_000), "sampling_rate": 8_000}
     found = inputs.resolve(["a.wav", {"path": "a.wav"}, {"bytes": content}, array], "row")
     assert [check_audio(one, audio_limits()) for one in found] == [100, 100, 100, 200]
-    np.testing.assert_array_equal(
-        heard(EncodedFile(encode_wav(sine(64, RATE), RATE), "x")),
-        sine(64, RATE),
-    )
+    np.testing.assert_array_equal(heard(EncodedFile(encode_wav(sine(64, RATE), RATE), "x")), sine(64, RATE))
     whole = EncodedFile(encode_wav(np.array([16_384, -32_768], dtype=np.int16), RATE), "x")
     assert heard(whole).tolist() == [0.5, -1.0]
 

@@ -61,10 +61,7 @@ def test_a_label_without_a_recipe_is_a_failure_with_a_name_never_a_zero() -> Non
 
 
 def test_gates_open_one_after_the_other_whatever_the_order_of_components() -> None:
-    gates = (
-        Gate(component="right", needs="boxed", at_least=1.0),
-        Gate(component="boxed", needs="tags", at_least=1.0),
-    )
+    gates = (Gate(component="right", needs="boxed", at_least=1.0), Gate(component="boxed", needs="tags", at_least=1.0))
     recipes = {"default": recipe("right", "boxed", "tags", gates=gates)}
     rewards = rewards_of(*config().components, accuracy_component="tags", recipes=recipes)
     assert rewards.gate_order() == ("tags", "boxed", "right")
@@ -116,10 +113,7 @@ def test_recipes_that_cannot_work_are_refused_with_the_next_action(recipes: dict
 
 
 def test_services_that_wait_for_each_other_are_refused() -> None:
-    gates = (
-        Gate(component="a2", needs="b1", at_least=0.0),
-        Gate(component="b1", needs="a1", at_least=0.0),
-    )
+    gates = (Gate(component="a2", needs="b1", at_least=0.0), Gate(component="b1", needs="a1", at_least=0.0))
     parts = [component_of(name, "format", service=service) for name, service in (("a1", "a"), ("a2", "a"), ("b1", "b"))]
     rewards = rewards_of(*parts, recipes={"default": recipe("a1", "a2", "b1", gates=gates)})
     assert [m for m in reward_contradictions(rewards) if "one service run both" in m]

@@ -19,12 +19,7 @@ from waiting import wait_until
 from mobula.cluster.errors import EngineLostError, RewardError, StuckError
 from mobula.cluster.failures import Failure
 from mobula.deploy.host.processes import ProcessId
-from mobula.rewards.contract import (
-    Outcome,
-    RewardRequest,
-    ScoringFailure,
-    TimedOutError,
-)
+from mobula.rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
 from mobula.rewards.functions import BUILT_IN, build_function
 from mobula.rewards.http.server import MAX_STUCK, RewardScorer
 from mobula.rewards.isolation.process import InTime, IsolatedPool

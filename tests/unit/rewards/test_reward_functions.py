@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from reward_data import request, values_or_kinds
 
 from mobula.cluster.errors import RewardError
-from mobula.rewards.contract import (
-    FailureKind,
-    Outcome,
-    RewardRequest,
-    Score,
-    ScoringFailure,
-    evaluate,
-    evaluate_batch,
-)
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate, evaluate_batch
 from mobula.rewards.functions import build_function
 from mobula.rewards.functions.math_answer import MathAnswer, equals
 from mobula.rewards.functions.parsing.extraction import find_boxes, given_references, last_boxed

@@ -534,9 +534,7 @@ async def test_gates_see_what_was_scored_ahead_and_each_service_is_asked_once(fu
     gate = Gate(component="length", needs="is_long", at_least=1.0)
     recipe = Recipe(components=("is_long", "length"), weights={}, gates=(gate,), normalise=False)
     config = rewards_of(
-        component("is_long", "is_long"),
-        component_of("length", "length", service="judge"),
-        recipes={"default": recipe},
+        component("is_long", "is_long"), component_of("length", "length", service="judge"), recipes={"default": recipe}
     )
     both = {name: Asked(_worker(config, name)) for name in ("reward", "judge")}
     hosts = FakeHosts(lambda index: None, booked=1)

@@ -86,10 +86,7 @@ def test_fields_that_arrow_fills_in_are_absent(folder: Path) -> None:
 
 @pytest.mark.parametrize("row_format", ["question", "verl"])
 def test_a_frame_of_pandas_with_missing_values_is_read(folder: Path, row_format: str) -> None:
-    rows = [
-        WITH_A_IMAGE[row_format] | {"images": ["a.png"], "id": "x"},
-        {**WITH_A_IMAGE[row_format], "image": "a.png"},
-    ]
+    rows = [WITH_A_IMAGE[row_format] | {"images": ["a.png"], "id": "x"}, {**WITH_A_IMAGE[row_format], "image": "a.png"}]
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
     split = read_split(folder, "train", "parquet", row_format=row_format)
     assert [len(row.images) for row in split.rows] == [1, 1]

@@ -317,8 +317,7 @@ def test_an_episode_goes_on_elsewhere_from_the_turns_that_were_reported(
 
 
 @pytest.mark.parametrize(
-    ("options", "kinds"),
-    [("deterministic: false", {}), ("fault: drift, turn: 1", {"replay_differs": 2})],
+    ("options", "kinds"), [("deterministic: false", {}), ("fault: drift, turn: 1", {"replay_differs": 2})]
 )
 def test_an_episode_that_cannot_be_played_again_begins_again(bench: Bench, options: str, kinds: dict[str, int]) -> None:
     words = f"environment.options={{{options}}}"

@@ -24,12 +24,7 @@ from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, 
 from mobula.rewards.functions import build_function
 from mobula.rewards.http.client import Endpoints
 
-OPTIONS: dict[str, Any] = {
-    "dialect": "mobula",
-    "batch_size": 4,
-    **CONNECTION,
-    "max_attempts": 3,
-}
+OPTIONS: dict[str, Any] = {"dialect": "mobula", "batch_size": 4, **CONNECTION, "max_attempts": 3}
 
 
 def ask(urls: Sequence[str], requests: Sequence[RewardRequest], **options: Any) -> tuple[Outcome, ...]:

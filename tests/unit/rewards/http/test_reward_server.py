@@ -65,10 +65,7 @@ def test_lightrft_is_answered_with_the_score_of_responses_alone(server: Running)
             "<|im_start|>assistant\n12<|im_end|>",
             "<pad><pad><s>Question</s>four</s><pad>",
         ],
-        "prompts": [
-            "<|im_start|>user\n<|image_pad|>How many?<|im_end|>\n<|im_start|>assistant\n",
-            "<s>Question</s>",
-        ],
+        "prompts": ["<|im_start|>user\n<|image_pad|>How many?<|im_end|>\n<|im_start|>assistant\n", "<s>Question</s>"],
         "labels": ["ours to ignore"],
     }
     for route in ("score", "lightrft"):
@@ -228,10 +225,7 @@ def test_stopping_lets_what_is_in_flight_finish() -> None:
 
     scorer = Scorer(slow)
     running = Running(
-        make_app(
-            RewardServer(ScorerThreads([scorer], max_waiting=4), 5.0, 10_000),
-            Address("127.0.0.1", 0, None),
-        )
+        make_app(RewardServer(ScorerThreads([scorer], max_waiting=4), 5.0, 10_000), Address("127.0.0.1", 0, None))
     )
     replies: list[Any] = []
     asker = threading.Thread(target=lambda: replies.append(fetch(f"{running.url}/score", {"samples": [SAMPLE]})))

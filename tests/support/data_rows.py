@@ -1,10 +1,13 @@
-"""Reading data folders in tests: the configuration of a split, and all of its rows at once."""
+"""Data folders in tests: files of images, the configuration of a split, and all of its rows at once."""
 
 from __future__ import annotations
 
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.prompts import preflight
@@ -13,6 +16,13 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import DataConfig
 
 LABEL_KEY = "label"
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """The file of an image."""
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
 
 
 class Anything:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import soundfile
 import torch
 from clips import noise_frames, write_clip
+from data_rows import encoded
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -75,15 +75,13 @@ def test_an_answer_apart_from_its_messages_is_the_assistants(tmp_path: Path) -> 
 def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form: str) -> None:
     """The commands of docs/offline_training.md, on a data set of the same columns."""
     datasets = pytest.importorskip("datasets")
-    image = io.BytesIO()
-    Image.new("RGB", (4, 4), "red").save(image, format="PNG")
     asked = {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Which colour?"}]}
     answers = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("red", "blue")]
     columns = {
         "conversation": {"messages": [asked, answers[0]]},
         "pair": {"prompt": [asked], "chosen": [answers[0]], "rejected": [answers[1]]},
     }
-    row = {**columns[form], "images": [{"bytes": image.getvalue(), "path": None}]}
+    row = {**columns[form], "images": [{"bytes": encoded(Image.new("RGB", (4, 4), "red")), "path": None}]}
     found = datasets.Dataset.from_list([row])
     found = found.cast_column("images", datasets.Sequence(datasets.Image()))
     datasets.DatasetDict({"train": found}).save_to_disk(str(tmp_path / "hub"))

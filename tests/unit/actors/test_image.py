@@ -6,10 +6,10 @@ import zlib
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from data_rows import encoded
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
@@ -33,12 +33,10 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(values)
 
 
-def encoded(image: Image.Image, kind: str = "PNG", orientation: int = 1, **options: Any) -> bytes:
+def turned(image: Image.Image, kind: str, orientation: int) -> bytes:
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
-    file = BytesIO()
-    image.save(file, format=kind, **({"exif": exif} if orientation > 1 else {}), **options)
-    return file.getvalue()
+    return encoded(image, kind, exif=exif)
 
 
 def decode(content: bytes) -> Image.Image:
@@ -168,22 +166,22 @@ def animated(kind: str) -> bytes:
 
 
 KINDS: dict[str, Callable[[], bytes]] = {
-    **{f"JPEG {n}": lambda n=n: encoded(noise(150, 60), "JPEG", n) for n in range(1, 9)},
-    **{f"{kind} 6": lambda kind=kind: encoded(noise(150, 60), kind, 6) for kind in ("PNG", "WEBP", "TIFF")},
-    "TIFF 3": lambda: encoded(noise(150, 60), "TIFF", 3),
+    **{f"JPEG {n}": lambda n=n: turned(noise(150, 60), "JPEG", n) for n in range(1, 9)},
+    **{f"{kind} 6": lambda kind=kind: turned(noise(150, 60), kind, 6) for kind in ("PNG", "WEBP", "TIFF")},
+    "TIFF 3": lambda: turned(noise(150, 60), "TIFF", 3),
     "EXIF behind the pixels": lambda: exif_behind_pixels(8),
     "orientation in XMP": lambda: xmp_only(6),
-    "orientation out of range": lambda: encoded(noise(150, 60), "JPEG", 9),
+    "orientation out of range": lambda: turned(noise(150, 60), "JPEG", 9),
     "palette": lambda: encoded(noise(70, 50).quantize(16)),
     "palette with transparency": lambda: encoded(noise(70, 50).quantize(16), transparency=3),
-    "alpha, turned": lambda: encoded(alpha(90, 40), "PNG", 5),
+    "alpha, turned": lambda: turned(alpha(90, 40), "PNG", 5),
     "alpha WebP": lambda: encoded(alpha(90, 40), "WEBP", lossless=True),
     "grey with alpha": lambda: encoded(alpha(40, 90).convert("LA")),
-    "CMYK, turned": lambda: encoded(noise(90, 40).convert("CMYK"), "JPEG", 8),
+    "CMYK, turned": lambda: turned(noise(90, 40).convert("CMYK"), "JPEG", 8),
     "grey": lambda: encoded(noise(64, 64).convert("L"), "JPEG"),
     "grey with a transparent one": lambda: keyed(noise(64, 64).convert("L")),
     "a transparent colour": lambda: keyed(noise(64, 64)),
-    "16 bits, turned": lambda: encoded(grey16(90, 40), "PNG", 6),
+    "16 bits, turned": lambda: turned(grey16(90, 40), "PNG", 6),
     "16 bits of 32": lambda: encoded(Image.fromarray(np.asarray(grey16(90, 40)).astype(np.int32)), "TIFF"),
     "black and white": lambda: encoded(noise(90, 40).convert("1")),
     "GIF": lambda: animated("GIF"),
@@ -192,7 +190,7 @@ KINDS: dict[str, Callable[[], bytes]] = {
     "1 x 1": lambda: encoded(noise(1, 1)),
     "1 x 40": lambda: encoded(noise(1, 40)),
     "40 x 1": lambda: encoded(noise(40, 1)),
-    "long, turned": lambda: encoded(noise(1500, 20), "JPEG", 6),
+    "long, turned": lambda: turned(noise(1500, 20), "JPEG", 6),
     "longer than 200 to 1": lambda: encoded(noise(1500, 5)),
 }
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_rows import read_split
+from data_rows import encoded, read_split
 from PIL import Image
 from tokenizer_kinds import chat_of
 
@@ -33,6 +32,7 @@ SPECIAL = (
     "<end_of_utterance>",
 )
 ANSWER = {"role": "assistant", "content": "7"}
+PNG = encoded(Image.new("RGB", (56, 56)))
 
 
 @pytest.fixture(scope="module", params=[name for name in MODELS if name in TINY])
@@ -45,12 +45,6 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def folder(tmp_path: Path) -> Path:
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
     return tmp_path
-
-
-def png() -> bytes:
-    content = BytesIO()
-    Image.new("RGB", (56, 56)).save(content, format="PNG")
-    return content.getvalue()
 
 
 def read(folder: Path, row_format: str, *records: Mapping[str, Any], words: Sequence[str] = ()) -> list[Row]:
@@ -87,14 +81,14 @@ def test_markup_beside_images_is_text(chat: ChatProcessor) -> None:
     if not chat.takes_images:
         pytest.skip("the model takes no images")
     bridge = TurnBridge(chat, "model")
-    marked = Message("user", f"Shown: {IMAGE_MARK}\n{MARKUP}", (png(),))
+    marked = Message("user", f"Shown: {IMAGE_MARK}\n{MARKUP}", (PNG,))
     assert checked_observation([marked], ["user"], max_bytes=1 << 20, takes_images=True) == (marked,)
-    for message in (marked, Message("user", "<image>The <video> tag", (png(),))):
+    for message in (marked, Message("user", "<image>The <video> tag", (PNG,))):
         delta = bridge.delta([message])
         assert len(delta.spans) == 1
         assert is_text(chat, delta.ids, message.text.replace(IMAGE_MARK, "").removeprefix("<image>"), 1)
     with pytest.raises(EpisodeError, match="IMAGE_MARK"):
-        unclear = Message("user", f"<image>{MARKUP}", (png(),))
+        unclear = Message("user", f"<image>{MARKUP}", (PNG,))
         checked_observation([unclear], ["user"], max_bytes=1 << 20, takes_images=True)
 
 

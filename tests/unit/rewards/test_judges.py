@@ -23,17 +23,14 @@ from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, 
 from mobula.rewards.functions import build_function
 
 OPTIONS: dict[str, Any] = {
+    **engine_judge.OF_ANY_JUDGE,
     "model": "judge-1",
     "system": "You grade.",
     "template": 'Q: {question}\nTruth: {references}\nA: {response}\nReply {"score": 1} to {"score": 5}.',
     "images": "none",
     "verdict": r"regex:Score: (?P<score>\S+)",
-    "minimum": 1,
-    "maximum": 5,
     "max_tokens": 64,
-    "temperature": 0,
     "extra": {"seed": 7},
-    "question_pattern": None,
     **CONNECTION,
     "max_attempts": 2,
 }

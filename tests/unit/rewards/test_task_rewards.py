@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from data_rows import encoded
 from PIL import Image
 from reward_data import TOOLS, request, score
 
@@ -34,38 +34,25 @@ NEGATIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "truth"),
-    [
-        ("True", True),
-        ("false.", False),
-        ("Yes, that is true.", True),
-        ("No.", False),
-        ("It is not true.", False),
-        ("The statement isn't really true", False),
-        ("It is not false", True),
-        ("unknown", None),  # vlm-gym finds "no" in it
-        ("untrue", None),
-        ("true or false", None),
-        ("neither true nor false", None),
-        *[(f"It {words} true.", False) for words in NEGATIONS],
-        ("I do not think that it is true.", False),
-        ("I don’t think so, it is false.", False),
-        ("I doubt that it is true", False),
-        ("I never said that it is not true", True),
-        ("Not only is it true, it is obvious.", True),
-        ("It is not, in my view, true", None),
-        ("Is it true?", None),
-        ("True?", None),
-        ("Is it true? Yes.", True),
-        ("True. Wait, actually not.", None),
-        ("True. Wait, actually false.", None),
-        ("Wait, it is true.", True),
-        ("no circle is red", None),
-        ("There is no circle, so the statement is false.", False),
-        ("", None),
-    ],
-)
+TRUTHS: dict[bool | None, tuple[str, ...]] = {
+    True: (
+        "True", "Yes, that is true.", "It is not false", "I never said that it is not true", "Is it true? Yes.",
+        "Not only is it true, it is obvious.", "Wait, it is true.",
+    ),
+    False: (
+        "false.", "No.", "It is not true.", *(f"It {words} true." for words in NEGATIONS),
+        "The statement isn't really true", "I do not think that it is true.", "I don’t think so, it is false.",
+        "I doubt that it is true",
+        "There is no circle, so the statement is false.",
+    ),
+    None: (
+        "unknown", "untrue", "true or false", "neither true nor false", "It is not, in my view, true", "Is it true?",
+        "True?", "True. Wait, actually not.", "True. Wait, actually false.", "no circle is red", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "truth"), [(text, truth) for truth, texts in TRUTHS.items() for text in texts])
 def test_truth_is_read_from_whole_words(text: str, truth: bool | None) -> None:
     assert read_truth(text) is truth
 
@@ -331,18 +318,11 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), d
 
 
 def of_images(*images: Image.Image) -> RewardRequest:
-    files = []
-    for image in images:
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        files.append(file.getvalue())
-    return RewardRequest(Response("", 1, False, tuple(files)), (), {}, "")
+    return RewardRequest(Response("", 1, False, tuple(map(encoded, images))), (), {}, "")
 
 
 def kilobytes(image: Image.Image, quality: int) -> float:
-    file = io.BytesIO()
-    image.save(file, format="JPEG", quality=quality)
-    return len(file.getvalue()) / 1000
+    return len(encoded(image, "JPEG", quality=quality)) / 1000
 
 
 def test_it_is_the_size_of_the_file_and_frames_count_by_their_mean() -> None:

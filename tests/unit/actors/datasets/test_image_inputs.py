@@ -7,14 +7,13 @@ import inspect
 import json
 import pickle
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_rows import LABEL_KEY, data_config, read_split
+from data_rows import LABEL_KEY, data_config, encoded, read_split
 from http_servers import MediaServer, media_server
 from PIL import Image
 
@@ -33,22 +32,17 @@ from mobula.actors.processors.media import check_image, decode_image, read_image
 from mobula.configs.load import load_config
 
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+CONTENT = encoded(Image.fromarray(PIXELS))
 LIMITS = load_config(["experiment=digits", "data.max_image_bytes=100000", "data.max_decoded_pixels=10000"]).data
 DOWNLOADS = DownloadLimits(max_bytes=10_000, max_bytes_key="data.max_image_bytes", max_redirects=1, timeout_s=10)
-
-
-def png(pixels: np.ndarray = PIXELS) -> bytes:
-    content = BytesIO()
-    Image.fromarray(pixels).save(content, format="PNG")
-    return content.getvalue()
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     (folder / "sub").mkdir(parents=True)
-    (folder / "sub" / "a b.png").write_bytes(png())
-    (tmp_path / "outside.png").write_bytes(png())
+    (folder / "sub" / "a b.png").write_bytes(CONTENT)
+    (tmp_path / "outside.png").write_bytes(CONTENT)
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     (folder / "loop.png").symlink_to(folder / "loop.png")
     return folder
@@ -66,7 +60,6 @@ class Tensor:
         return PIXELS.transpose(2, 0, 1)
 
 
-CONTENT = png()
 BASE64, MIME = base64.b64encode(CONTENT).decode(), base64.encodebytes(CONTENT).decode()
 NAME = "sub/a b.png"
 FORMS: dict[str, Any] = {
@@ -175,7 +168,7 @@ def late_inputs(root: Path, *hosts: str) -> ImageInputs:
 def server() -> Iterator[MediaServer]:
     """/out leads to another host, /loop to itself."""
     places = {"/out": "http://localhost:{port}/ok", "/loop": "/loop", "/in": "http://127.0.0.1:{port}/ok"}
-    with media_server({"/ok": png(), "/large": bytes(20_000)}, redirects=places) as running:
+    with media_server({"/ok": CONTENT, "/large": bytes(20_000)}, redirects=places) as running:
         yield running
 
 
@@ -183,7 +176,7 @@ def test_an_image_of_an_allowed_host_is_downloaded_once(root: Path, server: Medi
     for _ in range(2):
         for path in ("/ok", "/in"):
             [image] = inputs(root, "127.0.0.1").resolve(server.url + path, "row")
-            assert read_image(image, LIMITS) == png()
+            assert read_image(image, LIMITS) == CONTENT
     assert len(server.asked) == 3, "one and a redirect, then both from the folder"
 
 
@@ -224,7 +217,7 @@ def test_a_late_download_is_made_by_the_process_that_reads_the_file(root: Path, 
     assert len(server.asked) == 0 and not (root.parent / "cache").exists()
     for _ in range(2):
         there = pickle.loads(pickle.dumps(image))
-        assert check_image(there, LIMITS) == (7, 5) and read_image(there, LIMITS) == png()
+        assert check_image(there, LIMITS) == (7, 5) and read_image(there, LIMITS) == CONTENT
     assert len(server.asked) == 2, "a redirect and a file, then from the folder"
 
 
@@ -246,7 +239,7 @@ def test_the_reading_process_checks_the_host_as_well(root: Path, url: str) -> No
 
 def test_files_of_one_row_are_downloaded_at_the_same_time_and_each_once(root: Path) -> None:
     paths = [f"/{number}.png" for number in range(4)]
-    with media_server(dict.fromkeys(paths, png()), num_together=len(paths)) as server:
+    with media_server(dict.fromkeys(paths, CONTENT), num_together=len(paths)) as server:
         urls = [server.url + path for path in paths]
         found = late_inputs(root, "127.0.0.1").resolve([*urls, urls[0]], "row")
         fetch_together(found)
@@ -275,7 +268,7 @@ def test_rows_with_late_downloads_name_their_urls_and_open_no_connection(root: P
 
 
 def test_the_name_of_an_image_is_that_of_its_row_or_its_path(root: Path) -> None:
-    [named] = inputs(root).resolve({"bytes": png(), "path": "orig/a.png"}, "train.parquet:3")
-    [other] = inputs(root).resolve(png(), "train.parquet:3")
+    [named] = inputs(root).resolve({"bytes": CONTENT, "path": "orig/a.png"}, "train.parquet:3")
+    [other] = inputs(root).resolve(CONTENT, "train.parquet:3")
     assert (str(named), str(other)) == ("orig/a.png", "train.parquet:3")
     assert isinstance(named, EncodedFile) and "content" not in repr(named)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_rows import data_config, read_split
+from data_rows import data_config, encoded, read_split
 from PIL import Image
 
 from mobula.actors.datasets.open_split import open_split
@@ -141,11 +141,7 @@ def test_values_that_json_does_not_have_become_text_and_files_are_no_metadata(tm
 
 
 def test_a_sample_of_a_shard_has_the_images_beside_it(tmp_path: Path) -> None:
-    images = []
-    for colour in (0, 255):
-        content = io.BytesIO()
-        Image.new("L", (4, 4), colour).save(content, format="PNG")
-        images.append(content.getvalue())
+    images = [encoded(Image.new("L", (4, 4), colour)) for colour in (0, 255)]
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
         add(tar, "s1.0.png", images[0])
         add(tar, "s1.1.png", images[1])

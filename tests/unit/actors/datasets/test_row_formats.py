@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from data_rows import data_config, read_split
+from data_rows import data_config, encoded, read_split
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -167,14 +166,12 @@ def test_the_data_source_of_verl_is_the_label_and_extra_info_is_metadata(tmp_pat
 
 def test_bytes_in_parquet_are_the_image(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    content = BytesIO()
-    Image.new("L", (4, 4)).save(content, format="PNG")
-    record = ONE_IMAGE["verl"] | {"images": [{"bytes": content.getvalue(), "path": None}], "videos": []}
-    pq.write_table(
-        pa.Table.from_pylist([record | {"extra_info": {"answer": None, "index": 0}}]), tmp_path / "train.parquet"
-    )
+    content = encoded(Image.new("L", (4, 4)))
+    record = ONE_IMAGE["verl"] | {"images": [{"bytes": content, "path": None}], "videos": []}
+    record |= {"extra_info": {"answer": None, "index": 0}}
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "train.parquet")
     [row] = read_split(tmp_path, "train", "verl").rows
-    assert row.images[0].content == content.getvalue()
+    assert row.images[0].content == content
     assert str(row.images[0]) == "train.parquet:1"
 
 

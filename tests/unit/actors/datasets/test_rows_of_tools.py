@@ -6,7 +6,6 @@ import base64
 import json
 from datetime import date, datetime
 from decimal import Decimal
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_rows import read_split
+from data_rows import encoded, read_split
 from PIL import Image
 
 from mobula.actors.datasets.conversations import read_conversations
@@ -35,9 +34,7 @@ WITH_A_IMAGE: dict[str, dict[str, Any]] = {  # without the image
     "alpaca": {"instruction": "<image>Which?", "output": "7"},
     "sharegpt": {"conversations": [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "7"}]},
 }
-with BytesIO() as encoded:
-    Image.new("RGB", (56, 56)).save(encoded, format="PNG")
-    BASE64 = base64.b64encode(encoded.getvalue()).decode()
+BASE64 = base64.b64encode(encoded(Image.new("RGB", (56, 56)))).decode()
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 

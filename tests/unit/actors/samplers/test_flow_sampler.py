@@ -207,11 +207,6 @@ async def test_a_prompt_without_its_negative_is_refused(folder: Path) -> None:
         await sample(await flow_sampler(folder), prompt)
 
 
-async def test_images_of_an_unfit_size_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="images of 30 x 32: each side must be a multiple of 4 and at most 128"):
-        await flow_sampler(folder, replace(DENOISING, height=30))
-
-
 def test_a_window_must_lie_in_the_schedule_and_end_before_cps_adds_no_noise() -> None:
     with pytest.raises(ValueError, match=r"the stochastic steps \[3, 7\) are not within the 6 steps"):
         replace(DENOISING, window_start=3, window_end=7)

@@ -71,12 +71,6 @@ def test_an_engine_samples_at_the_temperature_that_the_learner_divides_by(temper
     assert params.temperature == temperature
 
 
-def test_stop_strings_may_be_special_tokens() -> None:
-    engine = SimpleNamespace(sampler=SimpleNamespace(chunk_tokens=16), banned_ids=(), stop_ids=(1,))
-    params = sampling_params(engine, SamplingSettings(1, 1.0, 8, seed=0, stop_strings=("</answer>",)))
-    assert (params.detokenize, params.skip_special_tokens) == (True, False)
-
-
 @pytest.mark.parametrize(("device", "overrides"), [("cuda", {"head_dtype": "float32"}), ("cpu", {})])
 def test_logits_of_an_engine_have_the_dtype_of_the_learners(device: str, overrides: dict[str, str]) -> None:
     settings = SimpleNamespace(

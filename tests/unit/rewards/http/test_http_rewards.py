@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_rows import encoded
 from http_servers import CONNECTION, Reply, Scripted, reward_app, serving
 from PIL import Image
 from reward_data import TOOLS, values, values_or_kinds
@@ -255,14 +256,8 @@ def test_unfit_options_are_refused(options: dict[str, Any], message: str) -> Non
 # LightRFT's protocol: columns of queries, prompts, references and images; numbers come back.
 
 
-def png(image: Image.Image) -> bytes:
-    buffer = BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
 def test_lightrft_gets_one_query_a_sample_and_each_image_by_itself() -> None:
-    red, blue = (png(Image.new("RGB", (4, 4), colour)) for colour in ("red", "blue"))
+    red, blue = (encoded(Image.new("RGB", (4, 4), colour)) for colour in ("red", "blue"))
     server = Scripted(lambda _, body: Reply(body={"rewards": [0.25] * len(body["queries"])}))
     asked = [
         RewardRequest(Response("one", 1, False), ("r",), {}, "say: ", (red, blue)),
@@ -289,7 +284,7 @@ def test_lightrft_gets_one_query_a_sample_and_each_image_by_itself() -> None:
 )
 def test_every_kind_of_image_arrives_as_it_looks(image: Image.Image, pixel: tuple[int, int, int]) -> None:
     server = Scripted(lambda _, body: Reply(body={"rewards": [1.0]}))
-    asked = RewardRequest(Response("x", 1, False), (), {}, "", (png(image),))
+    asked = RewardRequest(Response("x", 1, False), (), {}, "", (encoded(image),))
     with serving(server) as running:
         assert values(ask([running.url], [asked], dialect="lightrft")) == [1.0]
     sent = Image.open(BytesIO(base64.b64decode(server.bodies[0]["images"][0][0])))
@@ -370,9 +365,3 @@ def test_a_failing_endpoint_is_set_aside_and_tried_by_one_request() -> None:
     assert [trial.url, endpoints.take().url] == ["a", "b"], "one request tries it, the others stay away"
     endpoints.succeeded(trial)
     assert endpoints.take().url == "a"
-
-
-def test_the_last_endpoint_is_asked_whatever_it_did() -> None:
-    endpoints = Endpoints(["a"], max_failures=1, aside_s=10, clock=Clock())
-    endpoints.failed(endpoints.take())
-    assert not endpoints.is_any_free() and endpoints.take().url == "a"

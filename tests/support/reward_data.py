@@ -22,6 +22,7 @@ from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.offline.rows import open_source
 from mobula.rewards.offline.scorer import ScoringOptions, score_source
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool, RewardService, ServiceSettings
+from mobula.rewards.pool.worker import RewardWorker
 from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
@@ -69,6 +70,11 @@ def rewards_of(
         "pool": RewardPoolConfig(max_batch_groups=1, batches_in_flight=1, max_queued_groups=64),
     }
     return RewardsConfig(components=components, recipes=dict(recipes or {}), **{**least, **changes})
+
+
+def worker_of(rewards: RewardsConfig, service: str = "reward", **timeouts: float) -> RewardWorker:
+    least = {"object_timeout_s": 5.0, "start_timeout_s": 120.0, "function_timeout_s": 20.0, "group_timeout_s": 120.0}
+    return RewardWorker(rewards, service, **{**least, **timeouts}, device="cpu", dtype="float32")
 
 
 def pool_over(

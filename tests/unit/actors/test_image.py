@@ -13,13 +13,13 @@ from data_rows import encoded
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from tokenizer_kinds import chat_of
 
 from mobula.actors.datasets.media import EncodedFile
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.media import check_image, decode_image, measure_image, read_image
 from mobula.cluster.errors import MediaError
-from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config
 from mobula.learner.policies.tiny import write_tiny
 
@@ -197,12 +197,9 @@ KINDS: dict[str, Callable[[], bytes]] = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
-    model = str(write_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed=0))
-    config = load_config(["experiment=digits"])
-    data = config.data.model_copy(update={"max_prompt_tokens": 100_000, "max_image_bytes": 10**7})
-    store = MediaStore(put=lambda medium: medium, max_bytes=10**9)
-    sampler = config.sampler.model_copy(update={"max_images_per_prompt": 2})
-    return ChatProcessor(model, data, sampler, store, keep_files=False, device="cuda")
+    model = write_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed=0)
+    words = ("sampler.max_images_per_prompt=2", "data.max_prompt_tokens=100000", "data.max_image_bytes=10000000")
+    return chat_of(model, *words, device="cuda")
 
 
 @pytest.mark.parametrize("kind", KINDS)

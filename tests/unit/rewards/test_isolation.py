@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from fakes import AT_ONCE, FakeHosts, LocalHandle
-from reward_data import answers, component, pool_over, request, rewards_of, values_or_kinds
+from reward_data import answers, component, pool_over, request, rewards_of, values_or_kinds, worker_of
 from waiting import wait_until
 
 from mobula.cluster.errors import EngineLostError, RewardError, StuckError
@@ -86,8 +86,7 @@ CONFIG = rewards_of(component("model", "model"))
 
 
 def worker() -> RewardWorker:
-    timeouts = {"object_timeout_s": 5, "start_timeout_s": 5, "function_timeout_s": 0.2, "group_timeout_s": 5}
-    return RewardWorker(CONFIG, "reward", **timeouts, device="cpu", dtype="float32")
+    return worker_of(CONFIG, function_timeout_s=0.2, group_timeout_s=5)
 
 
 def test_work_that_is_late_is_left_behind_and_counted_until_it_comes_back() -> None:

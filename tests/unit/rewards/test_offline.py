@@ -307,19 +307,15 @@ def test_the_trajectories_of_a_run(tmp_path: Path) -> None:
         ("bad.parquet", "no Parquet"),
         ("packed.jsonl", "compressed with gzip"),
         (".", "no recorded"),
+        ("rows.parquet", "no column `response`, only text"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path, name: str, fault: str) -> None:
     (tmp_path / "bad.parquet").write_text("hello")
     (tmp_path / "packed.jsonl").write_bytes(b"\x1f\x8b")
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "rows.parquet")
     with pytest.raises(PreflightError, match=fault):
         open_source(tmp_path / name, needs_images=False)
-
-
-def test_parquet_without_responses_is_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "rows.parquet")
-    with pytest.raises(PreflightError, match="no column `response`, only text"):
-        open_source(tmp_path / "rows.parquet", needs_images=False)
 
 
 def test_a_prompt_of_chat_messages_is_their_text() -> None:

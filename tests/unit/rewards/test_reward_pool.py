@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes import AT_ONCE, FakeHosts, LocalHandle, never, settle
 from interrupted import KnownSampler, token_at
-from reward_data import answers, component, component_of, pool_over, rewards_of
+from reward_data import answers, component, component_of, pool_over, rewards_of, worker_of
 
 from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.actors.rollout.client import RolloutClient
@@ -314,7 +314,7 @@ class Bench:
 
     def __init__(self, function: str = "length", on_failure: str = "exclude", retries: int = 0) -> None:
         config = rewards_of(component_of("length", function, retries=retries), on_failure=on_failure)
-        self.asked = Asked(_worker(config, "reward"))
+        self.asked = Asked(worker_of(config))
         hosts = FakeHosts(lambda index: LocalHandle(self.asked), booked=1)
         handle = LocalHandle(self.asked)
         self.pool = pool_over(config, [handle], hosts=hosts, restarts=AT_ONCE, max_in_flight=8)
@@ -327,19 +327,6 @@ class Bench:
     def begin(self, group: TrajectoryGroup, sibling: int) -> None:
         """As if the in-flight request had received its end."""
         self.pool.score_ahead(EndedResponse(group.prompt, sibling, group.trajectories[sibling].response))
-
-
-def _worker(config: Any, service: str) -> RewardWorker:
-    return RewardWorker(
-        config,
-        service,
-        object_timeout_s=5,
-        start_timeout_s=60,
-        function_timeout_s=5,
-        group_timeout_s=5,
-        device="cpu",
-        dtype="float32",
-    )
 
 
 class Length:
@@ -536,7 +523,7 @@ async def test_gates_see_what_was_scored_ahead_and_each_service_is_asked_once(fu
     config = rewards_of(
         component("is_long", "is_long"), component_of("length", "length", service="judge"), recipes={"default": recipe}
     )
-    both = {name: Asked(_worker(config, name)) for name in ("reward", "judge")}
+    both = {name: Asked(worker_of(config, name)) for name in ("reward", "judge")}
     hosts = FakeHosts(lambda index: None, booked=1)
     services = {
         name: pool_over(config, [LocalHandle(asked)], hosts=hosts, restarts=AT_ONCE).services["reward"]

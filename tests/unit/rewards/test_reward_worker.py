@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from ray import cloudpickle
-from reward_data import answers, component, component_of, rewards_of
+from reward_data import answers, component, component_of, rewards_of, worker_of
 from waiting import wait_until
 
 from mobula.cluster.errors import PreflightError, RewardError
@@ -119,22 +119,11 @@ class OneWorker:
 
 @pytest.fixture
 def make_worker() -> Iterator[Callable[..., OneWorker]]:
-    workers = []
+    workers: list[RewardWorker] = []
 
-    def make(*components: RewardComponent, function_timeout_s: float = 20, group_timeout_s: float = 120) -> OneWorker:
+    def make(*components: RewardComponent, **timeouts: float) -> OneWorker:
         config = rewards_of(*components)
-        workers.append(
-            RewardWorker(
-                config,
-                "reward",
-                object_timeout_s=5,
-                start_timeout_s=120,
-                function_timeout_s=function_timeout_s,
-                group_timeout_s=group_timeout_s,
-                device="cpu",
-                dtype="float32",
-            )
-        )
+        workers.append(worker_of(config, **timeouts))
         return OneWorker(workers[-1], RecipeBook(config))
 
     yield make

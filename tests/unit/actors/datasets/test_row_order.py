@@ -50,8 +50,7 @@ class FakeProcessor:
         return len(row.question)
 
 
-def checked(folder: Path, option: str = "jsonl", **changes: object) -> PreflightReport:
-    config = data_config(folder, option, **changes)
+def checked(config: DataConfig) -> PreflightReport:
     return preflight(
         open_split(config, "train", "label"),
         FakeProcessor(),
@@ -105,7 +104,7 @@ def test_parquet_rows_are_shuffled_over_all_row_groups_and_each_group_is_read_on
         return original(self, group, **options)
 
     size = pq.ParquetFile(tmp_path / "train.parquet").metadata.row_group(0).total_byte_size
-    rows = checked(tmp_path, "parquet", shuffle_bytes=6 * size).rows
+    rows = checked(data_config(tmp_path, "parquet", shuffle_bytes=6 * size)).rows
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
     drawn = rows.endless(0)
     ids = [drawn.row(index).sample_id for index in range(400)]
@@ -146,7 +145,7 @@ def test_a_curriculum_asks_stage_after_stage_and_shuffles_within(
     tmp_path: Path, kind: str, sign: int, key: str
 ) -> None:
     levels(tmp_path)
-    rows = checked(tmp_path, curriculum=curriculum(kind, key)).rows
+    rows = checked(data_config(tmp_path, curriculum=curriculum(kind, key))).rows
     drawn = rows.endless(0)
     epochs = [[drawn.row(index) for index in range(start, start + 40)] for start in (0, 40)]
     difficulty = [row.metadata["level"] if key == "level" else len(row.question) for row in epochs[0]]
@@ -163,7 +162,7 @@ def test_rows_without_a_difficulty_are_skipped_and_named(tmp_path: Path) -> None
     levels(tmp_path)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('\n{"id": "last", "question": "?", "answer": "1", "level": "high"}')
-    report = checked(tmp_path, curriculum=curriculum("easy_first", "level"))
+    report = checked(data_config(tmp_path, curriculum=curriculum("easy_first", "level")))
     assert [(skipped.sample, skipped.reason) for skipped in report.skipped] == [("last", "bad_difficulty")]
     assert len(report.rows) == 40
 
@@ -171,7 +170,7 @@ def test_rows_without_a_difficulty_are_skipped_and_named(tmp_path: Path) -> None
 def test_a_curriculum_needs_all_rows_checked(tmp_path: Path) -> None:
     levels(tmp_path)
     with pytest.raises(DatasetError, match=r"leaves 30 of the split train unchecked: set data\.max_checked_rows=0"):
-        checked(tmp_path, curriculum=curriculum("easy_first", "level"), max_checked_rows=10)
+        checked(data_config(tmp_path, curriculum=curriculum("easy_first", "level"), max_checked_rows=10))
 
 
 # The stream of prompts: resuming, unusable rows, held-out prompts, and the check before training.
@@ -335,9 +334,7 @@ def mixture(folder: Path, weights: dict[str, float], *, weight_by_rows: bool = F
 
 
 def prompts_of(config: DataConfig, seed: int = 0) -> PromptSource:
-    opened = open_split(config, "train", "label")
-    report = preflight(opened, FakeProcessor(), max_skipped_fraction=1.0, max_checked_rows=config.max_checked_rows)
-    return PromptSource(report.rows, InDriver(FakeProcessor()), seed=seed, split_name="train")
+    return PromptSource(checked(config).rows, InDriver(FakeProcessor()), seed=seed, split_name="train")
 
 
 @pytest.fixture

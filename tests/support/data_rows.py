@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -51,3 +53,26 @@ def read_split(folder: Path, split: str = "train", option: str = "jsonl", *words
     opened = open_split(data_config(folder, option, *words, **changes), split, LABEL_KEY)
     report = preflight(opened, Anything(), max_skipped_fraction=1.0, max_checked_rows=0)
     return Split(split, tuple(report.rows), report.skipped)
+
+
+def read_records(
+    folder: Path, row_format: str, *records: Mapping[str, Any] | str, words: Sequence[str] = (), **changes: Any
+) -> list[Row]:
+    """The rows of `train.jsonl` with these records or lines, all of which are usable."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    split = read_split(folder, "train", "jsonl", *words, row_format=row_format, **changes)
+    assert split.skipped == ()
+    return list(split.rows)
+
+
+def record_of_each_format(question: str, answer: str) -> dict[str, dict[str, Any]]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {
+        "question": {"question": question, "answer": answer},
+        "messages": {"messages": turns},
+        "verl": {"prompt": turns[:1], "reward_model": {"ground_truth": answer}},
+        "lightrft": {"prompt": question, "reference": answer},
+        "alpaca": {"instruction": question, "output": answer},
+        "sharegpt": {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]},
+    }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_rows import encoded, read_split
+from data_rows import encoded, read_records, read_split
 from PIL import Image
 from tokenizer_kinds import chat_of
 
@@ -45,13 +44,6 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def folder(tmp_path: Path) -> Path:
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
     return tmp_path
-
-
-def read(folder: Path, row_format: str, *records: Mapping[str, Any], words: Sequence[str] = ()) -> list[Row]:
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    split = read_split(folder, "train", "jsonl", *words, row_format=row_format)
-    assert split.skipped == ()
-    return list(split.rows)
 
 
 def is_text(chat: ChatProcessor, ids: Any, text: str, num_images: int = 0) -> bool:
@@ -105,11 +97,11 @@ def test_where_parts_say_what_is_an_image_text_is_text(chat: ChatProcessor, fold
         pytest.skip("the model takes no images")
     image = {"type": "image_url", "image_url": {"url": "a.png"}}
     asked = [{"role": "user", "content": [image, {"type": "text", "text": MARKUP}]}]
-    [row] = read(folder, "messages", {"messages": asked, "answer": MARKUP})
+    [row] = read_records(folder, "messages", {"messages": asked, "answer": MARKUP})
     prompt = chat.prepare(row, "0/0/r")
     assert len(prompt.media) == 1 and is_text(chat, prompt.compact_ids, MARKUP, 1)
     assert row.answer == MARKUP and is_text(chat, chat.encode_answer(row.solution), MARKUP)
-    [again] = read(folder, "messages", message_record(row, {"images": ["a.png"]}))
+    [again] = read_records(folder, "messages", message_record(row, {"images": ["a.png"]}))
     assert (again.question, again.images) == (row.question, row.images)
 
 
@@ -130,10 +122,12 @@ def test_answers_of_offline_rows_may_hold_markup(chat: ChatProcessor, folder: Pa
 
 def test_a_key_says_what_stands_for_a_medium(folder: Path) -> None:
     words = [f"data.placeholders.{kind}=''" for kind in PLACEHOLDERS]
-    [row] = read(folder, "question", {"question": MARKUP, "answer": "7"}, words=words)
+    [row] = read_records(folder, "question", {"question": MARKUP, "answer": "7"}, words=words)
     assert plain(row.question) == MARKUP and row.question != MARKUP
     words[0] = "data.placeholders.image='[IMG]'"
-    [row] = read(folder, "question", {"question": f"[IMG]{MARKUP}", "answer": "7", "image": "a.png"}, words=words)
+    [row] = read_records(
+        folder, "question", {"question": f"[IMG]{MARKUP}", "answer": "7", "image": "a.png"}, words=words
+    )
     assert plain(row.question) == f"<image>{MARKUP}" and row.question.count("<image>") == 1
     (folder / "train.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": MARKUP}, ANSWER]}))
     none = dict.fromkeys(PLACEHOLDERS, "")
@@ -151,6 +145,6 @@ def test_a_placeholder_without_a_medium_names_the_key(folder: Path) -> None:
 def test_text_parts_hold_placeholders_only_where_there_are_media_for_them(folder: Path) -> None:
     asked = [{"role": "user", "content": [{"type": "text", "text": "<image>Which?"}]}]
     record = {"messages": asked, "answer": "7"}
-    rows = read(folder, "messages", {**record, "image": "a.png"}, record)
+    rows = read_records(folder, "messages", {**record, "image": "a.png"}, record)
     assert [row.question.count("<image>") for row in rows] == [1, 0]
     assert [plain(row.question) for row in rows] == ["<image>Which?"] * 2

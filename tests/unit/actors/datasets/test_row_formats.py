@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from data_rows import data_config, encoded, read_split
+from data_rows import data_config, encoded, read_records, read_split, record_of_each_format
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -72,9 +72,7 @@ def folder_of(folder: Path, *records: dict[str, Any]) -> Path:
 
 
 def read(folder: Path, row_format: str, *records: dict[str, Any], **changes: Any) -> list[Row]:
-    split = read_split(folder_of(folder, *records), row_format=row_format, **changes)
-    assert split.skipped == ()
-    return list(split.rows)
+    return read_records(folder_of(folder), row_format, *records, **changes)
 
 
 def reasons(folder: Path, row_format: str, record: dict[str, Any]) -> dict[str, int]:
@@ -311,14 +309,7 @@ FOUR = {"role": "assistant", "content": "4"}
 FIVE = {"role": "assistant", "content": "5"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add"}}
-RECORDS: dict[str, dict[str, Any]] = {
-    "question": {"question": "Q?", "answer": "4"},
-    "messages": {"messages": [ASKED, FOUR]},
-    "verl": {"prompt": [ASKED], "reward_model": {"ground_truth": "4"}},
-    "lightrft": {"prompt": "Q?", "reference": "4"},
-    "alpaca": {"instruction": "Q?", "output": "4"},
-    "sharegpt": {"conversations": shared("Q?", "4")},
-}
+RECORDS = record_of_each_format("Q?", "4")
 
 
 def row_of(folder: Path, row_format: str, record: Any, **changes: Any) -> Row:

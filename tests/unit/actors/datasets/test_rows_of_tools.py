@@ -15,25 +15,17 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_rows import encoded, read_split
+from data_rows import encoded, read_records, read_split, record_of_each_format
 from PIL import Image
 
 from mobula.actors.datasets.conversations import read_conversations
 from mobula.actors.datasets.formats.base import text_of
 from mobula.actors.datasets.readers.arrow import fingerprint_of
 from mobula.actors.datasets.readers.files import without_nulls
-from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import DatasetError
 
 TURN = {"role": "user", "content": "<image>Which?"}
-WITH_A_IMAGE: dict[str, dict[str, Any]] = {  # without the image
-    "question": {"question": "<image>Which?", "answer": "7"},
-    "messages": {"messages": [TURN], "answer": "7"},
-    "verl": {"prompt": [TURN], "reward_model": {"ground_truth": "7"}},
-    "lightrft": {"prompt": "<image>Which?", "reference": "7"},
-    "alpaca": {"instruction": "<image>Which?", "output": "7"},
-    "sharegpt": {"conversations": [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "7"}]},
-}
+WITH_AN_IMAGE = record_of_each_format("<image>Which?", "7")  # but for the image
 BASE64 = base64.b64encode(encoded(Image.new("RGB", (56, 56)))).decode()
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -44,28 +36,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read(folder: Path, row_format: str, *records: Any, **changes: Any) -> list[Row]:
-    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    split = read_split(folder, row_format=row_format, **changes)
-    assert split.skipped == ()
-    return list(split.rows)
-
-
-@pytest.mark.parametrize("row_format", WITH_A_IMAGE)
+@pytest.mark.parametrize("row_format", WITH_AN_IMAGE)
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_one_image_or_a_list_is_read_under_both_names(folder: Path, row_format: str, column: str) -> None:
     values = ["a.png", ["a.png"], [["a.png"]], {"path": "a.png", "bytes": None}, [{"path": "a.png"}, None]]
-    for row in read(folder, row_format, *(WITH_A_IMAGE[row_format] | {column: value} for value in values)):
+    for row in read_records(folder, row_format, *(WITH_AN_IMAGE[row_format] | {column: value} for value in values)):
         assert (row.question, row.images, row.answer) == ("<image>Which?", ((folder / "a.png").resolve(),), "7")
 
 
-@pytest.mark.parametrize("row_format", WITH_A_IMAGE)
+@pytest.mark.parametrize("row_format", WITH_AN_IMAGE)
 @pytest.mark.parametrize("missing", ["null", "NaN", "[]", "[null]", '""', '{"path": null, "bytes": null}'])
 def test_a_column_of_media_without_a_value_is_absent(folder: Path, row_format: str, missing: str) -> None:
-    text = json.dumps(WITH_A_IMAGE[row_format]).replace("<image>", "")[:-1]
+    text = json.dumps(WITH_AN_IMAGE[row_format]).replace("<image>", "")[:-1]
     nulls = "".join(f', "{column}": {missing}' for column in MEDIA)
-    rows = read(
+    rows = read_records(
         folder, row_format, *[f'{text}{nulls}, "id": null, "solution": NaN, "metadata": null, "system": null}}'] * 3
     )
     assert [row.sample_id for row in rows] == ["train-1", "train-2", "train-3"]
@@ -83,7 +67,10 @@ def test_fields_that_arrow_fills_in_are_absent(folder: Path) -> None:
 
 @pytest.mark.parametrize("row_format", ["question", "verl"])
 def test_a_frame_of_pandas_with_missing_values_is_read(folder: Path, row_format: str) -> None:
-    rows = [WITH_A_IMAGE[row_format] | {"images": ["a.png"], "id": "x"}, {**WITH_A_IMAGE[row_format], "image": "a.png"}]
+    rows = [
+        WITH_AN_IMAGE[row_format] | {"images": ["a.png"], "id": "x"},
+        {**WITH_AN_IMAGE[row_format], "image": "a.png"},
+    ]
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
     split = read_split(folder, "train", "parquet", row_format=row_format)
     assert [len(row.images) for row in split.rows] == [1, 1]
@@ -121,8 +108,8 @@ def test_an_answer_is_kept_to_the_letter(value: Any, text: str) -> None:
     [('" 7 "', " 7 "), ('"007"', "007"), ("1e3", "1e3"), ("7.50", "7.50"), ("true", "true")],
 )  # fmt: skip
 def test_a_ground_truth_of_a_file_is_kept_to_the_letter(folder: Path, literal: str, text: str) -> None:
-    assert read(folder, "question", f'{{"question": "?", "answer": {literal}}}')[0].answer == text
-    [row] = read(folder, "verl", f'{{"prompt": "?", "reward_model": {{"ground_truth": {literal}}}}}')
+    assert read_records(folder, "question", f'{{"question": "?", "answer": {literal}}}')[0].answer == text
+    [row] = read_records(folder, "verl", f'{{"prompt": "?", "reward_model": {{"ground_truth": {literal}}}}}')
     assert row.answer == text
 
 
@@ -136,7 +123,7 @@ def test_a_ground_truth_of_a_file_is_kept_to_the_letter(folder: Path, literal: s
     ],
 )
 def test_turns_and_columns_of_all_rows_are_no_question(folder: Path, row_format: str, record: Any) -> None:
-    usable = WITH_A_IMAGE[row_format] | {"image": "a.png"}
+    usable = WITH_AN_IMAGE[row_format] | {"image": "a.png"}
     (folder / "train.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(usable))
     skipped = read_split(folder, row_format=row_format).skipped
     assert "write a text, or chat turns with data.row_format=messages" in skipped[0].detail
@@ -155,7 +142,7 @@ def test_turns_and_columns_of_all_rows_are_no_question(folder: Path, row_format:
 )
 def test_the_parts_of_every_api_hold_an_image(folder: Path, part: dict[str, Any]) -> None:
     turn = {"role": "user", "content": [part, {"type": "text", "text": "?"}]}
-    [row] = read(folder, "messages", {"messages": [turn], "answer": "7"})
+    [row] = read_records(folder, "messages", {"messages": [turn], "answer": "7"})
     assert (row.question, len(row.images)) == ("<image>?", 1)
     (folder / "train.jsonl").write_text(json.dumps({"messages": [turn, {"role": "assistant", "content": "7"}]}))
     [conversation] = read_conversations(folder, "train", "conversation").rows
@@ -173,7 +160,7 @@ def test_urls_that_are_not_read_are_named(folder: Path, url: str) -> None:
 
 def test_messages_of_a_developer_are_of_the_system(folder: Path) -> None:
     turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "?"}]
-    [row] = read(folder, "messages", {"messages": turns, "answer": "7"})
+    [row] = read_records(folder, "messages", {"messages": turns, "answer": "7"})
     assert [(turn.role, turn.text) for turn in row.history] == [("system", "Be brief.")]
     answered = [*turns, {"role": "assistant", "content": "7"}]
     (folder / "train.jsonl").write_text(json.dumps({"messages": answered}))

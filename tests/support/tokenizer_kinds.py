@@ -249,67 +249,43 @@ CROSSING: dict[str, Callable[[], Tokenizer]] = {  # tokens with characters of tw
 LOSSY = ("word_piece", "unigram")  # case, white space or characters are not in the tokens
 
 TURNS = (
-    "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'assistant' -%}ANSWER{%- else -%}TURN{%- endif -%}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}OPEN{%- endif -%}"
+    "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{- ANSWER -}}{%- else -%}{{- TURN -}}"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- OPEN -}}{%- endif -%}"
 )
 
 
-def _template(turn: str, answer: str, opened: str) -> str:
-    """Jinja expressions of a turn, an answer and a generation prompt."""
-    parts = {"TURN": turn, "ANSWER": answer, "OPEN": opened}
-    text = TURNS
-    for name, expression in parts.items():
-        text = text.replace(name, "{{- " + expression + " -}}")
-    return text
+def _template(turn: str, opened: str, end: str, answer: str = "") -> tuple[str, str]:
+    """A template of Jinja expressions, and the end of an answer; without `answer` it is written as any turn."""
+    return TURNS.replace("TURN", turn).replace("OPEN", opened).replace("ANSWER", answer or turn), end
 
 
 TEMPLATES = {  # name -> template, end of an answer
-    "chatml": (
-        _template(
-            "'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'",
-            "'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'",
-            "'<|im_start|>assistant\n'",
-        ),
-        "<|im_end|>",
+    "chatml": _template(
+        "'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'", "'<|im_start|>assistant\n'", "<|im_end|>"
     ),
-    "llama3": (
-        _template(
-            "'<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>'",
-            "'<|start_header_id|>assistant<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>'",
-            "'<|start_header_id|>assistant<|end_header_id|>\n\n'",
-        ),
+    "llama3": _template(
+        "'<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>'",
+        "'<|start_header_id|>assistant<|end_header_id|>\n\n'",
         "<|eot_id|>",
     ),
-    "gemma": (
-        _template(
-            "'<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n'",
-            "'<start_of_turn>model\n' + m.content | trim + '<end_of_turn>\n'",
-            "'<start_of_turn>model\n'",
-        ),
+    "gemma": _template(
+        "'<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n'",
+        "'<start_of_turn>model\n'",
         "<end_of_turn>",
+        "'<start_of_turn>model\n' + m.content | trim + '<end_of_turn>\n'",
     ),
-    "vicuna": (_template("'USER: ' + m.content + ' '", "'ASSISTANT: ' + m.content + '</s>'", "'ASSISTANT:'"), "</s>"),
-    "trailing_space": (  # a token may hold this space and the first word of an answer
-        _template("'USER: ' + m.content + ' '", "'ASSISTANT: ' + m.content + '</s>'", "'ASSISTANT: '"),
-        "</s>",
+    "vicuna": _template("'USER: ' + m.content + ' '", "'ASSISTANT:'", "</s>", "'ASSISTANT: ' + m.content + '</s>'"),
+    # a token may hold the space at the end of the generation prompt and the first word of an answer
+    "trailing_space": _template(
+        "'USER: ' + m.content + ' '", "'ASSISTANT: '", "</s>", "'ASSISTANT: ' + m.content + '</s>'"
     ),
-    "tinyllama": (  # the generation prompt ends before the line end
-        _template("'<|user|>\n' + m.content + '</s>\n'", "'<|assistant|>\n' + m.content + '</s>\n'", "'<|assistant|>'"),
-        "</s>",
+    # the generation prompt ends before the line end
+    "tinyllama": _template("'<|' + m.role + '|>\n' + m.content + '</s>\n'", "'<|assistant|>'", "</s>"),
+    "llama2": _template(
+        "'<s>' * (not loop.first) + '[INST] ' + m.content + ' [/INST]'", "''", "</s>", "' ' + m.content + ' </s>'"
     ),
-    "llama2": (
-        _template("'<s>' * (not loop.first) + '[INST] ' + m.content + ' [/INST]'", "' ' + m.content + ' </s>'", "''"),
-        "</s>",
-    ),
-    "mistral": (_template("'[INST] ' + m.content + '[/INST]'", "' ' + m.content + '</s>'", "''"), "</s>"),
-    "phi3": (
-        _template(
-            "'<|' + m.role + '|>\n' + m.content + '<|end|>\n'",
-            "'<|assistant|>\n' + m.content + '<|end|>\n'",
-            "'<|assistant|>\n'",
-        ),
-        "<|end|>",
-    ),
+    "mistral": _template("'[INST] ' + m.content + '[/INST]'", "''", "</s>", "' ' + m.content + '</s>'"),
+    "phi3": _template("'<|' + m.role + '|>\n' + m.content + '<|end|>\n'", "'<|assistant|>\n'", "<|end|>"),
     "qwen3": (QWEN3, "<|im_end|>"),
     "generation": (GENERATION, "<|im_end|>"),
 }

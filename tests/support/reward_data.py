@@ -25,8 +25,8 @@ from mobula.rewards.pool.reward_pool import LossCounter, RewardPool, RewardServi
 from mobula.rewards.pool.worker import RewardWorker
 from mobula.rewards.tools import Tools
 
-TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
-"""Of functions that start no process."""
+TOOLS = Tools(IsolatedProcess(timeout_s=10, start_timeout_s=120), "cpu", "float32")
+"""Their process starts with the first function that needs one."""
 
 
 def request(text: str, *references: str, prompt: str = "", tokens: int = 1, **metadata: Any) -> RewardRequest:

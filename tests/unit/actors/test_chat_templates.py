@@ -33,13 +33,11 @@ Build = Callable[..., ChatProcessor]
 THOUGHT = "<think>\nhm\n</think>\n\n7"
 
 # Template -> the text before the answer to "Q" as a policy is asked, and as a plain answer is trained.
+CHATML = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = {
-    "qwen2.5": (
-        "<|im_start|>system\nBe helpful.<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n",
-        "",
-    ),
-    "qwen3": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\n"),
-    "qwen3.5": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n<think>\n", "\n</think>\n\n"),
+    "qwen2.5": (f"<|im_start|>system\nBe helpful.<|im_end|>\n{CHATML}", ""),
+    "qwen3": (CHATML, "<think>\n\n</think>\n\n"),
+    "qwen3.5": (f"{CHATML}<think>\n", "\n</think>\n\n"),
     "smolvlm": ("<|im_start|>User: Q<|im_end|>\nAssistant:", ""),
     "llama3.1": (
         "<|im_start|>system\n\nToday is 26 Jul 2024\n\n<|im_end|><|im_start|>user\n\nQ<|im_end|>"
@@ -48,12 +46,12 @@ PROMPTS = {
     ),
     "gemma3": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>model\n", ""),
     "deepseek-r1": ("<|im_start|>User|Q<|im_start|>Assistant|<think>\n", None),
-    "generation": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
+    "generation": (CHATML, ""),
     "without an end": ("USER: Q ASSISTANT:", ""),
     "mistral": ("<|endoftext|>[INST] Q[/INST]", ""),
     "glm4": ("<|endoftext|><|im_end|>user\nQ<|im_start|>assistant\n", "<think></think>\n"),
-    "text alone": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
-    "parts alone": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
+    "text alone": (CHATML, ""),
+    "parts alone": (CHATML, ""),
 }
 # A template's rendering of "7" as the answer, up to its end, where it begins otherwise than the generation prompt.
 PLAIN = {"deepseek-r1": "<|im_start|>User|Q<|im_start|>Assistant|"}

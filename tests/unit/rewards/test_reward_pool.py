@@ -52,7 +52,6 @@ class FakeWorker:
     async def score(self, questions: list[Question]) -> list[GroupOutcomes]:
         groups, future = [question.group for question in questions], asyncio.get_running_loop().create_future()
         self.calls.append((groups[0] if len(groups) == 1 else groups, future))
-        self.earlier = [question.earlier for question in questions]
         if self._reply is None or len(self.calls) <= self._num_lost:
             return await future
         results = [self._reply(group) for group in groups]
@@ -246,27 +245,6 @@ async def test_closing_fails_the_waiting_calls() -> None:
     await pool.close()
     with pytest.raises(RewardError, match="was closed"):
         await task
-
-
-async def test_services_are_asked_in_the_order_of_gates_and_their_outcomes_merged() -> None:
-    gate = Gate(component="style", needs="accuracy", at_least=1.0)
-    recipe = Recipe(components=("accuracy", "style"), weights={"style": 0.5}, gates=(gate,), normalise=False)
-    config = rewards_of(
-        component("accuracy", "exact_match"),
-        component_of("style", "model", service="judge"),
-        recipes={"default": recipe},
-    )
-    rules = FakeWorker(lambda group: outcomes_of({"accuracy": Score(1.0)}, {"accuracy": Score(0.0)}))
-    judge = FakeWorker(lambda group: outcomes_of({"style": Score(0.5)}, {}))
-    one, other = (
-        pool_over(config, [LocalHandle(worker)], hosts=FakeHosts(no_worker, booked=1), restarts=AT_ONCE)
-        for worker in (rules, judge)
-    )
-    pool = RewardPool(config, {"reward": service(one), "judge": service(other)}, LossCounter())
-    first, second = await pool.score(0, "a group")
-    assert first == Reward(1.25, {"accuracy": 1.0, "style": 0.5})
-    assert second == Reward(0.0, {"accuracy": 0.0}, {"style": "not run: accuracy is below 1"})
-    assert judge.earlier == [[{"accuracy": Score(1.0)}, {"accuracy": Score(0.0)}]]
 
 
 CHUNK = 4
@@ -536,6 +514,8 @@ async def test_gates_see_what_was_scored_ahead_and_each_service_is_asked_once(fu
     await settle()
     rewards = await pool.score(group, PROMPT_ID)
     assert [reward and reward.value for reward in rewards] == [3.0, 0.0, 5.0]
+    assert rewards[0] == Reward(3.0, {"is_long": 1.0, "length": 2.0})
+    assert rewards[1] == Reward(0.0, {"is_long": 0.0}, {"length": "not run: is_long is below 1"})
     assert [asked.scored for asked in both.values()] == [["77", "8", "group but [0, 1]"]] * 2
 
 

@@ -81,31 +81,15 @@ def _changed_number(rng: Random) -> tuple[str, str]:
     place = rng.choice([i for i, c in enumerate(right) if c != "."])
     other = str((int(right[place]) + rng.randint(1, 9)) % 10)
     wrongs = [
-        right[:place] + other + right[place + 1 :],
-        f"-{right}",
-        f"{right}1" if "." in right else f"{right}0",
-        f"{right},{other}",
-        f"{right} or {other}",
-        rf"{right} \text{{ and }} {other}",
-        f"{right} {right}",
-        f"{right}+{other}",
-        f"not {right}",
-        rf"\neq {right}",
-        rf"{right}\text{{ or more}}",
-        rf"{right}\text{{ million}}",
-        rf"{right}\text{{ is wrong}}",
-        rf"{right}\text{{k}}",
-        rf"{right}\ldots",
-        f"x > {right}",
-        f"{right}x",
-        f"{right}/7",
-        f"{right}^3" if right != "1" else "2",
-        f"10{right}",
+        right[:place] + other + right[place + 1 :], f"-{right}", f"{right}1" if "." in right else f"{right}0",
+        f"{right},{other}", f"{right} or {other}", rf"{right} \text{{ and }} {other}", f"{right} {right}",
+        f"{right}+{other}", f"not {right}", rf"\neq {right}", rf"{right}\text{{ or more}}",
+        rf"{right}\text{{ million}}", rf"{right}\text{{ is wrong}}", rf"{right}\text{{k}}", rf"{right}\ldots",
+        f"x > {right}", f"{right}x", f"{right}/7", f"{right}^3" if right != "1" else "2", f"10{right}",
         "".join(chr(0x660 + int(c)) if c.isdigit() else c for c in right),
-        right.replace(".", "") + "." if "." in right else f"{right}.5",
-        f"{right}e5",
+        right.replace(".", "") + "." if "." in right else f"{right}.5", f"{right}e5",
         rf"\sqrt{{{right}}}" if right != "1" else "3",
-    ]
+    ]  # fmt: skip
     return right, rng.choice(wrongs)
 
 

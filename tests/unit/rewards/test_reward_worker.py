@@ -49,12 +49,6 @@ from mobula.rewards.tools import Tools
 
 PLUGIN = '''
 import os, signal, time
-from dataclasses import dataclass
-
-@dataclass
-class Own:
-    """Known in the isolated process alone."""
-    value: float
 
 def score(request, *, bonus):
     """Does what the text of the response asks for."""
@@ -70,8 +64,6 @@ def score(request, *, bonus):
         return len(bytearray(8 * 2**30))
     if request.response.text == "unpicklable":
         return lambda: 0
-    if request.response.text == "own":
-        return Own(1.0)
     return float(request.response.text) + bonus
 
 def pid(*arguments):
@@ -161,7 +153,7 @@ def test_answers_that_come_by_value_are_scored_as_their_group_is(make_worker: Ca
 
 def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("mine", plugin, bonus=0.5), function_timeout_s=1)
-    texts = ("1", "hang", "2", "nan", "word", "die", "exit", "eat", "unpicklable", "own", "backtrack", "inf", "3")
+    texts = ("1", "hang", "2", "nan", "word", "die", "exit", "eat", "unpicklable", "backtrack", "inf", "3")
     found = dict(zip(texts, worker.score(group(*texts)), strict=True))
     scored = {text: reward.value for text, reward in found.items() if isinstance(reward, Reward)}
     assert scored == {"1": 1.5, "2": 2.5, "3": 3.5}
@@ -169,7 +161,7 @@ def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Ca
     assert {text: error.kind for text, error in failed.items()} == {
         **dict.fromkeys(("hang", "backtrack"), FailureKind.TIMED_OUT),
         **dict.fromkeys(("nan", "inf"), FailureKind.NOT_FINITE),
-        **dict.fromkeys(("word", "die", "exit", "eat", "unpicklable", "own"), FailureKind.FAILED),
+        **dict.fromkeys(("word", "die", "exit", "eat", "unpicklable"), FailureKind.FAILED),
     }
     assert {error.component for error in failed.values()} == {"mine"}
     assert "ValueError" in failed["word"].reason
@@ -270,11 +262,16 @@ def test_a_worker_of_rules_loads_no_torch() -> None:
 
 FUNCTIONS = """
 import asyncio
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import torch
+
+@dataclass
+class Own:
+    value: float
 
 async def awaited(request):
     await asyncio.sleep(0)
@@ -290,7 +287,7 @@ VALUES = {
     "fraction": Fraction(1, 4), "decimal": Decimal("10.5"), "true": True,
     "mapping": {"score": np.float64(9.0), "reason": "all of it", "length": torch.tensor(2)},
     "several": torch.ones(3), "none": None, "nan": np.float32("nan"), "inf": torch.tensor(float("-inf")), "text": "1",
-    "other keys": {"reward": 1.0}, "text part": {"score": 1.0, "answer": "7"},
+    "own": Own(1.0), "other keys": {"reward": 1.0}, "text part": {"score": 1.0, "answer": "7"},
 }
 
 def value(request):
@@ -386,6 +383,7 @@ def test_numbers_of_a_users_function_travel_as_plain_numbers(users_file: Path, t
         ("text", FailureKind.FAILED, "returned str: return a finite number, a mapping with 'score', or a Score"),
         ("other keys", FailureKind.FAILED, "returned a mapping with 'reward': return a finite number"),
         ("text part", FailureKind.FAILED, "returned str as 'answer': return a finite number"),
+        ("own", FailureKind.FAILED, "cannot be sent or read"),  # its class is known in the isolated process alone
     ],
 )
 def test_a_result_that_is_no_number_is_refused_with_its_type(

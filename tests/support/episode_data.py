@@ -27,12 +27,9 @@ HANG_S = 60.0  # that a hanging step takes
 
 def episode_config(model: Path, *overrides: str) -> RunConfig:
     """A run whose prompts are observations; nothing of it is started."""
-    words = (
-        "policy=tiny_qwen2_5_vl", "data=environment", "environment.name=episode_data:Scripted", "rewards=environment",
-        f"policy.model={model}", "data.max_prompt_tokens=400", "data.max_pixels=50176",
-        "sampler.max_images_per_prompt=8", "sampler.max_tokens=6",
-    )  # fmt: skip
-    return load_config([*words, *overrides])
+    words = ("policy=tiny_qwen2_5_vl", "data=environment", "environment.name=episode_data:Scripted")
+    words += ("rewards=environment", f"policy.model={model}", "data.max_prompt_tokens=400", "data.max_pixels=50176")
+    return load_config([*words, "sampler.max_images_per_prompt=8", "sampler.max_tokens=6", *overrides])
 
 
 def engine_settings(model: Path, chat: ChatProcessor) -> EngineSettings:

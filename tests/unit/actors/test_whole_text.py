@@ -54,7 +54,6 @@ def talk(*texts: str) -> Messages:
 
 
 def own_ids(chat: ChatProcessor, messages: Messages, **options: Any) -> list[int]:
-    """The template's own tokenisation."""
     return list(chat._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
 
 
@@ -78,7 +77,6 @@ def ids_of(group: ScoredGroup, number: int = 0) -> list[int]:
 
 
 def trained(chat: ChatProcessor, group: ScoredGroup, number: int = 0) -> str:
-    """The text of the trained tokens."""
     trajectory = group.group.trajectories[number]
     return chat._tokenizer.decode(trajectory.actions.token_ids[trajectory.action_mask].tolist())
 

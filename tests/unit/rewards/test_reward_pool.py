@@ -303,7 +303,6 @@ class Bench:
         return [reward and reward.value for reward in rewards]
 
     def begin(self, group: TrajectoryGroup, sibling: int) -> None:
-        """As if the in-flight request had received its end."""
         self.pool.score_ahead(EndedResponse(group.prompt, sibling, group.trajectories[sibling].response))
 
 
@@ -369,7 +368,6 @@ class Rollout(RolloutActor):
 
 
 def rollouts(bench: Bench, *samplers: KnownSampler) -> RetryingRollouts:
-    """On one engine after the other."""
     clients = [
         RolloutClient(
             LocalHandle(Rollout(sampler)), "rollout/0", in_flight_requests=bench.in_flight_requests, **DEADLINES_S

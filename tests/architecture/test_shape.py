@@ -54,9 +54,7 @@ def test_a_print_is_seen(text: str, found: int) -> None:
     assert len(list(prints(parse("cluster/x.py", text)))) == found
 
 
-SHARED = {
-    "Learner": "the protocol of the role in `cluster.roles`, and one rank of it",
-}
+SHARED = {"Learner": "the protocol of the role in `cluster.roles`, and one rank of it"}
 
 
 def names(found: Iterable[Source]) -> dict[str, list[str]]:

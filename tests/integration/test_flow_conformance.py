@@ -54,10 +54,6 @@ async def test_janus_conforms(tmp_path: Path) -> None:
     ids = torch.from_numpy(prompt.expanded_ids).long()[None]
     guidance = run.config.sampler.image_tokens.guidance
     drawn = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        generation_mode="image",
-        do_sample=False,
-        guidance_scale=guidance,
+        ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, guidance_scale=guidance
     )
     assert group.trajectories[0].actions.token_ids.tolist() == drawn[0].tolist()

@@ -36,8 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["two", "four", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(VARIANTS)[2:])],
+    "name", ["two", "four", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(VARIANTS)[2:])]
 )
 def test_ranks_equal_one_process(ran: Path, name: str) -> None:
     number, overrides = VARIANTS[name]

@@ -185,13 +185,7 @@ GAINS = {  # experiment -> least gain of held-out accuracy; docs/measured.md has
 @pytest.mark.parametrize("experiment", GAINS)
 def test_a_run_learns(experiment: str, axis: str, tmp_path: Path) -> None:
     data = () if experiment == "pixel_maze_ppo" else (f"data.path={tmp_path / 'data'}",)
-    words = (
-        f"experiment={experiment}",
-        "resources=laptop",
-        *data,
-        *LEARNING_AXES[axis],
-        "checkpoints.keep=1",
-    )
+    words = (f"experiment={experiment}", "resources=laptop", *data, *LEARNING_AXES[axis], "checkpoints.keep=1")
     with Job(tmp_path, words, small=("metrics.progress=false",)) as job:
         assert job.start().wait(2000) == 0, job.output
     report = read_run_folder(job.run_folder)

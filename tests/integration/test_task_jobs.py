@@ -311,8 +311,7 @@ def test_the_policy_approaches_a_teacher_whose_rewards_it_never_sees(tmp_path: P
     """`kl` is the divergence of the policy from the teacher on its own samples: of random weights it falls at once."""
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
     with Job(
-        tmp_path,
-        (*DISTILLATION_WORDS, f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}"),
+        tmp_path, (*DISTILLATION_WORDS, f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}")
     ) as job:
         job.finish(job.start())
         none_left(job.marks[0])

@@ -306,10 +306,7 @@ def test_run_folder_that_is_not_there_yet_is_fine_and_stays_away(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("overrides", "needed"),
-    [
-        ([], {"vllm", "tensorboard"}),
-        (["sampler=huggingface", "metrics.tensorboard=false"], set()),
-    ],
+    [([], {"vllm", "tensorboard"}), (["sampler=huggingface", "metrics.tensorboard=false"], set())],
 )
 def test_doctor_needs_only_what_the_config_uses(overrides: list[str], needed: set[str]) -> None:
     optional = {"vllm", "tensorboard", "peft"}
@@ -457,7 +454,7 @@ OFFLINE = ("sft", "reward-model", "dpo")  # `mobula train` with an experiment
 LOOKING = ("plan", "show-config", "doctor")
 
 SHOWN_IN_DOCS = {  # a page shows how to write these files, on top of the others
-    "resources=gpu_4": "resources=gpu_2",
+    "resources=gpu_4": "resources=gpu_2"
 }
 
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|((?:^    .*\n)+)", re.DOTALL | re.MULTILINE)

@@ -94,12 +94,7 @@ FIRING: dict[str, tuple[str, str, list[dict[str, str]], dict[str, str]]] = {
     "MobulaRestarts": (
         "20m",
         "4m",
-        [
-            {
-                "series": 'ray_mobula_restarts_total{run="r",reason="all"}',
-                "values": "0+0x20 0+1x10 10+0x400",
-            }
-        ],
+        [{"series": 'ray_mobula_restarts_total{run="r",reason="all"}', "values": "0+0x20 0+1x10 10+0x400"}],
         {"run": "r"},
     ),
     "MobulaCanary": (

@@ -16,12 +16,7 @@ from packaging.utils import canonicalize_name
 
 from benchmarks.conformance.measure import ALL, Gap, Report
 from benchmarks.conformance.table import failures, page
-from mobula.cluster.metrics.definitions import (
-    CounterName,
-    LiveName,
-    MetricName,
-    SplitName,
-)
+from mobula.cluster.metrics.definitions import CounterName, LiveName, MetricName, SplitName
 from mobula.configs.load import load_config
 from mobula.deploy.checks.parity import CASES
 

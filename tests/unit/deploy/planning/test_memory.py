@@ -277,9 +277,7 @@ def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None
     sequence = sequence_bytes(engine_config(*words), shape, 12288)
     assert engine.num_seqs == engine.kv_cache_bytes // sequence
     many = plan_memory(
-        engine_config("resources=gpu_1", "algorithm.max_concurrent_groups=2"),
-        shape,
-        described_nodes("1x1x80GB"),
+        engine_config("resources=gpu_1", "algorithm.max_concurrent_groups=2"), shape, described_nodes("1x1x80GB")
     )
     assert many.engine is not None and many.engine.num_seqs == 2 * 8, "no more responses are under way"
 

@@ -128,10 +128,7 @@ def test_a_service_for_all_weights_is_offered_no_settings_of_runs() -> None:
     assert not [way for way in ways if any(key in way for key in unfit)]
     for way in ways:
         better = load_config(
-            overridden(
-                ["experiment=own", "resources=eight_gpu_split", "training_service.weights=full"],
-                way.split(),
-            ),
+            overridden(["experiment=own", "resources=eight_gpu_split", "training_service.weights=full"], way.split()),
             is_complete=False,
         )
         assert plan_memory(better, shape_7b(), nodes, ("learner", "rollout")).shortfalls == ()
@@ -315,11 +312,7 @@ def test_settings_that_contradict_are_not_proposed() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("2x8", "--nodes 2x8 is no description"),
-        ("2x8x80", "is no size"),
-        ("ax8x80GB", "NODESxGPUSxMEMORY"),
-    ],
+    [("2x8", "--nodes 2x8 is no description"), ("2x8x80", "is no size"), ("ax8x80GB", "NODESxGPUSxMEMORY")],
 )
 def test_a_description_that_cannot_be_read_is_refused_with_how_to_write_one(text: str, message: str) -> None:
     with pytest.raises(PreflightError, match=message):
@@ -358,9 +351,7 @@ def test_a_cluster_file_describes_nodes_that_differ(tmp_path: Path) -> None:
 def test_plan_shows_memory_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     model = f"policy.model={checkpoint(tmp_path / 'model')}"
     good = CliRunner().invoke(
-        app,
-        ["plan", "experiment=own", model, "resources=maye_8", "--nodes", "1x8x141GB:96x2TB"],
-        env={"COLUMNS": "80"},
+        app, ["plan", "experiment=own", model, "resources=maye_8", "--nodes", "1x8x141GB:96x2TB"], env={"COLUMNS": "80"}
     )
     assert good.exit_code == 0, good.stderr
     assert all(word in good.stdout for word in ("optimizer", "kv cache", "sync", "GPU 0 to 6", "10 workers fit"))

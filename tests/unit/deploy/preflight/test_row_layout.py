@@ -52,23 +52,13 @@ def run_of(models: Path, name: str, *words: str) -> RunConfig:
         ("qwen3", ("learner.packing=false",), PADDED, ""),
         ("qwen3", ("policy.attention=eager",), PADDED, "packing is off: policy.attention=eager does not keep"),
         ("qwen3", FLASH, NOTHING_SHARED, "share_prompts is off: policy.attention=fl"),
-        (
-            "qwen3",
-            ("policy.dropout=true", WARNED),
-            NOTHING_SHARED,
-            "share_prompts is off: policy.dropout=true is",
-        ),
+        ("qwen3", ("policy.dropout=true", WARNED), NOTHING_SHARED, "share_prompts is off: policy.dropout=true is"),
         ("qwen3.5", (), PADDED, r"packing is off: a qwen3_5 \(policy.model=.*\): its layers carry a state"),
         ("gemma3", (), PADDED, r"packing is off: a gemma3 \(.*\): its images need a mask; learner.packing=true packs"),
         ("gemma3", ("learner.packing=true",), BOTH, ""),
         ("llava", (), PADDED, r"packing is off: a llava \(.*\): it has no family file"),
         ("llava", ("learner.packing=true",), NOTHING_SHARED, r"share_prompts is off: a llava .* that says it can"),
-        (
-            "qwen3",
-            TAUGHT,
-            PADDED,
-            r"packing is off: a qwen3_5 \(algorithm.distillation.teacher=",
-        ),
+        ("qwen3", TAUGHT, PADDED, r"packing is off: a qwen3_5 \(algorithm.distillation.teacher="),
     ],
 )
 def test_rows_are_packed_where_everything_allows_it(
@@ -86,13 +76,7 @@ def test_rows_are_packed_where_everything_allows_it(
     assert len(caplog.messages) == bool(line) and all(re.search(f"learner.{line}", found) for found in caplog.messages)
 
 
-@pytest.mark.parametrize(
-    ("words", "num_lines"),
-    [
-        (["experiment=glyphs_grpo"], 0),
-        (IMAGE_TOKENS, 1),
-    ],
-)
+@pytest.mark.parametrize(("words", "num_lines"), [(["experiment=glyphs_grpo"], 0), (IMAGE_TOKENS, 1)])
 def test_samplers_of_images_have_padded_rows(
     models: Path, words: list[str], num_lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -43,11 +43,7 @@ VALID: dict[str, dict[str, Any]] = {
     "optim_step": {"model_id": "SESSION:train:0", "seq_id": 7, "adam_params": ADAM},
     "load_weights": {"model_id": "SESSION:train:0", "path": "tinker://x/weights/a", "optimizer": True, "seq_id": 8},
     "save_weights": {"model_id": "SESSION:train:0", "path": "a", "seq_id": 9, "ttl_seconds": 4000},
-    "save_weights_for_sampler": {
-        "model_id": "SESSION:train:0",
-        "seq_id": 10,
-        "sampling_session_seq_id": 1,
-    },
+    "save_weights_for_sampler": {"model_id": "SESSION:train:0", "seq_id": 10, "sampling_session_seq_id": 1},
     "save_weights_external": {"model_id": "SESSION:train:0", "path": "a", "seq_id": 11},
     "unload_model": {"model_id": "SESSION:train:0"},
     "create_sampling_session": {"session_id": "SESSION", "sampling_session_seq_id": 1, "base_model": NAME},

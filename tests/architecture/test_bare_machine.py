@@ -12,13 +12,9 @@ from test_layout import module_of
 
 # Modules that the stages for such a machine import.
 ENTRIES = (
-    "learner.learner",
-    "learner.backends.sharded",
-    "actors.samplers.huggingface",
-    "actors.samplers.base",
-    "actors.processors.chat",
-    "configs.load",
-)
+    "learner.learner", "learner.backends.sharded", "actors.samplers.huggingface", "actors.samplers.base",
+    "actors.processors.chat", "configs.load",
+)  # fmt: skip
 PRESENT = {"PIL", "httpx", "huggingface_hub", "numpy", "pyarrow", "safetensors", "tokenizers", "torch", "transformers"}
 PRESENT |= {"hydra", "omegaconf", "pydantic", "pydantic_core", "yaml"}
 

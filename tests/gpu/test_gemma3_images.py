@@ -28,12 +28,9 @@ CLOSE = 2e-3  # nat, mean; without the mask 7e-3 were measured
 async def test_engine_and_learner_agree_on_text_one_and_two_images(local_ray: str, tmp_path: Path) -> None:
     write_tiny("gemma3", tmp_path / "model", seed=0)
     words = (
-        "resources=gpu_1",
-        "learner.packing=false",
-        "resources.dtype=float32",
-        "sampler.vllm.kv_cache_bytes=1073741824",
-        "sampler.vllm.gpu_memory_fraction=0.3",
-    )
+        "resources=gpu_1", "learner.packing=false", "resources.dtype=float32",
+        "sampler.vllm.kv_cache_bytes=1073741824", "sampler.vllm.gpu_memory_fraction=0.3",
+    )  # fmt: skip
     model = open_model(tmp_path / "model", *words, "weight_sync.bucket_bytes=1048576")
     assert model.prepared.processor.takes_images
     engine = await asyncio.to_thread(start_actor, model, "vllm", 0)

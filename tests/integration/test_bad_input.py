@@ -48,13 +48,8 @@ def write_data(folder: Path, *extra: Row | str) -> Path:
 
 def overrides(model: Path, data: Path, runs: Path) -> list[str]:
     words = [
-        "experiment=digits",
-        "data=jsonl",
-        f"data.path={data}",
-        f"policy.model={model}",
-        f"folder={runs}",
-        "name=bad",
-    ]
+        "experiment=digits", "data=jsonl", f"data.path={data}", f"policy.model={model}", f"folder={runs}", "name=bad",
+    ]  # fmt: skip
     return [*words, "data.max_prompt_tokens=128", "sampler.max_tokens=8", "metrics.progress=false"]
 
 

@@ -74,12 +74,9 @@ POISON = "0/5/"
 NUM_STEPS = 4
 
 POISONED_WORDS = (
-    "experiment=digits",
-    "resources=laptop",
-    "algorithm.max_staleness=1",
-    "replay.trajectory_log=true",
+    "experiment=digits", "resources=laptop", "algorithm.max_staleness=1", "replay.trajectory_log=true",
     f"num_steps={NUM_STEPS}",
-)
+)  # fmt: skip
 
 
 @pytest.mark.matrix

@@ -16,12 +16,9 @@ pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 SMALLER = (
-    "num_steps=2",
-    "evaluation.num_prompts=16",
-    "resources.object_store_bytes=268435456",
-    "metrics.progress=false",
+    "num_steps=2", "evaluation.num_prompts=16", "resources.object_store_bytes=268435456", "metrics.progress=false",
     "timeouts.start_s=500",
-)
+)  # fmt: skip
 SHORT = ("sampler.max_tokens=40", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")
 MOBULA = """#!{python}
 import os, sys

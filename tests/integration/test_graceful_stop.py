@@ -30,34 +30,17 @@ INTERRUPTED = 130
 RARELY = "checkpoints.interval_steps=1000"
 
 RL = (
-    "experiment=digits",
-    "resources=laptop",
-    "sampler=huggingface",
-    "sampler.max_tokens=8",
-    "algorithm.max_staleness=0",
-    "resources.rollout.num_workers=1",
-    "resources.learner.num_workers=1",
-    "learner=single",
-    "num_steps=12",
-    "resume=auto",
-    RARELY,
-)
+    "experiment=digits", "resources=laptop", "sampler=huggingface", "sampler.max_tokens=8",
+    "algorithm.max_staleness=0", "resources.rollout.num_workers=1", "resources.learner.num_workers=1",
+    "learner=single", "num_steps=12", "resume=auto", RARELY,
+)  # fmt: skip
 
 SFT = (
-    "policy=tiny_qwen2_5_vl",
-    "learner=single",
-    "resources.learner.num_workers=1",
-    "learner.activation_checkpointing=none",
-    "learner.learning_rate=0.003",
-    "learner.warmup_steps=0",
-    "offline.max_tokens=256",
-    "offline.batch_size=16",
-    "evaluation.num_prompts=40",
-    "evaluation.interval_steps=0",
-    "num_steps=60",
-    "resume=auto",
-    RARELY,
-)
+    "policy=tiny_qwen2_5_vl", "learner=single", "resources.learner.num_workers=1",
+    "learner.activation_checkpointing=none", "learner.learning_rate=0.003", "learner.warmup_steps=0",
+    "offline.max_tokens=256", "offline.batch_size=16", "evaluation.num_prompts=40", "evaluation.interval_steps=0",
+    "num_steps=60", "resume=auto", RARELY,
+)  # fmt: skip
 
 SMALL_SFT = ("metrics.progress=false", "resources.object_store_bytes=268435456", "timeouts.start_s=500")
 

@@ -197,14 +197,9 @@ def test_a_submitted_run_is_stopped_and_goes_on_when_it_is_sent_again(cluster: A
     (folder / "job_reward.py").write_text(REWARD)
     run = folder / "runs" / "sent"
     words = [
-        "experiment=digits",
-        "name=sent",
-        f"folder={folder / 'runs'}",
-        f"data.path={folder / 'data'}",
-        f"policy.model={folder / 'model'}",
-        "num_steps=40",
-        *SMALL,
-    ]
+        "experiment=digits", "name=sent", f"folder={folder / 'runs'}", f"data.path={folder / 'data'}",
+        f"policy.model={folder / 'model'}", "num_steps=40", *SMALL,
+    ]  # fmt: skip
     options = ["--working-dir", str(REPOSITORY), "--env", f"PYTHONPATH={folder}", "--no-follow"]
     code, output = command(cluster, "submit", *words, *options)
     assert code == 0 and "job sent submitted" in output, output

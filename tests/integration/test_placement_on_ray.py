@@ -191,16 +191,11 @@ def device_cluster() -> Iterator[str]:
 @pytest.mark.timeout(900)
 def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for(device_cluster: str) -> None:
     words = [
-        "experiment=digits",
-        "resources=four_gpu_split",
-        "resources.rollout.num_workers=1",
-        "resources.learner.num_gpus=1",
-        "resources.reference.num_workers=1",
-        "resources.reference.num_gpus=1",
-        "resources.learner.node_labels={devices: front}",
-        "resources.rollout.node_labels={devices: front}",
+        "experiment=digits", "resources=four_gpu_split", "resources.rollout.num_workers=1",
+        "resources.learner.num_gpus=1", "resources.reference.num_workers=1", "resources.reference.num_gpus=1",
+        "resources.learner.node_labels={devices: front}", "resources.rollout.node_labels={devices: front}",
         "resources.reference.node_labels={devices: back}",
-    ]
+    ]  # fmt: skip
     printed = python(PLACE_ON_DEVICES, device_cluster, *words)
     assert "found " in printed, printed
     found = json.loads(printed.partition("found ")[2].splitlines()[0])

@@ -32,13 +32,10 @@ pytestmark = [
 ]
 PRESET = ("resources=laptop_in_turns", "learner=single", "metrics.progress=false")
 SMALL = (
-    "evaluation.num_prompts=8",
-    "algorithm.prompts_per_step=2",
-    "algorithm.samples_per_prompt=4",
-    "algorithm.max_concurrent_groups=4",
-    "rewards.components.0.function=job_reward:score",
+    "evaluation.num_prompts=8", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=4",
+    "algorithm.max_concurrent_groups=4", "rewards.components.0.function=job_reward:score",
     "rewards.components.0.options={}",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -46,12 +46,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "training_service.py"
 RECIPES = Path(__file__).parents[1] / "support" / "cookbook_recipes.py"
 WORDS = ["sampler=huggingface", "learner=single", "resources.learner.num_workers=1", "resources.rollout.num_workers=1"]
 WORDS += [
-    "resources.dtype=float32",
-    "sampler.max_model_len=256",
-    "data.max_prompt_tokens=128",
-    "sampler.max_tokens=64",
+    "resources.dtype=float32", "sampler.max_model_len=256", "data.max_prompt_tokens=128", "sampler.max_tokens=64",
     "training_service.snapshot_steps=3",
-]
+]  # fmt: skip
 ADAM = types.AdamParams(learning_rate=5e-3)
 KEY = "tml-a-key-of-the-tests"
 

@@ -39,13 +39,8 @@ from mobula.rewards.functions import build_function
 from mobula.rewards.models.image_scores import load_head
 
 CONVERSATION = {
-    "form": "chat",
-    "label": None,
-    "output": "logit",
-    "question_pattern": None,
-    "max_tokens": 64,
-    "batch_size": 1,
-}
+    "form": "chat", "label": None, "output": "logit", "question_pattern": None, "max_tokens": 64, "batch_size": 1,
+}  # fmt: skip
 MODEL_PARTS = {
     "config.json": ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText",
                     "AutoModelForMultimodalLM", "AutoModelForSequenceClassification"),

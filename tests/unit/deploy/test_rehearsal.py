@@ -23,15 +23,10 @@ from mobula.deploy.rehearsal.simulated.machine import Cores, PlannedFault, Recor
 from mobula.deploy.rehearsal.speeds import MeasuredRun, Speeds, _fitted, measured_speeds
 
 WORDS = (
-    "experiment=own",
-    "resources=multi_node",
-    "policy.tiny=qwen2.5-vl",
-    "policy.model=not-there",
-    "algorithm.prompts_per_step=8",
-    "algorithm.samples_per_prompt=4",
-    "evaluation.num_prompts=4",
+    "experiment=own", "resources=multi_node", "policy.tiny=qwen2.5-vl", "policy.model=not-there",
+    "algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=4", "evaluation.num_prompts=4",
     "sampler.max_tokens=128",
-)
+)  # fmt: skip
 
 STATED = ("decode_step_s=0.02", "learner_tokens_per_s=500", "start_s=10", "update_s=1", "reward_s=0")
 

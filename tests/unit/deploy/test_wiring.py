@@ -225,13 +225,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     folder = tmp_path_factory.mktemp("warm")
     paths = [f"policy.model={folder / 'model'}", f"data.path={folder / 'digits'}", f"folder={folder / 'runs'}"]
     steps = [
-        "num_steps=10",
-        "num_rows=0",
-        "batch_size=4",
-        "check_interval=3",
-        "max_checks_rows=5",
-        "target_accuracy=0.5",
-    ]
+        "num_steps=10", "num_rows=0", "batch_size=4", "check_interval=3", "max_checks_rows=5", "target_accuracy=0.5",
+    ]  # fmt: skip
     return prepare(load_config(["experiment=digits", *paths, *(f"warm_start.{word}" for word in steps)]), lambda m: m)
 
 

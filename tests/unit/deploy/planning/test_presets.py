@@ -61,11 +61,8 @@ def config(preset: str, *words: str) -> RunConfig:
     if PRESETS.get(preset, ("", {}, []))[2] is None:
         return load_config(["experiment=digits", f"resources={preset}", *words])
     base = [
-        "experiment=own",
-        f"resources={preset}",
-        "algorithm.kl.coef=0.01",
-        "learner.activation_checkpointing=blocks",
-    ]
+        "experiment=own", f"resources={preset}", "algorithm.kl.coef=0.01", "learner.activation_checkpointing=blocks",
+    ]  # fmt: skip
     return load_config([*base, *words], is_complete=False)
 
 

@@ -264,15 +264,8 @@ def test_a_recipe_sees_the_images_of_records_and_what_hangs_is_counted(tmp_path:
     held = [{"response": "x", "image": {"bytes": b"1234567", "path": "c.png"}, "videos": [clip]}]
     pq.write_table(pa.Table.from_pylist(held), tmp_path / "r.parquet")
     expected = {
-        "path": 5.0,
-        "two": 8.0,
-        "drawn": 1000.0,
-        "clip": 15.0,
-        "frames": 5.0,
-        "none": 0.0,
-        "m1": 0.0,
-        "m2": 0.0,
-    }
+        "path": 5.0, "two": 8.0, "drawn": 1000.0, "clip": 15.0, "frames": 5.0, "none": 0.0, "m1": 0.0, "m2": 0.0,
+    }  # fmt: skip
     for path, found in ((write_jsonl(tmp_path / "rows.jsonl", rows), expected), (tmp_path / "r.parquet", {None: 12.0})):
         done = mobula("score", path, *words, "--output", tmp_path / "r.json", "--results", tmp_path / "r.jsonl")
         assert done.exit_code == 0, done.output

@@ -29,6 +29,8 @@ from mobula.deploy.wiring.roles import adapter_engines
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 SERVING = ("sampler.adapters.max_served=2", "sampler.adapters.max_rank=8", "resources.rollout.num_workers=2")
 
 LONG = SamplingSettings(num_samples=4, temperature=1.0, max_tokens=150, seed=3)
@@ -47,8 +49,6 @@ def values(result: SampleResult) -> list[tuple[list[int], str]]:
     return [(sample.token_ids.tolist(), sample.stop_reason) for sample in result.samples]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 async def test_calls_of_a_killed_engine_give_the_tokens_of_their_seed_and_its_successor_serves_all_adapters(
     local_ray: str, tmp_path: Path
 ) -> None:
@@ -102,10 +102,8 @@ async def test_calls_of_a_killed_engine_give_the_tokens_of_their_seed_and_its_su
 LANGUAGE = (*LORA, "policy.freeze=[visual.]")  # vLLM puts adapters into the language model alone
 
 
-@pytest.mark.slow
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 def test_log_probs_under_an_exported_adapter_are_those_of_the_merged_policy(tmp_path: Path) -> None:
     folder = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     model = open_model(folder, *LANGUAGE)

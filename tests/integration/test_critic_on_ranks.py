@@ -17,6 +17,8 @@ from mobula.configs.schema import RunConfig
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 BACKENDS = {
     "fsdp2": ("learner=fsdp2",),
     "halves of rows": ("learner=fsdp2", "learner.sequence_parallel=2"),
@@ -52,8 +54,6 @@ def two(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.Te
     return torch.load(out / "seen.pt")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_ranks_end_with_the_policy_and_the_values_of_one_process(one: dict, two: dict) -> None:
     """LightRFT defects B1, B9: no RL on DeepSpeed, and no clipped policy beside a critic on FSDP."""
     for name in ("start", "values"):
@@ -64,8 +64,6 @@ def test_two_ranks_end_with_the_policy_and_the_values_of_one_process(one: dict, 
     assert not equal(one["policy"], one["policy_before"], atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_metrics_are_those_of_the_whole_batch(one: dict, two: dict) -> None:
     """LightRFT defect B24: metrics were those of one rank."""
     for found, expected in zip([*two["metrics"], two["third"][0]], [*one["metrics"], one["third"][0]], strict=True):
@@ -77,8 +75,6 @@ def test_metrics_are_those_of_the_whole_batch(one: dict, two: dict) -> None:
     assert "clip_fraction" not in one["metrics"][0] and "clip_fraction" in one["metrics"][1], "a step of warm-up"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_ranks_go_on_from_a_checkpoint_exactly(one: dict, two: dict) -> None:
     for seen in (one, two):
         assert torch.equal(seen["reloaded"], seen["values"])
@@ -137,9 +133,7 @@ def ten_steps_on_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
     return model, torch.load(out / "seen.pt")
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", TEN_STEP_BACKENDS)
 def test_a_backend_has_the_curve_of_one_process(
     ten_steps_on_one: tuple[Path, dict], tmp_path: Path, backend: str

@@ -21,6 +21,8 @@ from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 
+pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
+
 DEADLINE_S = 1500.0  # six engines start again, one after the other
 
 SCRIPT = Path(__file__).with_name("struck_job.py")
@@ -35,10 +37,6 @@ WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS, ids=["kill", "hang", "slow"])
 def test_whatever_happens_to_an_engines_core_costs_nothing_but_time(kind: signal.Signals, tmp_path: Path) -> None:
     job = Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}"))
@@ -79,10 +77,6 @@ POISONED_WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.timeout(1200)
 def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_ends_well(tmp_path: Path) -> None:
     with Job(tmp_path, (*POISONED_WORDS, f"data.path={tmp_path / 'digits'}")) as job:
         job.finish(job.start(str(POISONED_SCRIPT), POISON))
@@ -129,10 +123,6 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("experiment", ALGORITHMS)
 def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path) -> None:
     own = (f"data.path={tmp_path / 'data'}", f"policy.model={tmp_path / 'model'}", "resume=auto")

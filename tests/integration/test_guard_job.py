@@ -14,6 +14,8 @@ from waiting import wait_until
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 TASK = REPOSITORY / "tests" / "support" / "hackable"
 
 WORDS = (
@@ -70,8 +72,6 @@ def report(job: Job) -> RunFolder:
     return read_run_folder(job.run_folder)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_guard_fires_within_three_windows_and_the_restored_weights_are_sampled(job: Job, report: RunFolder) -> None:
     rollback = events(job)[0]
     assert rollback.version <= WITHIN
@@ -81,8 +81,6 @@ def test_the_guard_fires_within_three_windows_and_the_restored_weights_are_sampl
     assert max(step.values["logprob_gap_mean"] for step in report.steps) < 0.01, "engines have the learner's weights"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_resumed_run_repeats_the_rollback_and_counts_it(guarded: Guarded, report: RunFolder) -> None:
     job = guarded.job
     assert [event.action for event in events(job)] == ["rollback", "stop"]
@@ -90,8 +88,6 @@ def test_a_resumed_run_repeats_the_rollback_and_counts_it(guarded: Guarded, repo
     assert kl[guarded.last + 1] < 0.7 * kl[events(job)[0].version], "without the rollback it would have grown"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_every_step_takes_new_prompts_also_after_the_rollback(job: Job) -> None:
     states = [json.loads(path.read_text()) for path in (job.run_folder / "checkpoints").glob("step-*/state.json")]
     newest = max(states, key=lambda state: state["version"])
@@ -99,8 +95,6 @@ def test_every_step_takes_new_prompts_also_after_the_rollback(job: Job) -> None:
     assert newest["parts"]["stream"]["cursor"] >= 32 * newest["version"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_report_marks_the_actions_in_one_chart_of_reward_and_judge(job: Job) -> None:
     page = (job.run_folder / "report.html").read_text()
     assert page.count("Reward and judge: trained reward from") == 1
@@ -115,7 +109,6 @@ GUARD = (
 DEADLINE_S = 1800.0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_zero_ranks_restore_the_checkpoint_before_the_divergence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

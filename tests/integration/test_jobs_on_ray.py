@@ -23,6 +23,8 @@ from waiting import wait_until
 from mobula.deploy.cli import app
 from mobula.deploy.jobs.client import STOPPED, Jobs
 
+pytestmark = [pytest.mark.timeout(900)]
+
 START_S = 240.0
 IN_ORDER = """
 import pathlib, signal, sys, time
@@ -119,7 +121,6 @@ def command(cluster: Apart, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.timeout(900)
 def test_a_job_ends_with_its_own_code_and_is_listed(cluster: Apart) -> None:
     jobs = cluster.jobs()
     python = sys.executable
@@ -138,7 +139,6 @@ def test_a_job_ends_with_its_own_code_and_is_listed(cluster: Apart) -> None:
     assert missing.exit_code == 2 and "there is no job nothing" in missing.stderr
 
 
-@pytest.mark.timeout(900)
 def test_a_stopped_job_has_the_time_to_end_in_order(cluster: Apart) -> None:
     jobs, marker = cluster.jobs(), cluster.folder / "closed"
     script = cluster.folder / "in_order.py"
@@ -151,7 +151,6 @@ def test_a_stopped_job_has_the_time_to_end_in_order(cluster: Apart) -> None:
     assert marker.read_text() == "closed"
 
 
-@pytest.mark.timeout(900)
 def test_the_doctor_looks_at_every_node(cluster: Apart) -> None:
     words = [f"folder={cluster.folder}", "data.path=/no/such/data", f"policy.model={cluster.folder}"]
     done = subprocess.run(
@@ -177,7 +176,6 @@ def test_the_doctor_looks_at_every_node(cluster: Apart) -> None:
     assert done.stdout.count("paths: does not see data.path") == 2
 
 
-@pytest.mark.timeout(900)
 def test_paths_are_looked_for_on_every_node(cluster: Apart) -> None:
     jobs = cluster.jobs()
     script = cluster.folder / "look.py"

@@ -21,6 +21,8 @@ from mobula.learner.optim import local
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 FOUR = ("learner=fsdp2", "resources.learner.num_workers=4")
 
 TWO_BY_TWO = (*FOUR, "resources.learner.replicas=2")
@@ -70,8 +72,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", AXES)
 def test_four_ranks_equal_one_process(ran: Path, name: str) -> None:
     one, four = (torch.load(ran / at / "seen.pt") for at in (AXES[name][0], name))
@@ -85,8 +85,6 @@ def test_four_ranks_equal_one_process(ran: Path, name: str) -> None:
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", AXES)
 def test_a_checkpoint_and_an_export_hold_the_weights(ran: Path, name: str, tmp_path: Path) -> None:
     seen = torch.load(ran / name / "seen.pt")
@@ -126,8 +124,6 @@ def _rounded_alike(rank: int, model: Path, out: Path) -> None:
     learner.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_replicas_of_weights_in_bfloat16_are_rounded_alike(ran: Path, tmp_path: Path) -> None:
     mp.start_processes(_rounded_alike, args=(ran / "model", tmp_path), nprocs=4, start_method="forkserver")
     shards = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
@@ -135,8 +131,6 @@ def test_replicas_of_weights_in_bfloat16_are_rounded_alike(ran: Path, tmp_path: 
         assert all(torch.equal(a, b) for a, b in zip(shards[first], shards[second], strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_state_is_the_same_behind_two_ranks_and_four_again(ran: Path, tmp_path: Path) -> None:
     """Weights, optimizer state and average of the weights, bit for bit."""
     source = ran / "two replicas" / "state"
@@ -179,7 +173,6 @@ GAINS = {  # experiment -> least gain of held-out accuracy; docs/measured.md has
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("axis", LEARNING_AXES)
 @pytest.mark.parametrize("experiment", GAINS)

@@ -16,6 +16,8 @@ from mobula.cluster.metrics.report.run_folder import PLAN_FILE, RunFolder, read_
 from mobula.cluster.metrics.report.samples import read_artifacts
 from mobula.examples.tones.tones import write_tones
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 NUM_STEPS = 3
 
 SMALL = (
@@ -27,10 +29,8 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 def test_clips_are_sampled_and_trained_on(tmp_path: Path) -> None:
     words = ("experiment=digit_clips", "resources=laptop", f"data.path={tmp_path / 'clips'}", f"num_steps={NUM_STEPS}")
     with Job(tmp_path, words, small=SMALL) as job:
@@ -56,20 +56,16 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
         yield read_run_folder(job.run_folder)
 
 
-@pytest.mark.slow
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 def test_the_run_ends_and_engine_and_learner_agree_on_every_sampled_token(report: RunFolder) -> None:
     assert (report.summary.status, report.summary.version) == ("done", 3)
     assert report.summary.logprob_gap_max <= 1e-3
     assert report.summary.media_bytes_unique > 0
 
 
-@pytest.mark.slow
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 def test_the_corrupt_sound_is_skipped_counted_and_named(report: RunFolder) -> None:
     [skipped] = report.skipped
     assert "tone-train-0003" in skipped.sample_id
@@ -92,10 +88,8 @@ def score(request, **options):
 '''
 
 
-@pytest.mark.slow
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["wan", "cosmos2_5"])
 def test_a_video_model_is_trained_and_its_videos_are_written(tmp_path: Path, name: str) -> None:
     reward, texts = tmp_path / "redness.py", write_texts(tmp_path / "texts")
@@ -148,14 +142,10 @@ def finished(tmp_path: Path, preset: str, also: Callable[[Job], None] | None = N
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_flow_model_is_trained_and_its_pipeline_written(tmp_path: Path) -> None:
     finished(tmp_path, "laptop_overlapped")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.matrix
 def test_a_flow_model_is_trained_on_the_device_that_its_samplers_sleep_on(tmp_path: Path) -> None:
     """Samplers and learner take turns, so a step waits for its whole batch and follows the last push."""

@@ -23,6 +23,8 @@ from mobula.configs.load import load_resolved
 from mobula.examples.digits.digits import write_digits
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 NUM_STEPS = 2
 
 CODE = """
@@ -97,8 +99,6 @@ WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_of_relative_files_in_a_directory_outside_of_the_repository(tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()
@@ -127,8 +127,6 @@ def write_sums(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_text_model_of_ones_own_trains_on_the_settings_for_released_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "mein Übungslauf, a=b"
     folder.mkdir()
@@ -159,8 +157,6 @@ def verl_record(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_parquet_with_images_is_trained_on(tmp_path: Path) -> None:
     digits, data = write_digits(tmp_path / "digits", task="digit_sum"), tmp_path / "verl"
     data.mkdir()
@@ -229,8 +225,6 @@ def judge_process(job: Job) -> int:
 
 
 @pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_judge_scores_every_response_and_its_killed_worker_costs_none(job: Job) -> None:
     run = job.start()
     wait_until(lambda: len(job.steps) >= KILL_AFTER or run.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
@@ -254,8 +248,6 @@ def test_a_judge_scores_every_response_and_its_killed_worker_costs_none(job: Job
 
 
 @pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_judge_that_cannot_be_loaded_ends_the_run_with_the_cause(tmp_path: Path) -> None:
     with job_with(tmp_path, tmp_path / "nothing") as job:
         assert job.start().wait(RUN_DEADLINE_S) != 0

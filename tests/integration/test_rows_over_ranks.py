@@ -36,6 +36,8 @@ from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.shares import StepGroups
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
 UNSPLIT = ("qwen3.5", "gemma3")  # layers with a state, a mask for images: refused by name
 
 NAMES = [name for name in TINY if name != "smolvlm" or importlib.util.find_spec("num2words")]
@@ -58,10 +60,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_equal_one(ran: Path, name: str) -> None:
     one, two = (torch.load(ran / number / f"{name}.pt") for number in ("1", "2"))
@@ -70,10 +70,8 @@ def test_two_ranks_equal_one(ran: Path, name: str) -> None:
     assert two["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSPLIT])
 def test_two_ranks_with_a_part_of_each_row_equal_one(ran: Path, name: str) -> None:
     one, halves = (torch.load(ran / case / f"{name}.pt") for case in ("1", "halves"))
@@ -102,10 +100,8 @@ def mixed_media_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
 @pytest.mark.parametrize("name", IMAGE_FAMILIES)
 def test_two_ranks_of_mixed_media_equal_one(mixed_media_run: Path, backend: str, name: str) -> None:
@@ -204,8 +200,6 @@ def split_rows_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_rank_has_the_outputs_of_whole_rows(split_rows_run: Path, name: str) -> None:
     whole, _ = torch.load(split_rows_run / f"{name}-1-0", weights_only=False)
@@ -216,8 +210,6 @@ def test_every_rank_has_the_outputs_of_whole_rows(split_rows_run: Path, name: st
         assert torch.equal(split.is_argmax, whole.is_argmax)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_of_two_ranks_keeps_at_most_six_tenths_of_a_row(split_rows_run: Path, name: str) -> None:
     _, whole = torch.load(split_rows_run / f"{name}-1-0", weights_only=False)
@@ -226,8 +218,6 @@ def test_each_of_two_ranks_keeps_at_most_six_tenths_of_a_row(split_rows_run: Pat
         assert kept <= 0.6 * whole
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TREES)
 def test_ranks_that_share_tokens_share_prefixes_of_rows(split_rows_run: Path, name: str) -> None:
     outputs, gradients = torch.load(split_rows_run / f"tree-{name}-1-0")
@@ -239,8 +229,6 @@ def test_ranks_that_share_tokens_share_prefixes_of_rows(split_rows_run: Path, na
             torch.testing.assert_close(summed[parameter], gradient, atol=1e-5, rtol=1e-5, msg=parameter)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_ranks_encode_each_image_once_and_have_the_gradients_of_one(split_rows_run: Path, is_frozen: bool) -> None:
     whole, expected = torch.load(split_rows_run / f"images-{is_frozen}-1-0")
@@ -343,8 +331,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_is_the_same_bit_for_bit(folder: Path, name: str) -> None:
     seen = torch.load(folder / name / "seen-0.pt")
@@ -355,8 +341,6 @@ def test_an_update_is_the_same_bit_for_bit(folder: Path, name: str) -> None:
     assert all(step["grad_norm"] > 0 for step in metrics)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_rank_fetches_its_share_alone(folder: Path) -> None:
     ranks = [torch.load(folder / "share" / f"seen-{rank}.pt") for rank in range(2)]
     everything = ranks[0]["everything"][2]

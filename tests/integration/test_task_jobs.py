@@ -20,6 +20,8 @@ from mobula.deploy.pages.report import write_report
 from mobula.examples.digits.digits import write_digits
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
 NUM_STEPS = 3
 
 MAX_IMAGES = 2
@@ -66,8 +68,6 @@ def found(lists: Job) -> RunFolder:
 
 @pytest.mark.load
 @pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_warm_start_teaches_the_sentences_and_their_reward_is_partial(found: RunFolder) -> None:
     """An answer without the right sentences scores 0; with digits at random in them it scores about a tenth."""
     assert found.summary is not None
@@ -79,8 +79,6 @@ def test_the_warm_start_teaches_the_sentences_and_their_reward_is_partial(found:
 
 @pytest.mark.load
 @pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_answers_end_and_differ_in_length(found: RunFolder) -> None:
     """24 or 25 tokens on one image, 40 or 41 on two."""
     ended = {sample.num_tokens for sample in found.samples.samples if sample.finish_reason == "stop"}
@@ -90,8 +88,6 @@ def test_answers_end_and_differ_in_length(found: RunFolder) -> None:
 
 @pytest.mark.load
 @pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_engine_and_learner_agree_on_every_token_of_long_answers(found: RunFolder) -> None:
     assert found.summary is not None
     assert found.summary.logprob_gap_mean <= 1e-5
@@ -100,8 +96,6 @@ def test_engine_and_learner_agree_on_every_token_of_long_answers(found: RunFolde
 
 @pytest.mark.load
 @pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_no_process_is_left(lists: Job) -> None:
     none_left(lists.marks[0])
 
@@ -142,9 +136,7 @@ def report(job: Job) -> RunFolder:
     return read_run_folder(job.run_folder)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.timeout(1500)
 def test_stages_open_in_order_by_success_and_go_on_after_a_resume(job: Job, report: RunFolder) -> None:
     assert (report.summary.status, report.summary.version) == ("done", 5)
     assert [step.step for step in report.steps] == [1, 2, 3, 4, 5]
@@ -154,18 +146,14 @@ def test_stages_open_in_order_by_success_and_go_on_after_a_resume(job: Job, repo
     assert state_at(job, 3)["newest"] == stages[2]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.timeout(1500)
 def test_the_report_says_how_far_the_curriculum_has_come(job: Job, report: RunFolder) -> None:
     stage = int(report.steps[-1].values["curriculum_stage"])
     page = write_report(job.run_folder).read_text()
     assert "curriculum stage" in page and f">{stage}<" in page
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.timeout(1500)
 def test_each_turn_is_trained_with_what_followed_it(report: RunFolder) -> None:
     for step in report.steps:
         assert step.values["turns_mean"] > 1
@@ -205,8 +193,6 @@ def check(report: RunFolder) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_program_of_ones_own_is_trained(tmp_path: Path) -> None:
     options = write_program(tmp_path)
     command = f"environment.options.command=[{sys.executable},{tmp_path / 'agent.py'}]"
@@ -214,8 +200,6 @@ def test_a_program_of_ones_own_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @NEEDS_VERIFIERS
 def test_an_agent_of_verifiers_is_trained(tmp_path: Path) -> None:
     folder = write_tasksets(tmp_path)
@@ -256,8 +240,6 @@ def critic_report(critic_job: Job) -> RunFolder:
     return read_run_folder(critic_job.run_folder)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_critic_is_trained_in_every_step_and_the_policy_after_its_warm_up(critic_report: RunFolder) -> None:
     assert (critic_report.summary.status, critic_report.summary.version) == ("done", 3)
     steps = [step.values for step in critic_report.steps]
@@ -269,15 +251,11 @@ def test_the_critic_is_trained_in_every_step_and_the_policy_after_its_warm_up(cr
     assert steps[1]["kl"] == pytest.approx(0, abs=1e-4), "the policy is still its reference"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_engine_follows_the_policy(critic_report: RunFolder) -> None:
     assert critic_report.summary.logprob_gap_max <= 1e-3 and 0 < critic_report.summary.canary_max <= 1e-5
     assert critic_report.summary.weight_syncs == 4
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_critic_is_part_of_each_checkpoint_and_the_policy_leaves_without_it(critic_job: Job) -> None:
     for version in ("000000", "000003"):
         assert (
@@ -288,8 +266,6 @@ def test_the_critic_is_part_of_each_checkpoint_and_the_policy_leaves_without_it(
     assert any((start[name] != trained[name]).any() for name in start)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_report_has_the_curves_of_the_critic(critic_job: Job) -> None:
     page = (critic_job.run_folder / "report.html").read_text()
     assert "Value loss" in page and "Explained variance" in page
@@ -305,8 +281,6 @@ DISTILLATION_WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_policy_approaches_a_teacher_whose_rewards_it_never_sees(tmp_path: Path) -> None:
     """`kl` is the divergence of the policy from the teacher on its own samples: of random weights it falls at once."""
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)

@@ -1,4 +1,4 @@
-"""One rank of the runs of `test_critic_on_ranks.py` and `test_offline_on_ranks.py`, in float64:
+"""One rank of the runs of a critic and of offline jobs (`test_algorithms_on_ranks.py`), in float64:
 
     python tests/integration/double_rank.py RANK NUM_RANKS MODEL OUT
 
@@ -31,13 +31,13 @@ def train(job: str, rank: int, num_ranks: int, model: Path, out: Path) -> None:
     import backend_run
     import critic_run
     import offline_rows
-    import test_offline_on_ranks
+    import test_algorithms_on_ranks
 
     words = SHARING if num_ranks > 1 else ()
     if job == "critic":
         critic_run.train(backend_run.config_of(model, *critic_run.WORDS, *words), rank, num_ranks, out)
     else:
-        test_offline_on_ranks.train(offline_rows.config_of(model, job, *words), job, rank, num_ranks, out)
+        test_algorithms_on_ranks.train_offline(offline_rows.config_of(model, job, *words), job, rank, num_ranks, out)
 
 
 def main(rank: int, num_ranks: int, model: Path, out: Path) -> None:

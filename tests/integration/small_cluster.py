@@ -139,11 +139,8 @@ class SmallRun:
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        return [
-            *self.rollout_pool.status(),
-            *self.rewards.services["reward"].pool.status(),
-            *self.reference.pool.status(),
-        ]
+        pools = (self.rollout_pool, self.rewards.services["reward"].pool, self.reference.pool)
+        return [worker for pool in pools for worker in pool.status()]
 
     @property
     def is_whole(self) -> bool:
@@ -155,9 +152,8 @@ class SmallRun:
     @property
     def trained(self) -> list[list[str]]:
         """Group ids of each step, as the final checkpoint holds them."""
-        newest = newest_learner_state(self.folder / "checkpoints")
-        assert newest is not None
-        return torch.load(newest[1] / "rank0.pt")["trained"]
+        _, folder = newest_learner_state(self.folder / "checkpoints")
+        return torch.load(folder / "rank0.pt")["trained"]
 
     async def go(self) -> int:
         """Run to the end; everything is stopped afterwards."""
@@ -312,7 +308,6 @@ class SmallRun:
             probe=FakePrompts().next(),
         )
         self.rollout_pool.admit_with(weights.admit)
-
         weights.on_announced.append(dispatcher.advance)
         return weights
 
@@ -338,14 +333,8 @@ class SmallRun:
     async def _spawn_engine(self, index: int) -> RolloutClient:
         name = f"rollout/{index}"
         handle = self._spawn(SmallRollout, name, self.shape.token_s, self.shape.answer_bytes, max_concurrency=32)
-        deadlines = {
-            "start_s": START_S,
-            "rollout_s": 6,
-            "sync_s": 2 * TRANSFER_S,
-            "sign_s": 2,
-            "probe_s": 4,
-            "stop_s": 1,
-        }
+        deadlines = {"start_s": START_S, "rollout_s": 6, "sync_s": 2 * TRANSFER_S}
+        deadlines |= {"sign_s": 2, "probe_s": 4, "stop_s": 1}
         return RolloutClient(handle, name, in_flight_requests=self.in_flight_requests, **deadlines)
 
     def _spawn_ranks(self) -> list[Any]:

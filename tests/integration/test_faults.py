@@ -6,7 +6,7 @@ of all groups in the order in which they were trained; at staleness 0 it must be
 The run of the suite meets every victim at every moment, every victim with every kind of fault, and every moment with
 every kind. All cells of the product, one at a time: `python -m pytest tests/integration/test_faults.py -m matrix`;
 those of an engine's core are in `test_engine_faults.py`.
-Ray's memory monitor is a fault of its own: it chooses moment and victims itself.
+Ray's memory monitor is a fault of its own: it chooses moment and victims itself. `soak.py` is run in short.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import pytest
 import ray
 from sabotage import NONE, Saboteur, is_running
 from small_cluster import PROMPTS_PER_STEP, STEPS_PER_ROUND, Shape, SmallRun
+from soak import soak
 from waiting import until, wait_until
 
 from mobula.cluster.recovery.checkpoints import newest_learner_state
@@ -163,7 +164,7 @@ def test_a_driver_that_is_killed_again_and_again_goes_on_where_it_was(
     for moment in moments:
         assert drive(tmp_path, num_steps, (moment, KILL)) == -KILL
         wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))
-        began.append(newest_version(tmp_path))
+        began.append(newest_learner_state(tmp_path / "checkpoints")[0])
     assert drive(tmp_path, num_steps, ("in_update", SLOW)) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["began"] >= max(began) > 0
@@ -222,12 +223,6 @@ def driving(folder: Path, num_steps: int, *faults: tuple[str, signal.Signals]) -
     finally:
         driver.kill()
         driver.wait()
-
-
-def newest_version(folder: Path) -> int:
-    newest = newest_learner_state(folder / "checkpoints")
-    assert newest is not None
-    return newest[0]
 
 
 @pytest.mark.matrix  # a cluster of three nodes takes a minute and more, on two cores
@@ -307,4 +302,14 @@ def test_one_run_in_which_engines_die_join_are_scaled_up_lose_a_reply_and_are_sc
     assert run.saboteur.struck == ["generating rollout/0 9", "replying rollout/0 0", "broken_off rollout/0 0"]
     assert run.losses == {"rollout_died": 1}
     assert (run.retries.keys(), run.retries["LostReplyError"]) == ({"WorkerDiedError", "LostReplyError"}, 1)
+    wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))
+
+
+SOAK_S = 25.0  # beside some 10 to start
+
+
+async def test_random_faults_lose_nothing_and_leave_nothing_behind(tmp_path: Path, local_ray: str) -> None:
+    outcome = await soak(tmp_path, SOAK_S, seed=0)
+    assert outcome.violations == [], "\n".join(outcome.lines())
+    assert outcome.faults and outcome.ledger.num_steps > 10, "\n".join(outcome.lines())
     wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))

@@ -54,9 +54,9 @@ def stop_after(job: Job, num_steps: int, *command: str) -> int:
     assert process.wait(GONE_DEADLINE_S) == INTERRUPTED, job.output
     none_left(job.marks[-1])
     summary = read_run_folder(job.run_folder).summary
-    assert summary is not None and summary.status == "stopped"
+    assert summary.status == "stopped"
     newest = newest_learner_state(job.run_folder / "checkpoints")
-    assert newest is not None and newest[0] == summary.version == job.steps[-1]
+    assert newest[0] == summary.version == job.steps[-1]
     return summary.version
 
 
@@ -69,7 +69,7 @@ def assert_as_if_never_stopped(stopped: Job, whole: Job) -> None:
     assert [step.step for step in ours.steps] == [step.step for step in theirs.steps]
     assert [step.values["loss"] for step in ours.steps] == [step.values["loss"] for step in theirs.steps]
     assert [e.version for e in ours.evaluations] == [e.version for e in theirs.evaluations]
-    assert ours.summary is not None and ours.summary.status == "done"
+    assert ours.summary.status == "done"
     found, expected = weights(stopped), weights(whole)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -150,7 +150,7 @@ def test_small_roles_are_stopped_in_every_phase_and_train_each_group_once(tmp_pa
         assert list(asked.steps)[0] == reached + 1, "no step is repeated"
         reached = step - 1 if phase == "wait_for_rollouts" else step
         newest = newest_learner_state(tmp_path / "checkpoints")
-        assert newest is not None and newest[0] == reached
+        assert newest[0] == reached
     run = SmallRun(tmp_path, Shape(total_steps=8, num_engines=1, num_rewards=1), on_version=nothing)
     assert asyncio.run(run.go()) == 8
     ids = [f"0/{n}/s{n}" for n in range(8 * PROMPTS_PER_STEP)]
@@ -197,8 +197,8 @@ def test_a_second_start_is_refused_and_a_hangup_ends_the_first_in_order(tmp_path
         assert first.wait(GONE_DEADLINE_S) == 130, job.output
         none_left(job.marks[0])
         newest, summary = newest_learner_state(job.run_folder / "checkpoints"), read_run_folder(job.run_folder).summary
-        assert newest is not None and newest[0] == job.steps[-1]
-        assert summary is not None and summary.status == "stopped"
+        assert newest[0] == job.steps[-1]
+        assert summary.status == "stopped"
         assert not (job.run_folder / "run.lock").exists()
 
 

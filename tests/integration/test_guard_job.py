@@ -75,7 +75,7 @@ def report(job: Job) -> RunFolder:
 def test_the_guard_fires_within_three_windows_and_the_restored_weights_are_sampled(job: Job, report: RunFolder) -> None:
     rollback = events(job)[0]
     assert rollback.version <= WITHIN
-    assert rollback.restored is not None and rollback.restored <= rollback.agreeing < rollback.version
+    assert rollback.restored <= rollback.agreeing < rollback.version
     judge = {step.step: step.values["guard_judge"] for step in report.steps}
     assert judge[rollback.version + 1] > judge[rollback.version] + 0.1
     assert max(step.values["logprob_gap_mean"] for step in report.steps) < 0.01, "engines have the learner's weights"
@@ -125,7 +125,7 @@ def test_zero_ranks_restore_the_checkpoint_before_the_divergence(
         assert code in (0, STOPPED) and events, job.output
     rollback, found = events[0], read_run_folder(job.run_folder)
     assert (rollback.action, found.summary.learner_backend) == ("rollback", "deepspeed")
-    assert rollback.restored is not None and rollback.restored <= rollback.agreeing < rollback.version <= 9
+    assert rollback.restored <= rollback.agreeing < rollback.version <= 9
     judge = {step.step: step.values["guard_judge"] for step in found.steps}
     assert judge[rollback.version + 1] > judge[rollback.version] + 0.1
     assert max(step.values["logprob_gap_mean"] for step in found.steps) < 0.01, "engines have the learner's weights"

@@ -198,7 +198,6 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-c", PRIVATE_DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
     finally:

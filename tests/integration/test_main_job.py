@@ -46,7 +46,6 @@ def report(on_policy: Job) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def summary(report: RunFolder) -> Summary:
-    assert report.summary is not None
     return report.summary
 
 

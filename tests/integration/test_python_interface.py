@@ -53,7 +53,6 @@ def test_an_interrupted_run_writes_a_checkpoint(tmp_path: Path) -> None:
         text=True,
         process_group=0,
     ) as process:
-        assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)

@@ -81,7 +81,7 @@ class Ended:
 def ended(job: Job) -> Ended:
     log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
     newest = newest_learner_state(job.run_folder / "checkpoints")
-    assert newest is not None and newest[0] == NUM_STEPS
+    assert newest[0] == NUM_STEPS
     folder = newest[1]
     parts = {
         name: _loaded(folder / place, job.folder / name)

@@ -84,7 +84,6 @@ def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
 
 
 def _announced(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         assert selector.select(timeout=120), "the server does not print its address"

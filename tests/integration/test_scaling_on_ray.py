@@ -163,9 +163,9 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
         assert (config.run_folder / LOGS_FOLDER / "reward-2.log").read_text().startswith("===== process ")
         await run.rewards.check()
         for worker in run.rewards.services["reward"].pool.status():
-            assert worker.vitals is not None and (worker.vitals.rss_bytes or 0) > 10 * 2**20
+            assert (worker.vitals.rss_bytes or 0) > 10 * 2**20
         stores = (await run.status()).object_store
-        assert stores is not None and stores.total_bytes > 2**20
+        assert stores.total_bytes > 2**20
         ray.kill(run.rewards.services["reward"].workers[2])
         await until(lambda: run.rewards.failures["worker_died"])
         assert await run.scale(reward=1) == (RoleOutcome("reward", 1, ""),)

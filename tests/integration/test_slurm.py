@@ -63,5 +63,5 @@ def test_a_job_on_two_nodes_is_stopped_in_order_queued_again_and_finished(tmp_pa
         wait_until(lambda: slurm.is_over(job), RUN_S, said)
         assert slurm.state(job) == "COMPLETED", said()
     run = read_run_folder(tmp_path / "runs" / "job")
-    assert run.summary is not None and (run.summary.status, run.summary.num_steps) == ("done", NUM_STEPS)
+    assert (run.summary.status, run.summary.num_steps) == ("done", NUM_STEPS)
     assert [step.step for step in run.steps] == list(range(1, NUM_STEPS + 1))

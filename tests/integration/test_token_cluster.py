@@ -171,7 +171,6 @@ def test_a_private_cluster_admits_the_token_alone(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        assert driver.stdout is not None
         address = driver.stdout.readline().strip()
         is_refused(NONE, "asks for a token", "status", "any", "--address", address)
         is_refused(WRONG, "refuses the token", "status", "any", "--address", address)

@@ -128,7 +128,7 @@ def test_a_flow_model_is_sampled_on_one_host_and_trained_on_the_other(pair: Pair
     words += ["resources=laptop", "resources.learner.num_workers=1", "resources.reference.num_workers=0"]
     words += ["evaluation.num_prompts=4", "metrics.progress=false", "resources.object_store_bytes=100000000"]
     run = placed(pair, train(pair, f"data.path={texts}", small=words, reward=REDNESS))
-    assert run.summary is not None and run.summary.logprob_gap_mean == 0
+    assert run.summary.logprob_gap_mean == 0
     pipeline = DiffusionPipeline.from_pretrained(pair.folder / "runs" / "job" / "policy")
     assert type(pipeline).__name__ == "StableDiffusion3Pipeline"
 
@@ -137,7 +137,6 @@ def placed(pair: Pair, done: subprocess.CompletedProcess[str]) -> RunFolder:
     """The run of two steps that is done, its engines on the other host."""
     assert done.returncode == 0, done.stdout + done.stderr
     run = read_run_folder(pair.folder / "runs" / "job")
-    assert run.summary is not None
     assert (run.summary.status, run.summary.weight_syncs, run.summary.restarts) == ("done", 3, 0)
     places = {(row.role, row.node.partition("(")[2].rstrip(")")) for row in run.plan}
     assert ("rollout", pair.other.address) in places and ("learner", pair.head.address) in places

@@ -92,6 +92,45 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     return seen
 
 
+def followed(
+    config: RunConfig,
+    rank: int,
+    world_size: int,
+    out: Path,
+    updates: list[tuple[list[ScoredGroup], dict]],
+    *,
+    banned_ids: tuple[int, ...] = (),
+    assesses: bool = False,
+) -> None:
+    """Two steps, a checkpoint, a third step; back to the checkpoint, and the third step again. Rank 0 writes what it
+    saw."""
+    learner = Learner(config, rank, world_size, banned_ids)
+    learner.connect(met_at(learner, rank, out / "address") if world_size > 1 else "")
+
+    def update(version: int) -> dict[str, float]:
+        groups, more = updates[version - 1]
+        return dict(learner.update(groups, version, **more).metrics)
+
+    seen = {"before": weights(learner), "assessed": dict(learner.assess(updates[2][0])) if assesses else {}}
+    seen |= {"metrics": [update(1), update(2)], "weights": weights(learner)}
+    learner.save(out / "state")
+    learner.finish_save()
+    update(3)
+    seen["third"] = weights(learner)
+    learner.load(out / "state")
+    update(3)
+    seen["third_again"] = weights(learner)
+    if rank == 0:
+        torch.save(seen, out / "seen.pt")
+    learner.close()
+
+
+def without_sharing(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics that do not depend on the number of ranks: siblings on two ranks share less of their prompts, and padded
+    rows share none."""
+    return {name: value for name, value in metrics.items() if name != "shared_prompt_share"}
+
+
 def updated(
     learner: Learner, groups: list[ScoredGroup], version: int, fresh: tuple[TrajectoryGroup, ...]
 ) -> dict[str, float]:

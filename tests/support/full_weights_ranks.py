@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapter_rows import ADAM, call_of, text_row
 from backend_run import met_at
-from learner_data import image, prompt, tiny_config
+from learner_data import image, prompt
 from transformers import AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError
@@ -21,10 +21,6 @@ from mobula.learner.backends import native
 
 ALL = AdapterSpec(rank=0, alpha=32.0, seed=0)
 NUM_STEPS = 3
-
-
-def config_of(model: Path, *overrides: str) -> RunConfig:
-    return tiny_config(model, "learner.tokens_per_microbatch=60", *overrides)
 
 
 def image_row(model: Path, seed: int) -> LossRow:

@@ -181,7 +181,7 @@ async def test_a_job_that_is_stopped_goes_on_from_its_checkpoint_and_ends_where_
     with pytest.raises(RunStopped):
         await run.go()
     found = newest_learner_state(parts.run_folder / CHECKPOINTS_FOLDER)
-    assert found is not None and found[0] == steps_of(parts.run_folder)[-1].step in (3, 4)
+    assert found[0] == steps_of(parts.run_folder)[-1].step in (3, 4)
     await OfflineRun(parts).go()
     ours, theirs = (load_file(c.run_folder / "policy" / "model.safetensors") for c in (whole, parts))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -527,7 +527,7 @@ def test_a_curriculum_orders_prompts_and_not_the_rows_beside_them(folder: Path) 
         prepared = prepare(config_of(folder, *words), lambda value: value)
     finally:
         file.write_text(whole, encoding="utf-8")
-    assert prepared.supervised is not None and len(prepared.supervised.report.rows) == 7
+    assert len(prepared.supervised.report.rows) == 7
     assert len(prepared.splits["train"].rows) == 20 and [one.sample for one in prepared.skipped] == ["long"]
 
 

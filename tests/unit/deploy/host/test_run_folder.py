@@ -78,7 +78,7 @@ def test_a_second_start_is_refused_with_the_holder_and_writes_nothing(
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert process.stdout.readline() == "held\n"
         with pytest.raises(PreflightError, match=f"process {process.pid} on"), run_lock(tmp_path):
             pass
         process.kill()

@@ -102,7 +102,6 @@ def test_blocks_of_the_vision_tower_keep_what_is_estimated(dtype: str) -> None:
         lambda: model.model.get_image_features(pixels, grid, return_dict=True).pooler_output, model.parameters()
     )
     shape = shape_of_config(model.config)
-    assert shape.vision is not None
     width = 2 * (shape.vision.hidden + shape.vision.intermediate) * getattr(torch, dtype).itemsize
     estimated = training_bytes(config(dtype), shape, Microbatch(1, 0, 0, 256))[0] - 256 * width
     assert estimated == pytest.approx(measured, rel=TOLERANCE)
@@ -241,7 +240,7 @@ def test_an_engine_starts_and_restarts_with_its_share_beside_the_other_roles(
     if found is None:
         pytest.skip("no GPU of docs/scaling.md holds it")
     total, _, plan = found
-    assert plan.engine is not None and plan.engine.memory_bytes > 0
+    assert plan.engine.memory_bytes > 0
     free = total - others(plan, total) - plan.by_role["rollout"].context
     asked = started(total, free, share_of(monkeypatch, total, plan.engine))
     assert asked == pytest.approx(plan.engine.memory_bytes, abs=2)
@@ -260,43 +259,41 @@ def test_the_cache_takes_what_the_plan_leaves() -> None:
     shape = shape_of("Qwen2.5-VL 3B")
     words = ("resources=gpu_1", "policy.lora.rank=16")
     small, large = (plan_memory(engine_config(*words), shape, described_nodes(f"1x1x{size}GB")) for size in (48, 80))
-    assert large.engine is not None and small.engine is not None
     assert large.engine.kv_cache_bytes > small.engine.kv_cache_bytes > 0
     gpu = next(demand for demand in large.demands if demand.place == "GPU 0")
     assert 0.94 * 80e9 < gpu.num_bytes <= USABLE * 80e9, "nothing is left over, and no more is taken"
     fixed = engine_config(*words, "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=7")
     engine = plan_memory(fixed, shape, described_nodes("1x1x80GB")).engine
-    assert engine is not None and (engine.kv_cache_bytes, engine.num_seqs) == (4 * GIB, 7)
+    assert (engine.kv_cache_bytes, engine.num_seqs) == (4 * GIB, 7)
 
 
 def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None:
     shape = shape_of("Qwen3 0.6B")
     words = ("resources=gpu_1", *LONG, "learner=single")
     engine = plan_memory(engine_config(*words), shape, described_nodes("1x1x48GB")).engine
-    assert engine is not None
     sequence = sequence_bytes(engine_config(*words), shape, 12288)
     assert engine.num_seqs == engine.kv_cache_bytes // sequence
     many = plan_memory(
         engine_config("resources=gpu_1", "algorithm.max_concurrent_groups=2"), shape, described_nodes("1x1x80GB")
     )
-    assert many.engine is not None and many.engine.num_seqs == 2 * 8, "no more responses are under way"
+    assert many.engine.num_seqs == 2 * 8, "no more responses are under way"
 
 
 def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
     shape, nodes = shape_of("Qwen2.5-VL 3B"), described_nodes("1x2x141GB")
     alone = plan_memory(engine_config("resources=two_gpu"), shape, nodes).engine
-    assert alone is not None and (alone.kv_cache_bytes, alone.memory_bytes > 100e9) == (0, True)
+    assert (alone.kv_cache_bytes, alone.memory_bytes > 100e9) == (0, True)
     fixed = plan_memory(
         engine_config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296"), shape, nodes
     ).engine
-    assert fixed is not None and fixed.kv_cache_bytes == 4 * GIB
+    assert fixed.kv_cache_bytes == 4 * GIB
 
 
 def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_of("Qwen2.5-VL 3B")
     words = ("resources=gpu_1", "policy.lora.rank=16", "sampler.vllm.gpu_memory_fraction=0.3")
     engine = plan_memory(engine_config(*words), shape, described_nodes("1x1x80GB")).engine
-    assert engine is not None and engine.memory_bytes <= 0.3 * 80e9
+    assert engine.memory_bytes <= 0.3 * 80e9
     assert share_of(monkeypatch, 80 * 10**9, engine, fraction=0.3) == 0.3
 
 

@@ -452,7 +452,6 @@ def test_a_run_without_a_finished_step_is_a_fault_with_the_reasons(config: RunCo
         ended = SimpleNamespace(status=status, rejected={"too_few_scored": 96}, error=error)
         fault = Fault(0.0, "reward/0", "died", "ValueError: no answer")
         whole = material(config, summary=ended, faults=(fault,))
-        assert whole.run is not None
         return findings(replace(whole, run=replace(whole.run, steps=whole.steps[:num])))["finished_steps"]
 
     failed = of("failed", 0)
@@ -499,11 +498,11 @@ def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_trends_and_agreement_state_their_error() -> None:
     assert Trend.of([1.0] * 7) is None
     rising = Trend.of([0.1 * i for i in range(20)])
-    assert rising is not None and rising.rises and not rising.falls
+    assert rising.rises and not rising.falls
     flat = Trend.of([0.5, 0.6, 0.4, 0.5, 0.6, 0.4, 0.5, 0.6, 0.4, 0.5, 0.6, 0.4])
-    assert flat is not None and not flat.rises and not flat.falls
+    assert not flat.rises and not flat.falls
     half = Agreement.of([("a", ["a", "b"]), ("b", ["b", "a"])] * 20)
-    assert half is not None and half.kappa == pytest.approx(0) and half.expected == pytest.approx(0.5)
+    assert half.kappa == pytest.approx(0) and half.expected == pytest.approx(0.5)
     assert Agreement.of([("a", ["a"])]) is None
 
 

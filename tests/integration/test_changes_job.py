@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from jobs import RUN_DEADLINE_S, Job, marked, none_left
-from waiting import wait_until
+from jobs import Job, none_left
 
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.run_folder import read_run_folder
@@ -18,12 +15,6 @@ from mobula.cluster.metrics.step_records import StepRecord
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 8
-
-
-def kill(job: Job, role: str) -> None:
-    """Ends a process of the role with SIGKILL."""
-    found = [number for number, command in marked(job.marks[-1]).items() if command.startswith(f"ray::{role}")]
-    os.kill(found[0], signal.SIGKILL)
 
 
 def test_engines_and_learner_ranks_that_are_killed_get_and_send_whole_tensors_and_then_changes_again(
@@ -37,13 +28,8 @@ def test_engines_and_learner_ranks_that_are_killed_get_and_send_whole_tensors_an
     with Job(tmp_path, words) as job:
         training = job.start()
         for num_steps, role in ((2, "RolloutActor"), (4, "Learner")):
-            wait_until(
-                lambda least=num_steps: len(job.steps) >= least or training.poll() is not None,
-                RUN_DEADLINE_S,
-                lambda: job.output,
-            )
-            assert training.poll() is None, job.output
-            kill(job, role)
+            job.reach(training, num_steps)
+            job.kill_worker(role)
         job.finish(training)
         none_left(job.marks[-1])
     found = read_run_folder(job.run_folder)

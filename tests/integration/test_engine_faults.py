@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cores import MESSAGE
-from jobs import PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, marked, none_left
+from jobs import PROMPTS_PER_STEP, Job, none_left
+from poisoned import MESSAGE
 from runs import audited
 from sabotage import Saboteur
 from test_faults import KINDS, MOMENTS
-from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.records.actions import LatentActions
@@ -126,17 +123,13 @@ ALGORITHMS = {
 @pytest.mark.parametrize("experiment", ALGORITHMS)
 def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path) -> None:
     own = (f"data.path={tmp_path / 'data'}", f"policy.model={tmp_path / 'model'}", "resume=auto")
-    small = (
-        f"algorithm.prompts_per_step={PROMPTS_PER_STEP}",
-        "algorithm.samples_per_prompt=4",
-        "metrics.progress=false",
-    )
+    small = (f"algorithm.prompts_per_step={PROMPTS_PER_STEP}", "algorithm.samples_per_prompt=4")
     with Job(tmp_path, (f"experiment={experiment}", *FLOW_WORDS, *ALGORITHMS[experiment], *own), small=small) as job:
         process = job.start()
         for step, role in ((3, "RolloutActor"), (6, "Learner")):
-            reach(job, process, step)
-            os.kill(process_of(job, role), signal.SIGKILL)
-        reach(job, process, 9)
+            job.reach(process, step)
+            job.kill_worker(role)
+        job.reach(process, 9)
         process.kill()
         process.wait()
         assert len(job.steps) < NUM_FLOW_STEPS, "the run was over before its driver could be killed"
@@ -153,15 +146,3 @@ def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path)
     drawn = [t.actions for group in log.read(NUM_FLOW_STEPS) for t in group.group.trajectories]
     assert all(isinstance(actions, LatentActions) and np.isfinite(actions.latents).all() for actions in drawn)
     assert all(np.ptp(actions.latents) > 0 for actions in drawn)
-
-
-def reach(job: Job, process: subprocess.Popen[str], step: int) -> None:
-    wait_until(lambda: len(job.steps) >= step or process.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
-    assert process.poll() is None, job.output
-
-
-def process_of(job: Job, role: str) -> int:
-    """The process id of one of the run's workers."""
-    found = [pid for pid, command in marked(job.marks[-1]).items() if command.startswith(f"ray::{role}")]
-    assert found, marked(job.marks[-1])
-    return min(found)

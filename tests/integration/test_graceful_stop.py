@@ -17,7 +17,6 @@ from jobs import GONE_DEADLINE_S, RUN_DEADLINE_S, Job, none_left
 from offline_rows import conversation, write_rows
 from safetensors.torch import load_file
 from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
-from waiting import wait_until
 
 from mobula.cluster.errors import RunStopped
 from mobula.cluster.metrics.report.run_folder import read_run_folder
@@ -48,8 +47,7 @@ SMALL_SFT = ("metrics.progress=false", "resources.object_store_bytes=268435456",
 def stop_after(job: Job, num_steps: int, *command: str) -> int:
     """Start it, send it SIGTERM after so many steps, and return the version that it has reached."""
     process = job.start(*command)
-    wait_until(lambda: len(job.steps) >= num_steps or process.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
-    assert process.poll() is None, job.output
+    job.reach(process, num_steps)
     process.send_signal(signal.SIGTERM)
     assert process.wait(GONE_DEADLINE_S) == INTERRUPTED, job.output
     none_left(job.marks[-1])
@@ -189,7 +187,7 @@ def job_of(tmp_path: Path, num_steps: int) -> Job:
 def test_a_second_start_is_refused_and_a_hangup_ends_the_first_in_order(tmp_path: Path) -> None:
     with job_of(tmp_path, 5000) as job:
         first = job.start(*SFT_COMMAND)
-        wait_until(lambda: len(job.steps) >= 2 or first.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
+        job.reach(first, 2)
         assert job.start(*SFT_COMMAND).wait(RUN_DEADLINE_S) == 2
         assert f"is in use by process {first.pid} on" in job.output
         for _ in range(2):  # the kernel sends one, and the shell another

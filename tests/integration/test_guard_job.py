@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 from jobs import REPOSITORY, RUN_DEADLINE_S, Job
-from waiting import wait_until
 
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
@@ -44,8 +43,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     with pytest.MonkeyPatch.context() as environment, Job(folder, WORDS, small=()) as job:
         environment.setenv("MOBULA_TASKS", str(TASK))
         killed = job.start()
-        wait_until(lambda: went_on(job) or killed.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
-        assert killed.poll() is None, job.output
+        job.wait(killed, lambda: went_on(job))
         killed.kill()
         killed.wait()
         last = job.steps[-1]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from jobs import REPOSITORY, REWARD, SMALL
-from ray_apart import ENVIRONMENT, end_all, free_port, started
+from ray_apart import ENVIRONMENT, dashboard_head, free_port, start_command, start_words
 from typer.testing import CliRunner
 from waiting import wait_until
 
@@ -74,44 +72,19 @@ def num_nodes(url: str) -> int:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    sessions = Path(tempfile.mkdtemp(prefix="mj", dir="/tmp"))  # sockets below it have short names
-    port, http, agents = free_port(), free_port(), [free_port() for _ in range(4)]
-    host = "--node-ip-address=127.0.0.1"
-    head = started(
-        "--head",
-        host,
-        f"--port={port}",
-        f"--dashboard-port={http}",
-        "--dashboard-host=127.0.0.1",
-        f"--dashboard-agent-listen-port={agents[0]}",
-        f"--metrics-export-port={agents[1]}",
-        f"--temp-dir={sessions}",
-        "--num-cpus=1",
-        "--include-dashboard=true",
-    )
-    processes = [head]
-    try:
-        wait_until(lambda: is_served(f"http://127.0.0.1:{http}"), START_S, lambda: "the dashboard of the head")
-        processes.append(
-            started(
-                f"--address=127.0.0.1:{port}",
-                host,
-                f"--dashboard-agent-listen-port={agents[2]}",
-                f"--metrics-export-port={agents[3]}",
-                "--num-cpus=2",
-            )
-        )
-        wait_until(lambda: num_nodes(f"http://127.0.0.1:{http}") == 2, START_S, lambda: "two nodes")
-        yield Apart(f"http://127.0.0.1:{http}", f"127.0.0.1:{port}", tmp_path_factory.mktemp("shared"))
-    finally:
-        end_all(processes)
-        shutil.rmtree(sessions, ignore_errors=True)
+    with dashboard_head(num_cpus=1) as head:
+        wait_until(lambda: is_served(head.dashboard), START_S, lambda: "the dashboard of the head")
+        ports = (f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}")
+        own = (f"--address={head.address}", "--node-ip-address=127.0.0.1", *ports, "--num-cpus=2")
+        head.processes.append(start_command(start_words(*own)))
+        wait_until(lambda: num_nodes(head.dashboard) == 2, START_S, lambda: "two nodes")
+        yield Apart(head.dashboard, head.address, tmp_path_factory.mktemp("shared"))
 
 
-def command(cluster: Apart, *words: str) -> tuple[int, str]:
+def command(*words: str) -> tuple[int, str]:
     """`mobula` with these words in a process of its own: exit code and output."""
     done = subprocess.run(
-        [sys.executable, "-m", "mobula.deploy.cli", *words, "--address", cluster.dashboard],
+        [sys.executable, "-m", "mobula.deploy.cli", *words],
         cwd=REPOSITORY,
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
@@ -153,27 +126,11 @@ def test_a_stopped_job_has_the_time_to_end_in_order(cluster: Apart) -> None:
 
 def test_the_doctor_looks_at_every_node(cluster: Apart) -> None:
     words = [f"folder={cluster.folder}", "data.path=/no/such/data", f"policy.model={cluster.folder}"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mobula.deploy.cli",
-            "doctor",
-            "--address",
-            cluster.address,
-            "experiment=digits",
-            *words,
-        ],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    code, output = command("doctor", "--address", cluster.address, "experiment=digits", *words)
+    assert code == 1, output
     for title in ("versions", "GPUs", "network", "clock", "disk"):
-        assert done.stdout.count(f"): {title}: ") == 2, done.stdout
-    assert done.stdout.count("paths: does not see data.path") == 2
+        assert output.count(f"): {title}: ") == 2, output
+    assert output.count("paths: does not see data.path") == 2
 
 
 def test_paths_are_looked_for_on_every_node(cluster: Apart) -> None:
@@ -191,7 +148,7 @@ def test_paths_are_looked_for_on_every_node(cluster: Apart) -> None:
 @pytest.mark.timeout(1800)
 def test_a_submitted_run_is_stopped_and_goes_on_when_it_is_sent_again(cluster: Apart) -> None:
     """The digits job on both raylets: `ray job submit` packs the working folder, so nothing has to be installed."""
-    folder = cluster.folder
+    folder, at = cluster.folder, ("--address", cluster.dashboard)
     (folder / "job_reward.py").write_text(REWARD)
     run = folder / "runs" / "sent"
     words = [
@@ -199,15 +156,15 @@ def test_a_submitted_run_is_stopped_and_goes_on_when_it_is_sent_again(cluster: A
         f"policy.model={folder / 'model'}", "num_steps=40", *SMALL,
     ]  # fmt: skip
     options = ["--working-dir", str(REPOSITORY), "--env", f"PYTHONPATH={folder}", "--no-follow"]
-    code, output = command(cluster, "submit", *words, *options)
+    code, output = command("submit", *words, *options, *at)
     assert code == 0 and "job sent submitted" in output, output
     wait_until(lambda: _steps(run) >= 2, 900, lambda: cluster.jobs().logs("sent"))
-    code, output = command(cluster, "stop", "sent", "--timeout", "300")
+    code, output = command("stop", "sent", "--timeout", "300", *at)
     assert code == 0 and "stopped" in output, output
     reached = _steps(run)
     assert (run / "summary.json").is_file() and (run / "report.html").is_file()
     again = [word if word != "num_steps=40" else f"num_steps={reached + 1}" for word in words]
-    code, output = command(cluster, "submit", *again, *options[:-1], "--follow")
+    code, output = command("submit", *again, *options[:-1], "--follow", *at)
     assert code == 0, output
     assert "job sent-2 submitted" in output and _steps(run) == reached + 1
 

@@ -3,17 +3,14 @@ recipe of three rules and a reward that `mobula serve-rewards` answers; and the 
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from jobs import RUN_DEADLINE_S, Job, marked
+from jobs import Job
 from safetensors.numpy import load_file
-from waiting import wait_until
 
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.run_folder import read_run_folder
@@ -43,19 +40,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         served = ("rewards=recipe_and_http", "rewards.recipes.default.gates=[]", f"{URLS}=[{serve(job)}/score]")
         job = replace(job, overrides=(*job.overrides, *served))
         training = job.start()
-        wait_until(lambda: job.steps or training.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
-        assert training.poll() is None, job.output
-        os.kill(engine_process(job), signal.SIGKILL)
+        job.reach(training, 1)
+        job.kill_worker("RolloutActor")  # the only vLLM engine: on CPU its core is a thread of the actor
         job.finish(training)
         yield job
-
-
-def engine_process(job: Job) -> int:
-    """The only vLLM engine: on CPU its core is a thread of the rollout actor, so both die together."""
-    [process_id] = [
-        number for number, command in marked(job.marks[-1]).items() if command.startswith("ray::RolloutActor")
-    ]
-    return process_id
 
 
 def serve(job: Job) -> str:
@@ -64,8 +52,7 @@ def serve(job: Job) -> str:
     job.write_reward()
     server = job.start_command("serve-rewards", str(job.folder / "served.yaml"))
     found = re.compile(r"http://127\.0\.0\.1:\d+")
-    wait_until(lambda: found.search(job.output) or server.poll() is not None, START_S, lambda: job.output)
-    assert server.poll() is None, job.output
+    job.wait(server, lambda: found.search(job.output), START_S)
     return found.search(job.output).group()
 
 

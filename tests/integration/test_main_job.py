@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left
+from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, Job, none_left
 from runs import audited
-from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
@@ -165,31 +164,14 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     the same command is given again at once."""
     folder = tmp_path_factory.mktemp("resumed")
     data = f"data.path={few_rows(folder / 'sums')}"
-    with Job(
-        folder,
-        (
-            "experiment=digits",
-            "resources=laptop",
-            "data=jsonl",
-            data,
-            "data.max_skipped_fraction=0.3",
-            "data.prompt_suffix=''",
-            "sampler=huggingface",
-        )
-        + (
-            "sampler.max_tokens=8",
-            "learner.learning_rate=5e-4",
-            "algorithm.max_staleness=1",
-            f"num_steps={RESUMED_STEPS}",
-        )
-        + ("resume=auto", "checkpoints.interval_steps=2", "replay.trajectory_log=true")
-        + ("resources.rollout.num_workers=1",),
-    ) as job:
-        killed = job.start()
-        wait_until(lambda: len(job.steps) >= 3 or killed.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
-        assert killed.poll() is None, job.output
-        killed.kill()
-        killed.wait()
+    words = (
+        "experiment=digits", "resources=laptop", "data=jsonl", data, "data.max_skipped_fraction=0.3",
+        "data.prompt_suffix=''", "sampler=huggingface", "sampler.max_tokens=8", "learner.learning_rate=5e-4",
+        "algorithm.max_staleness=1", f"num_steps={RESUMED_STEPS}", "resume=auto", "checkpoints.interval_steps=2",
+        "replay.trajectory_log=true", "resources.rollout.num_workers=1",
+    )  # fmt: skip
+    with Job(folder, words) as job:
+        job.kill_after(3)
         assert len(job.steps) < RESUMED_STEPS, "the run was over before it could be killed"
         job.finish(job.start())
         yield job

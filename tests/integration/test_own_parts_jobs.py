@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from jobs import RUN_DEADLINE_S, SMALL, Job, marked, none_left
 from tiny_checkpoints import write_text_policy
-from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.workers.faults import FAULTS_FILE, read_faults
@@ -227,8 +226,7 @@ def judge_process(job: Job) -> int:
 @pytest.mark.matrix
 def test_a_judge_scores_every_response_and_its_killed_worker_costs_none(job: Job) -> None:
     run = job.start()
-    wait_until(lambda: len(job.steps) >= KILL_AFTER or run.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
-    assert run.poll() is None, job.output
+    job.reach(run, KILL_AFTER)
     killed = judge_process(job)
     assert killed in marked(job.marks[0])
     os.kill(killed, signal.SIGKILL)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray_apart import end_all, free_port, num_nodes, python, raylet
@@ -56,8 +59,6 @@ def wait_until_free(num_cpus: float) -> None:
 
 START_S = 240.0
 
-DEVICES = ",".join(map(str, range(8)))
-
 PLACE = """
 import json, os, sys
 import mobula.deploy.host.ray_defaults
@@ -87,11 +88,6 @@ for handle in (*roles.values(), named):
 remove_placement_groups(bookings)
 """
 
-JUDGE = (
-    "{num_workers: 1, num_cpus: 1, num_gpus: 1, num_threads: 1, bind_cores: false, first_core: 0, "
-    "custom_resources: {}, node_labels: {}, strategy: auto}"
-)
-
 MORE = {  # words with which a preset starts roles that `experiment=own` does without
     "eight_gpu_critic": ("algorithm=ppo_gae", "algorithm.critic.place=own_ranks"),
     "maye_8": ("resources.learner.num_workers=6", "rewards=unified_judge_pool"),
@@ -108,17 +104,21 @@ def gpu_presets() -> list[str]:
     return sorted(found.values())
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Of two nodes with eight GPUs each."""
+@contextmanager
+def two_nodes(front: str, back: str, num_cpus: int) -> Iterator[str]:
+    """The address of a cluster of two raylets with the GPUs of these ids. No such GPU has to be there: Ray counts those
+    of `--num-gpus`."""
     sessions = Path(tempfile.mkdtemp(prefix="mv", dir="/tmp"))  # sockets below it have short names
     found = f"127.0.0.1:{free_port()}"
-    head = [f"--port={found.rpartition(':')[2]}", f"--temp-dir={sessions}", "--include-dashboard=false"]
-    means = ("--num-gpus=8", "--num-cpus=64")
-    processes = [raylet(DEVICES, "front", *means, "--head", *head)]
+    head = ["--head", f"--port={found.rpartition(':')[2]}", f"--temp-dir={sessions}", "--include-dashboard=false"]
+
+    def node(devices: str, label: str, *words: str) -> subprocess.Popen[bytes]:
+        return raylet(devices, label, f"--num-gpus={len(devices.split(','))}", f"--num-cpus={num_cpus}", *words)
+
+    processes = [node(front, "front", *head)]
     try:
         wait_until(lambda: num_nodes(found) == 1, START_S, lambda: "the head")
-        processes.append(raylet(DEVICES, "back", *means, f"--address={found}"))
+        processes.append(node(back, "back", f"--address={found}"))
         wait_until(lambda: num_nodes(found) == 2, START_S, lambda: "two nodes")
         yield found
     finally:
@@ -126,14 +126,27 @@ def address() -> Iterator[str]:
         shutil.rmtree(sessions, ignore_errors=True)
 
 
+def placed(address: str, *words: str) -> dict[str, Any]:
+    """What `PLACE` finds."""
+    printed = python(PLACE, address, *words)
+    assert "found " in printed, printed
+    return json.loads(printed.partition("found ")[2].splitlines()[0])
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of two nodes with eight GPUs each."""
+    eight = ",".join(map(str, range(8)))
+    with two_nodes(eight, eight, num_cpus=64) as found:
+        yield found
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("preset", gpu_presets())
 def test_every_role_sees_the_gpus_that_it_books(address: str, preset: str) -> None:
     words = (f"resources={preset}", "algorithm.kl.coef=0.01", *MORE.get(preset, ()))
-    printed = python(PLACE, address, "experiment=own", *words)
-    assert "found " in printed, printed
-    found = json.loads(printed.partition("found ")[2].splitlines()[0])
+    found = placed(address, "experiment=own", *words)
     booked, seen = found["booked"], found["seen"]
     assert {name for name, (num_gpus, _) in booked.items() if num_gpus}, "no role of the preset books a GPU"
     assert found["control"] == ""
@@ -146,58 +159,17 @@ def test_every_role_sees_the_gpus_that_it_books(address: str, preset: str) -> No
     assert max(shares.values()) <= 1.0001, f"a GPU is given to more workers than it holds: {shares}"
 
 
-PLACE_ON_DEVICES = """
-import json, os, sys
-import mobula.deploy.host.ray_defaults
-import ray
-from mobula.cluster.runtime.placement import plan_placement
-from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
-from mobula.cluster.runtime.ray_actors import spawn
-from mobula.configs.load import load_config
-
-class Role:
-    def devices(self):
-        return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-ray.init(sys.argv[1], log_to_driver=False)
-config = load_config(sys.argv[2:])
-plan = plan_placement(config.resources, cluster_nodes(), ("learner", "rollout", "reference"))
-bookings = create_placement_groups(plan, run_name="pinned", timeout_s=60)
-roles = {w.name: spawn(Role, worker=w, booking=bookings[w.name], env={}) for w in plan.workers}
-print("found", json.dumps({name: ray.get(role.devices.remote(), timeout=120) for name, role in roles.items()}))
-"""
-
-
-@pytest.fixture
-def device_cluster() -> Iterator[str]:
-    """Of a cluster whose first raylet has the GPUs 0 to 2 and whose second has GPU 3. No such GPU has to be there: Ray
-    counts those of `--num-gpus`."""
-    sessions = Path(tempfile.mkdtemp(prefix="mp", dir="/tmp"))  # sockets below it have short names
-    found = f"127.0.0.1:{free_port()}"
-    port = found.rpartition(":")[2]
-    head = [f"--port={port}", f"--temp-dir={sessions}", "--include-dashboard=false"]
-    processes = [raylet("0,1,2", "front", "--num-gpus=3", "--num-cpus=8", "--head", *head)]
-    try:
-        wait_until(lambda: num_nodes(found) == 1, START_S, lambda: "the head")
-        processes.append(raylet("3", "back", "--num-gpus=1", "--num-cpus=8", f"--address={found}"))
-        wait_until(lambda: num_nodes(found) == 2, START_S, lambda: "two nodes")
-        yield found
-    finally:
-        end_all(processes)
-        shutil.rmtree(sessions, ignore_errors=True)
-
-
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
-def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for(device_cluster: str) -> None:
+def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for() -> None:
     words = [
         "experiment=digits", "resources=four_gpu_split", "resources.rollout.num_workers=1",
         "resources.learner.num_gpus=1", "resources.reference.num_workers=1", "resources.reference.num_gpus=1",
         "resources.learner.node_labels={devices: front}", "resources.rollout.node_labels={devices: front}",
         "resources.reference.node_labels={devices: back}",
     ]  # fmt: skip
-    printed = python(PLACE_ON_DEVICES, device_cluster, *words)
-    assert "found " in printed, printed
-    found = json.loads(printed.partition("found ")[2].splitlines()[0])
+    with two_nodes("0,1,2", "3", num_cpus=8) as address:
+        found = placed(address, *words)
+    found = {name: found["seen"][name] for name, (num_gpus, _) in found["booked"].items() if num_gpus}
     assert found.pop("reference/0") == "3"
     assert sorted(found) == ["learner/0", "learner/1", "rollout/0"] and sorted(found.values()) == ["0", "1", "2"]

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import RUN_DEADLINE_S, Job
+from jobs import Job
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.examples.sums.sums import write_sums
@@ -81,11 +80,7 @@ def test_engine_and_learner_agree_in_every_step(
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, source: Path) -> None:
     words = ("experiment=sums", "num_steps=5", "checkpoints.interval_steps=2", "resume=auto")
     with job_in(tmp_path, source, source / "sums", *words) as job:
-        killed = job.start()
-        wait_until(lambda: len(job.steps) >= 3 or killed.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
-        assert killed.poll() is None, job.output
-        killed.kill()
-        killed.wait()
+        job.kill_after(3)
         job.finish(job.start())
     found = read_run_folder(job.run_folder)
     assert "resumed from" in (job.run_folder / "run.log").read_text(encoding="utf-8")

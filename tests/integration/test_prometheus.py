@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 import urllib.parse
 import urllib.request
@@ -25,7 +24,7 @@ import pytest
 import yaml
 from docs.generate.panels import DASHBOARDS, RUNS, Query
 from jobs import PROMPTS_PER_STEP, REPOSITORY, Job
-from ray_apart import end_all, free_port, started
+from ray_apart import dashboard_head, free_port
 from waiting import wait_until
 
 from mobula.cluster.tracing.tracer import Stage
@@ -124,37 +123,20 @@ def is_ready(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
-    sessions = Path(tempfile.mkdtemp(prefix="mp", dir="/tmp"))  # sockets below it have short names
     folder = tmp_path_factory.mktemp("scraped")
-    port, http, agent, metrics, own = (free_port() for _ in range(5))
-    address, url = f"127.0.0.1:{port}", f"http://127.0.0.1:{own}"
-    processes = [
-        started(
-            "--head",
-            "--node-ip-address=127.0.0.1",
-            f"--port={port}",
-            f"--dashboard-port={http}",
-            "--dashboard-host=127.0.0.1",
-            f"--dashboard-agent-listen-port={agent}",
-            f"--metrics-export-port={metrics}",
-            f"--temp-dir={sessions}",
-            "--num-cpus=2",
-            "--include-dashboard=true",
-        )
-    ]
+    own = free_port()
+    url = f"http://127.0.0.1:{own}"
     reward = f"rewards.components.0.function={folder / 'job_reward.py'}:score"  # the head has no path of the driver's
-    job = Job(folder, (*WORDS, f"data.path={folder / 'digits'}", f"resources.address={address}", reward))
-    try:
-        wait_until((sessions / SERVICES).is_file, START_S, lambda: f"{SERVICES} of the head")
-        processes.append(prometheus(folder, own, sessions / SERVICES))
+    with dashboard_head(num_cpus=2) as head:
+        words = (f"data.path={folder / 'digits'}", f"resources.address={head.address}", reward)
+        services = head.sessions / SERVICES
+        wait_until(services.is_file, START_S, lambda: f"{SERVICES} of the head")
+        head.processes.append(prometheus(folder, own, services))
         wait_until(lambda: is_ready(url), START_S, lambda: (folder / "prometheus.log").read_text())
         start = time.time()
-        with job:
+        with Job(folder, (*WORDS, *words)) as job:
             job.finish(job.start())
             yield Scraped(url, start, time.time(), job.run_folder)
-    finally:
-        end_all(processes)
-        shutil.rmtree(sessions, ignore_errors=True)
 
 
 def test_no_panel_of_a_real_run_is_empty(scraped: Scraped) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from jobs import REPOSITORY, REWARD, SMALL
-from ray_apart import end_all, free_port, start_command
+from ray_apart import dashboard_head
 from waiting import wait_until
 
 from mobula.configs.overrides import overridden
@@ -52,23 +50,10 @@ class Guarded:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    sessions = Path(tempfile.mkdtemp(prefix="mt", dir="/tmp"))  # sockets below it have short names
-    port, http, agent, metrics = (free_port() for _ in range(4))
-    ray = str(Path(sys.executable).with_name("ray"))
-    words = [
-        *(ray, "start", "--head", "--block", "--disable-usage-stats", "--object-store-memory=300000000"),
-        *("--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", f"--temp-dir={sessions}"),
-        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={http}"),
-        *(f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"),
-    ]
-    head = start_command(words, **RIGHT)
-    found = Guarded(f"127.0.0.1:{port}", f"http://127.0.0.1:{http}", tmp_path_factory.mktemp("shared"))
-    try:
+    with dashboard_head(num_cpus=4, store_bytes=300_000_000, **RIGHT) as head:
+        found = Guarded(head.address, head.dashboard, tmp_path_factory.mktemp("shared"))
         wait_until(lambda: has_node(found), START_S, lambda: "the node of the head")
         yield found
-    finally:
-        end_all([head])
-        shutil.rmtree(sessions, ignore_errors=True)
 
 
 def has_node(cluster: Guarded) -> bool:

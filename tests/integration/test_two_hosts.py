@@ -16,7 +16,7 @@ import pytest
 from diffusers import DiffusionPipeline
 from flow_run import REDNESS, WORDS, write_texts
 from jobs import REPOSITORY, REWARD, SMALL
-from ray_apart import ENVIRONMENT, Host, end_all, reason_against, start_command, two_hosts
+from ray_apart import COUNT, ENVIRONMENT, Host, end_all, reason_against, start_command, start_words, two_hosts
 from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
@@ -46,13 +46,8 @@ class Pair:
 
 
 def ray_node(host: Host, *words: str, **env: str) -> subprocess.Popen[bytes]:
-    common = [f"--node-ip-address={host.address}", "--num-cpus=2", f"--labels=host={host.address}"]
-    return start_command(host.command(*start_words(*common, *words)), **env)
-
-
-def start_words(*words: str) -> list[str]:
-    ray = str(Path(sys.executable).with_name("ray"))
-    return [ray, "start", "--block", "--disable-usage-stats", "--object-store-memory=200000000", *words]
+    own = (f"--node-ip-address={host.address}", "--num-cpus=2", f"--labels=host={host.address}")
+    return start_command(host.command(*start_words(*own, *words, store_bytes=200_000_000)), **env)
 
 
 @pytest.fixture
@@ -81,13 +76,6 @@ def on_head(pair: Pair, *words: str) -> subprocess.CompletedProcess[str]:
         env.pop(name, None)
     command = pair.head.command(sys.executable, *words)
     return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=900)
-
-
-COUNT = """
-import sys, ray
-ray.init(sys.argv[1], log_to_driver=False)
-print("nodes", sum(node["Alive"] for node in ray.nodes()))
-"""
 
 
 def num_nodes(pair: Pair) -> int:

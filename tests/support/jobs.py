@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,28 @@ class Job:
 
     def finish(self, process: subprocess.Popen[str], deadline_s: float = RUN_DEADLINE_S) -> None:
         assert process.wait(deadline_s) == 0, self.output
+
+    def wait(
+        self, process: subprocess.Popen[str], condition: Callable[[], object], deadline_s: float = RUN_DEADLINE_S
+    ) -> None:
+        """Until the condition holds, while the process goes on."""
+        wait_until(lambda: condition() or process.poll() is not None, deadline_s, lambda: self.output)
+        assert process.poll() is None, self.output
+
+    def reach(self, process: subprocess.Popen[str], num_steps: int) -> None:
+        self.wait(process, lambda: len(self.steps) >= num_steps)
+
+    def kill_after(self, num_steps: int) -> None:
+        """Starts it, and kills its driver after so many steps."""
+        process = self.start()
+        self.reach(process, num_steps)
+        process.kill()
+        process.wait()
+
+    def kill_worker(self, role: str) -> None:
+        """SIGKILL to one of the run's processes of this class."""
+        running = marked(self.marks[-1])
+        os.kill(min(pid for pid, command in running.items() if command.startswith(f"ray::{role}")), signal.SIGKILL)
 
     @property
     def output(self) -> str:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,11 +33,37 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def started(*words: str) -> subprocess.Popen[bytes]:
-    """`ray start` with these words, in the foreground of a process group of its own."""
+def start_words(*words: str, store_bytes: int = 100_000_000) -> list[str]:
+    """`ray start` with these words, in the foreground."""
     ray = str(Path(sys.executable).with_name("ray"))
-    common = [ray, "start", "--block", "--disable-usage-stats", "--object-store-memory=100000000"]
-    return start_command([*common, *words])
+    return [ray, "start", "--block", "--disable-usage-stats", f"--object-store-memory={store_bytes}", *words]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head with its dashboard on the loopback."""
+
+    address: str  # of the control store
+    dashboard: str
+    sessions: Path
+    processes: list[subprocess.Popen[bytes]]  # what is appended ends with the head
+
+
+@contextmanager
+def dashboard_head(num_cpus: int, *, store_bytes: int = 100_000_000, **env: str) -> Iterator[Head]:
+    sessions = Path(tempfile.mkdtemp(prefix="mh", dir="/tmp"))  # sockets below it have short names
+    port, http, agent, metrics = (free_port() for _ in range(4))
+    words = (
+        "--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={num_cpus}", f"--temp-dir={sessions}",
+        "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={http}",
+        f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}",
+    )  # fmt: skip
+    processes = [start_command(start_words(*words, store_bytes=store_bytes), **env)]
+    try:
+        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{http}", sessions, processes)
+    finally:
+        end_all(processes)
+        shutil.rmtree(sessions, ignore_errors=True)
 
 
 def start_command(command: list[str], **env: str) -> subprocess.Popen[bytes]:
@@ -52,11 +79,9 @@ def start_command(command: list[str], **env: str) -> subprocess.Popen[bytes]:
 
 def raylet(devices: str, label: str, *words: str) -> subprocess.Popen[bytes]:
     """A node on this machine with the GPUs `devices`, of which none has to be there: Ray counts `--num-gpus`."""
-    ray = str(Path(sys.executable).with_name("ray"))
-    common = ["--block", "--disable-usage-stats", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
-    ports = [f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"]
-    command = [ray, "start", *common, *ports, f"--labels=devices={label}", *words]
-    return start_command(command, CUDA_VISIBLE_DEVICES=devices)
+    ports = (f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}")
+    own = ("--node-ip-address=127.0.0.1", *ports, f"--labels=devices={label}")
+    return start_command(start_words(*own, *words), CUDA_VISIBLE_DEVICES=devices)
 
 
 def python(script: str, *words: str) -> str:

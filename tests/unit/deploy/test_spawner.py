@@ -1,4 +1,4 @@
-"""Workers start at their places, and more are asked for only where there is room."""
+"""Workers start at their places, forked or by themselves; more are asked for only where there is room."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from mobula.deploy.wiring.spawner import Autoscaler, RoomFirst, ScaleFile, Spawn
 
 NODES = (NodeResources("here", num_cpus=2, num_gpus=0),)
 MARK = RunMark("digits/1", ProcessId("here", 1, 2))
+DIGITS = load_config(["experiment=digits", "name=digits"])
 
 
 class Role:
@@ -47,7 +49,7 @@ def plan(config: RunConfig) -> PlacementPlan:
 
 def started(
     monkeypatch: pytest.MonkeyPatch,
-    config: RunConfig,
+    config: RunConfig = DIGITS,
     *,
     is_local: bool = True,
     env: dict[str, str] | None = None,
@@ -66,58 +68,47 @@ def started(
 
 
 def test_a_worker_starts_in_its_own_booking_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = started(monkeypatch, load_config(["experiment=digits"]))
+    asked = started(monkeypatch)
     assert (asked["role"], asked["args"], asked["option"]) == (Role, (1, 2), 3)
     assert (asked["worker"].name, asked["booking"].group) == ("rollout/1", "rollout/1")
     assert asked["max_concurrency"] == 9
 
 
 def test_a_worker_has_a_log_in_the_run_folder_if_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = load_config(["experiment=digits"])
-    assert started(monkeypatch, config)["log"] is None
+    assert started(monkeypatch)["log"] is None
     monkeypatch.chdir(tmp_path)
-    log = started(monkeypatch, config, logs=Path("runs/digits/logs"))["log"]
+    log = started(monkeypatch, logs=Path("runs/digits/logs"))["log"]
     assert log == tmp_path / "runs" / "digits" / "logs" / "rollout-1.log", "workers have other working folders"
 
 
 def test_a_preloaded_worker_is_asked_for_at_the_socket_of_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(["experiment=digits"])
-    assert started(monkeypatch, config)["python"] is None
-    python = started(monkeypatch, config, preloaded=Preloaded(Path("/tmp/roles"), Path("/tmp/engines")))["python"]
+    assert started(monkeypatch)["python"] is None
+    python = started(monkeypatch, preloaded=Preloaded(Path("/tmp/roles"), Path("/tmp/engines")))["python"]
     assert python.startswith(f"{sys.executable} -I -S ") and python.endswith("worker.py /tmp/engines")
 
 
 def test_workers_of_a_role_are_those_of_the_plan() -> None:
-    config = load_config(["experiment=digits"])
-    placed = plan(config)
-    assert Spawner(config, ClusterSession(NODES, True, MARK), placed, {}).workers("learner") == placed.of_role(
-        "learner"
-    )
+    assert scaled().workers("learner") == plan(DIGITS).of_role("learner")
 
 
-def test_a_private_cluster_stays_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = started(monkeypatch, load_config(["experiment=digits"]))["env"]
-    assert (env["GLOO_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "127.0.0.1")
-    joined = started(monkeypatch, load_config(["experiment=digits"]), is_local=False)["env"]
-    assert "GLOO_SOCKET_IFNAME" not in joined
-    assert "VLLM_HOST_IP" not in joined
-
-
-def test_no_usage_is_reported_and_a_local_model_needs_no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    local = started(monkeypatch, load_config(["experiment=digits", f"policy.model={tmp_path}"]))["env"]
-    assert (local["VLLM_NO_USAGE_STATS"], local["DO_NOT_TRACK"], local["HF_HUB_OFFLINE"]) == ("1", "1", "1")
-    hub = started(monkeypatch, load_config(["experiment=digits", "policy.model=someone/some-model"]))["env"]
-    assert "HF_HUB_OFFLINE" not in hub
-
-
-def test_what_a_worker_needs_itself_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = started(monkeypatch, load_config(["experiment=digits"]), env={"VLLM_LOGGING_LEVEL": "DEBUG"})["env"]
-    assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
-
-
-def test_every_worker_carries_the_mark_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = started(monkeypatch, load_config(["experiment=digits"]))["env"]
-    assert (env["MOBULA_RUN"], env["MOBULA_DRIVER"]) == ("digits/1", "here/1/2")
+@pytest.mark.parametrize(
+    ("words", "options", "has", "lacks"),
+    [
+        pytest.param([], {}, {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}, [], id="private cluster"),
+        pytest.param([], {"is_local": False}, {}, ["GLOO_SOCKET_IFNAME", "VLLM_HOST_IP"], id="joined cluster"),
+        pytest.param([], {}, {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}, [], id="no usage is reported"),
+        pytest.param(["policy.model={here}"], {}, {"HF_HUB_OFFLINE": "1"}, [], id="a local model needs no hub"),
+        pytest.param(["policy.model=someone/some-model"], {}, {}, ["HF_HUB_OFFLINE"], id="a model of the hub"),
+        pytest.param([], {"env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}, {"VLLM_LOGGING_LEVEL": "DEBUG"}, [], id="own words"),
+        pytest.param([], {}, {"MOBULA_RUN": "digits/1", "MOBULA_DRIVER": "here/1/2"}, [], id="the mark of the run"),
+    ],
+)
+def test_the_environment_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], options: dict, has: dict, lacks: list[str]
+) -> None:
+    config = load_config(["experiment=digits", *(word.format(here=tmp_path) for word in words)])
+    env = started(monkeypatch, config, **options)["env"]
+    assert has.items() <= env.items() and not env.keys() & set(lacks)
 
 
 class FakeGroups:
@@ -144,17 +135,15 @@ class FakeGroups:
         return "The autoscaler has been asked"
 
 
-def scaled(config: RunConfig) -> Spawner:
-    placed = plan(config)
-    return Spawner(
-        config, ClusterSession(NODES, True, MARK), placed, {w.name: Booking(w.name, 0) for w in placed.workers}
-    )
+def scaled() -> Spawner:
+    placed = plan(DIGITS)
+    bookings = {worker.name: Booking(worker.name, 0) for worker in placed.workers}
+    return Spawner(DIGITS, ClusterSession(NODES, True, MARK), placed, bookings)
 
 
 def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
-    joining = scaled(config)
-    assert joining.book("rollout", 1) == plan(config).of_role("rollout")[1]
+    groups, joining = FakeGroups(monkeypatch, 4), scaled()
+    assert joining.book("rollout", 1) == plan(DIGITS).of_role("rollout")[1]
     third = joining.book("rollout", 2)
     assert (third.name, third.cores, groups.booked) == ("rollout/2", (2,), ["digits/rollout/2"])
     assert joining.book("rollout", 2) is third and len(groups.booked) == 1
@@ -164,8 +153,7 @@ def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkey
 
 
 def test_a_worker_whose_node_is_gone_gets_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
-    joining = scaled(config)
+    groups, joining = FakeGroups(monkeypatch, 4), scaled()
     monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
     monkeypatch.setattr(spawner, "book_more", book_there)
     moved = joining.book("rollout", 1)
@@ -178,9 +166,8 @@ def book_there(workers: WorkerResources, number: int, **rest: Any) -> list[tuple
 
 
 def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
-    joining = scaled(config)
-    assert joining.book_together("learner") == plan(config).of_role("learner")
+    groups, joining = FakeGroups(monkeypatch, 4), scaled()
+    assert joining.book_together("learner") == plan(DIGITS).of_role("learner")
     monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
 
     def no_room(workers: WorkerResources, number: int, **rest: Any) -> None:
@@ -192,16 +179,13 @@ def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(mon
     assert groups.removed == ["learner/0", "learner/1"]
     monkeypatch.setattr(spawner, "book_more", book_there)
     moved = joining.book_together("learner")
-    assert [(rank.name, rank.node_id, rank.cores) for rank in moved] == [
-        ("learner/0", "there", (0,)),
-        ("learner/1", "there", (1,)),
-    ]
+    places = [(rank.name, rank.node_id, rank.cores) for rank in moved]
+    assert places == [("learner/0", "there", (0,)), ("learner/1", "there", (1,))]
     assert joining.book_together("learner") == moved
 
 
 def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = FakeGroups(monkeypatch, 0)
-    joining = scaled(load_config(["experiment=digits"]))
+    groups, joining = FakeGroups(monkeypatch, 0), scaled()
     with pytest.raises(PlacementError, match="resources.rollout.num_threads"):
         joining.book("rollout", 2)
     assert groups.removed == ["rollout/2"]
@@ -210,45 +194,33 @@ def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.Mon
 def test_without_room_the_autoscaler_is_asked_for_what_the_run_holds_and_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups, config = FakeGroups(monkeypatch, 0.15), load_config(["experiment=digits"])
-    joining = scaled(config)
+    groups, joining = FakeGroups(monkeypatch, 0.15), scaled()
     joining.check_room("reward", 1)
     assert groups.requests == []
     with pytest.raises(PlacementError, match="2 more reward workers .* 1 would: .* The autoscaler has been asked"):
         joining.check_room("reward", 2)
     [asked] = groups.requests
-    assert len(asked) == len(plan(config).workers) + 2
+    assert len(asked) == len(plan(DIGITS).workers) + 2
     assert asked[-2:] == [{"CPU": 0.1}] * 2
 
 
 def test_closing_gives_every_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits"])
-    joining = scaled(config)
+    groups, joining = FakeGroups(monkeypatch, 4), scaled()
     joining.book("reward", 1)
     joining.close()
-    assert sorted(groups.removed) == sorted([*(w.name for w in plan(config).workers), "reward/1"])
+    assert sorted(groups.removed) == sorted([*(w.name for w in plan(DIGITS).workers), "reward/1"])
 
 
 def worker(*cores: int) -> PlacedWorker:
     return PlacedWorker("rollout", 0, "here", 1, 0, 1, cores)
 
 
-def test_engines_on_one_machine_run_on_different_cores() -> None:
-    config = load_config(["experiment=digits"])
-    bindings = [engine_environment(config, w)["VLLM_CPU_OMP_THREADS_BIND"] for w in plan(config).of_role("rollout")]
-    assert len(bindings) == len(set(bindings)) == 2
-
-
-def test_a_cpu_engine_shares_its_process_and_starts_without_warm_up() -> None:
-    env = engine_environment(load_config(["experiment=digits"]), worker(0))
-    assert (env["VLLM_ENABLE_V1_MULTIPROCESSING"], env["VLLM_CPU_CI_ENV"]) == ("0", "1")
-
-
-def test_an_engine_without_cores_of_its_own_is_not_bound() -> None:
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment(load_config(["experiment=digits"]), worker())
-
-
-def test_a_gpu_engine_needs_none_of_it() -> None:
+def test_the_environment_of_an_engine_on_cpu() -> None:
+    bindings = [engine_environment(DIGITS, w)["VLLM_CPU_OMP_THREADS_BIND"] for w in plan(DIGITS).of_role("rollout")]
+    assert len(bindings) == len(set(bindings)) == 2, "engines on one machine run on different cores"
+    env = engine_environment(DIGITS, worker(0))
+    assert (env["VLLM_ENABLE_V1_MULTIPROCESSING"], env["VLLM_CPU_CI_ENV"]) == ("0", "1"), "one process, no warm-up"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment(DIGITS, worker()), "it has no cores of its own"
     assert engine_environment(load_config(["experiment=digits", "resources=gpu_2"]), worker(0)) == {}
 
 
@@ -281,7 +253,7 @@ def num_page_faults(env: dict[str, str]) -> int:
 
 def test_a_worker_on_cpu_keeps_the_memory_that_a_step_frees(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    own = started(monkeypatch, load_config(["experiment=digits"]))["env"]
+    own = started(monkeypatch)["env"]
     of_malloc = {name: value for name, value in own.items() if name.startswith("MALLOC_")}
     assert num_page_faults(plain) > 4000
     assert num_page_faults(plain | of_malloc) < 100
@@ -301,7 +273,7 @@ def test_ranks_that_train_on_gpus_have_segments_that_grow_and_engines_do_not(mon
     assert "expandable_segments:True" in settings.split(",")
     torch._C._accelerator_setAllocatorSettings(settings)  # torch refuses names that it does not have
     assert engine_environment(config, worker(0)) == {}
-    assert learner_environment(load_config(["experiment=digits"])) == {}
+    assert learner_environment(DIGITS) == {}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     assert learner_environment(config) == {}, "the user's settings stay"
 
@@ -359,7 +331,7 @@ async def test_without_room_the_role_is_not_asked() -> None:
 
 
 def test_room_counts_on_every_node_and_names_what_is_free() -> None:
-    resources = load_config(["experiment=digits"]).resources  # a reward worker takes 0.1 CPUs
+    resources = DIGITS.resources  # a reward worker takes 0.1 CPUs
     nodes = [NodeResources("a", 0.25, 0), NodeResources("b", 0.1, 0)]
     check_room(resources, "reward", 3, nodes)
     with pytest.raises(PlacementError, match=r"4 more reward workers with 0.1 CPUs .*3 would: a has 0.25 .*b has 0.1"):
@@ -369,25 +341,18 @@ def test_room_counts_on_every_node_and_names_what_is_free() -> None:
 
 
 def test_a_worker_that_joins_is_bound_to_cores_behind_those_of_its_role() -> None:
-    resources = load_config(["experiment=digits"]).resources
+    resources = DIGITS.resources
     node = NodeResources("a", 4, 0)
     assert place_at(resources, "rollout", 2, node, seat=2).cores == (2,)
     joined = place_at(resources, "reward", 5, node, seat=1)
     assert (joined.name, joined.node_id, joined.num_cpus, joined.cores) == ("reward/5", "a", 0.1, ())
 
 
-class FakeRay:
-    def __init__(self, labels: dict[str, str]) -> None:
-        self._labels = labels
-
-    def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "Labels": {}}, {"Alive": True, "Labels": self._labels}]
-
-
 def requests(monkeypatch: pytest.MonkeyPatch, labels: dict[str, str]) -> list[list[dict[str, float]]]:
     """What the autoscaler of a cluster whose second node has these labels is asked for."""
     asked: list[list[dict[str, float]]] = []
-    monkeypatch.setattr(spawner, "ray", FakeRay(labels))
+    nodes = [{"Alive": True, "Labels": {}}, {"Alive": True, "Labels": labels}]
+    monkeypatch.setattr(spawner, "ray", SimpleNamespace(nodes=lambda: nodes))
     monkeypatch.setattr(spawner, "request_resources", lambda bundles: asked.append(bundles))
     return asked
 
@@ -411,7 +376,7 @@ def test_a_cluster_without_an_autoscaler_is_reported_to_have_none(monkeypatch: p
 
 
 def test_a_scale_goes_on_after_a_resume_unless_another_number_was_configured(tmp_path: Path) -> None:
-    before = load_config(["experiment=digits"]).resources  # two engines, one reward worker
+    before = DIGITS.resources  # two engines, one reward worker
     assert ScaleFile(tmp_path, before).earlier() == {}
     for role, num_workers in (("rollout", 4), ("reward", 3), ("reference", 2), ("reference", 1)):
         ScaleFile(tmp_path, before).note(role, num_workers)
@@ -449,7 +414,7 @@ def run_script(command: str, script: Path, folder: Path, *, threads: int = 1) ->
 def test_workers_are_forked_with_their_modules_and_have_everything_else_of_their_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with preloaded(load_config(["experiment=digits"])) as workers:
+    with preloaded(DIGITS) as workers:
         role = run_script(workers.python("learner"), script, tmp_path)
         engines = [run_script(workers.python("rollout"), script, tmp_path, threads=2) for _ in range(2)]
         alone = run_script(shlex.quote(sys.executable), script, tmp_path)

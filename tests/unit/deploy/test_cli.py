@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 from omegaconf import OmegaConf
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mobula.cluster.errors import DatasetError, DeadlineError
 from mobula.cluster.roles import ReplayStats
@@ -43,6 +43,17 @@ GIB = 2**30
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed")
 
 GOOD = Machine(2, 0, 16 * GIB, 8 * GIB, frozenset({"avx2", "avx512f"}))
+
+
+def mobula(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def refused(*words: str) -> str:
+    """The message of a command that is not carried out."""
+    result = mobula(*words)
+    assert result.exit_code == 2, result.output
+    return result.stderr
 
 
 class FakeRuntime:
@@ -112,27 +123,24 @@ def test_fields_of_a_dataclass_are_the_options_of_a_command() -> None:
 
 def test_show_config_prints_what_loads_back(tmp_path: Path) -> None:
     overrides = ["experiment=digit_sum", "learner.learning_rate=3e-4"]
-    result = CliRunner().invoke(app, ["show-config", *overrides])
-    assert result.exit_code == 0
-    path = tmp_path / "config.yaml"
-    path.write_text(result.stdout, encoding="utf-8")
-    assert load_resolved(path) == load_config(overrides)
+    result = mobula("show-config", *overrides)
+    (tmp_path / "config.yaml").write_text(result.stdout, encoding="utf-8")
+    assert load_resolved(tmp_path / "config.yaml") == load_config(overrides)
 
 
 def test_what_only_looks_at_a_configuration_needs_no_model_and_data_yet(tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["show-config", "resources=gpu_1"])
+    shown = mobula("show-config", "resources=gpu_1")
     assert shown.exit_code == 0 and "model: ???" in shown.stdout
     path = tmp_path / "config.yaml"
     path.write_text(shown.stdout, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"policy\.model is missing"):
         load_resolved(path)
-    trained = CliRunner().invoke(app, ["train", "resources=gpu_1"])
-    assert trained.exit_code == 2 and "`experiment=own policy.model=CHECKPOINT data.path=FOLDER`" in trained.stderr
+    assert "`experiment=own policy.model=CHECKPOINT data.path=FOLDER`" in refused("train", "resources=gpu_1")
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "plan", "show-config", "doctor"])
 def test_mistake_is_one_message_on_stderr_and_exit_code_2(command: str) -> None:
-    result = CliRunner().invoke(app, [command, "algorithm.kl.coeff=1"])
+    result = mobula(command, "algorithm.kl.coeff=1")
     assert result.exit_code == 2
     assert result.stderr.strip() == "mobula: algorithm.kl.coeff is unknown: did you mean algorithm.kl.coef?"
     assert result.stdout == ""
@@ -141,7 +149,7 @@ def test_mistake_is_one_message_on_stderr_and_exit_code_2(command: str) -> None:
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_runtime_gets_the_config_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     runtime = with_runtime(monkeypatch, 7)
-    result = CliRunner().invoke(app, [command, "experiment=digits", "algorithm.kl.coef=0.5", "resources=laptop"])
+    result = mobula(command, "experiment=digits", "algorithm.kl.coef=0.5", "resources=laptop")
     assert result.exit_code == 7
     assert [config.algorithm.kl.coef for config in runtime.trained] == [0.5]
 
@@ -158,7 +166,7 @@ def test_run_that_ends_on_purpose_prints_why(
     monkeypatch: pytest.MonkeyPatch, raised: BaseException, exit_code: int, message: str
 ) -> None:
     with_runtime(monkeypatch, raised)
-    result = CliRunner().invoke(app, ["train", "experiment=digits"])
+    result = mobula("train", "experiment=digits")
     assert result.exit_code == exit_code
     assert message in result.stderr
     assert "Traceback" not in result.output
@@ -175,7 +183,7 @@ def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
     monkeypatch.setitem(sys.modules, "mobula.deploy.data.replay", replaying)
     monkeypatch.setattr("mobula.deploy.data.replay", replaying, raising=False)
     words = ["replay", str(tmp_path), "algorithm.kl.coef=0.5", "rewards.components.0.weight=2"]
-    assert CliRunner().invoke(app, words).exit_code == 5
+    assert mobula(*words).exit_code == 5
     [(folder, config)] = asked
     assert folder == tmp_path
     changed = (config.learner.learning_rate, config.algorithm.kl.coef, config.rewards.components[0].weight)
@@ -183,78 +191,70 @@ def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
 
 
 def test_replay_without_a_run_is_one_message(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "config.yaml cannot be read" in result.stderr
+    assert "config.yaml cannot be read" in refused("replay", str(tmp_path))
 
 
 def test_bug_travels_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with_runtime(monkeypatch, ZeroDivisionError("bug"))
-    result = CliRunner().invoke(app, ["train", "experiment=digits"])
+    result = mobula("train", "experiment=digits")
     assert isinstance(result.exception, ZeroDivisionError)
     assert result.exit_code == 1
 
 
 def test_plan_lists_every_role() -> None:
-    result = CliRunner().invoke(app, ["plan", "resources.num_cpus=1"])
+    result = mobula("plan", "resources.num_cpus=1")
     assert result.exit_code in (0, 2), "a machine with less than two cores may refuse the preset"
     roles = ("learner", "rollout", "reference", "reward")
     assert all(role in result.stdout for role in roles) or "resources." in result.stderr
 
 
 def test_plan_refuses_what_the_machine_cannot_hold() -> None:
-    result = CliRunner().invoke(app, ["plan", "resources.learner.num_cpus=5000"])
-    assert result.exit_code == 2
-    assert "resources.learner asks for 2 workers with 5000 CPUs" in result.stderr
+    assert "resources.learner asks for 2 workers with 5000 CPUs" in refused("plan", "resources.learner.num_cpus=5000")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
-def test_plan_names_a_cluster_that_does_not_answer(address: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "--address", address])
-    assert result.exit_code == 2
-    assert f"no Ray cluster answers at {address}" in result.stderr
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_cluster_that_does_not_answer_is_named(command: str) -> None:
+    result = mobula(command, "--address", "nowhere")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no Ray cluster answers at nowhere" in result.stderr
 
 
 def test_init_model_writes_a_model_and_will_not_overwrite_one(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder), "--seed", "3", "--tied"])
+    result = mobula("init-model", "tiny-qwen2.5-vl", str(folder), "--seed", "3", "--tied")
     assert result.exit_code == 0
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
-    again = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder)])
-    assert again.exit_code == 2
-    assert "not an empty folder" in again.stderr
+    assert "not an empty folder" in refused("init-model", "tiny-qwen2.5-vl", str(folder))
 
 
 def test_init_model_writes_a_flow_model_which_has_no_embeddings_to_tie(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["init-model", "tiny-sd3", str(tmp_path / "sd3"), "--seed", "3"])
+    result = mobula("init-model", "tiny-sd3", str(tmp_path / "sd3"), "--seed", "3")
     assert result.exit_code == 0 and "sampler=flow" in result.stdout
     assert (tmp_path / "sd3" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
-    tied = CliRunner().invoke(app, ["init-model", "tiny-sd3", str(tmp_path / "other"), "--tied"])
-    assert tied.exit_code == 2 and "no output embeddings to tie" in tied.stderr
+    assert "no output embeddings to tie" in refused("init-model", "tiny-sd3", str(tmp_path / "other"), "--tied")
 
 
 @pytest.mark.parametrize("seed", ["-1", str(2**32), "9" * 40])
 def test_init_model_refuses_a_seed_that_no_run_could_have(tmp_path: Path, seed: str) -> None:
     folder = tmp_path / "model"
-    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder), "--seed", seed])
-    assert result.exit_code == 2
-    assert "--seed" in result.stderr
+    assert "--seed" in refused("init-model", "tiny-qwen2.5-vl", str(folder), "--seed", seed)
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("name", ["tiny-none", "qwen3", "tiny-"])
 def test_init_model_lists_what_it_can_write(tmp_path: Path, name: str) -> None:
-    result = CliRunner().invoke(app, ["init-model", name, str(tmp_path / "model")])
-    assert result.exit_code == 2
-    assert "tiny-qwen3-vl" in result.stderr and "tiny-smolvlm" in result.stderr
+    message = refused("init-model", name, str(tmp_path / "model"))
+    assert "tiny-qwen3-vl" in message and "tiny-smolvlm" in message
     assert not (tmp_path / "model").exists()
 
 
 def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(tmp_path / "file" / "model")])
-    assert result.exit_code == 2
-    assert "cannot be written" in result.stderr
+    assert "cannot be written" in refused("init-model", "tiny-qwen2.5-vl", str(tmp_path / "file" / "model"))
+
+
+def judged(check: Callable[..., doctor.Finding], *words: str, machine: Machine = GOOD) -> doctor.Finding:
+    return check(load_config(["experiment=digits", *words]), machine)
 
 
 @pytest.mark.parametrize(
@@ -262,29 +262,17 @@ def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
     [
         (doctor.check_python((3, 11)), Verdict.OK),
         (doctor.check_python((3, 13)), Verdict.MISSING),
-        (doctor.check_placement(load_config(["experiment=digits"]), GOOD), Verdict.OK),
-        (doctor.check_placement(load_config(["experiment=digits", "resources=gpu_2"]), GOOD), Verdict.MISSING),
-        (doctor.check_memory(load_config(["experiment=digits"]), GOOD), Verdict.OK),
-        (
-            doctor.check_memory(load_config(["experiment=digits", "sampler.vllm.kv_cache_bytes=99999999999"]), GOOD),
-            Verdict.MISSING,
-        ),
-        (doctor.check_shared_memory(load_config(["experiment=digits"]), GOOD), Verdict.OK),
-        (
-            doctor.check_shared_memory(load_config(["experiment=digits"]), Machine(2, 0, GIB, 1024, frozenset())),
-            Verdict.WARNING,
-        ),
-        (doctor.check_vector_units(load_config(["experiment=digits"]), GOOD), Verdict.OK),
-        (
-            doctor.check_vector_units(load_config(["experiment=digits"]), Machine(2, 0, GIB, GIB, frozenset({"avx2"}))),
-            Verdict.WARNING,
-        ),
-        (
-            doctor.check_vector_units(load_config(["experiment=digits"]), Machine(2, 0, GIB, GIB, frozenset())),
-            Verdict.MISSING,
-        ),
-        (doctor.check_gpus(load_config(["experiment=digits"]), GOOD), Verdict.OK),
-        (doctor.check_gpus(load_config(["experiment=digits", "resources=gpu_2"]), GOOD), Verdict.MISSING),
+        (judged(doctor.check_placement), Verdict.OK),
+        (judged(doctor.check_placement, "resources=gpu_2"), Verdict.MISSING),
+        (judged(doctor.check_memory), Verdict.OK),
+        (judged(doctor.check_memory, "sampler.vllm.kv_cache_bytes=99999999999"), Verdict.MISSING),
+        (judged(doctor.check_shared_memory), Verdict.OK),
+        (judged(doctor.check_shared_memory, machine=Machine(2, 0, GIB, 1024, frozenset())), Verdict.WARNING),
+        (judged(doctor.check_vector_units), Verdict.OK),
+        (judged(doctor.check_vector_units, machine=Machine(2, 0, GIB, GIB, frozenset({"avx2"}))), Verdict.WARNING),
+        (judged(doctor.check_vector_units, machine=Machine(2, 0, GIB, GIB, frozenset())), Verdict.MISSING),
+        (judged(doctor.check_gpus), Verdict.OK),
+        (judged(doctor.check_gpus, "resources=gpu_2"), Verdict.MISSING),
         (doctor.check_run_folder(Path("/proc/runs")), Verdict.MISSING),
         (doctor.check_loopback(), Verdict.OK),
         (doctor.check_package("yaml", "PyYAML", True, "install it"), Verdict.OK),
@@ -317,28 +305,16 @@ def test_doctor_needs_only_what_the_config_uses(overrides: list[str], needed: se
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "packages", lambda config: [("no_such_module", "none", True, "install it")])
-    result = CliRunner().invoke(app, ["doctor"])
+    result = mobula("doctor")
     assert result.exit_code == 1
     assert "no_such_module" in result.stdout
     assert "-> install it" in result.stdout
 
 
-def test_doctor_names_a_cluster_that_does_not_answer() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--address", "127.0.0.1:1"])
-    assert result.exit_code == 2 and result.stdout == ""
-    assert "no Ray cluster answers at 127.0.0.1:1" in result.stderr
-
-
+REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id=None)
+WORKER = WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0)
 STATUS = RunStatus(
-    "digits",
-    Progress(3, "update", 1.5),
-    10,
-    InFlightSummary(0, None, 0.0),
-    ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id=None),
-    (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),),
-    0,
-    1,
-    2.0,
+    "digits", Progress(3, "update", 1.5), 10, InFlightSummary(0, None, 0.0), REPLAY, (WORKER,), 0, 1, 2.0
 )
 
 DIGITS = RunAddress("digits", "10.0.0.1:6379", "digits")
@@ -366,10 +342,10 @@ class FakeRuns:
 
 def test_status_shows_the_run_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = FakeRuns(monkeypatch)
-    result = CliRunner().invoke(app, ["status", "digits", "--address", "10.0.0.1:6379"])
+    result = mobula("status", "digits", "--address", "10.0.0.1:6379")
     assert result.exit_code == 0
     assert "digits, step 3 of 10" in result.stdout and "reward/0" in result.stdout
-    as_json = CliRunner().invoke(app, ["status", "--json", "--run", "some/run"])
+    as_json = mobula("status", "--json", "--run", "some/run")
     assert json.loads(as_json.stdout)["progress"]["phase"] == "update"
     assert runs.found == [("digits", None, "10.0.0.1:6379"), (None, Path("some/run"), None)]
 
@@ -379,14 +355,14 @@ def test_status_of_a_run_that_is_over_is_one_line_and_exit_code_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "digits").mkdir(parents=True)
-    result = CliRunner().invoke(app, ["status", "digits"])
+    result = mobula("status", "digits")
     assert (result.exit_code, result.stdout) == (1, "")
     assert len(result.stderr.splitlines()) == 1 and "run digits is not going on" in result.stderr
 
 
 def test_scale_sends_every_role_and_prints_what_became_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = FakeRuns(monkeypatch, RoleOutcome("rollout", 4, ""), RoleOutcome("reward", 8, ""))
-    result = CliRunner().invoke(app, ["scale", "rollout=4", "digits", "reward=8"])
+    result = mobula("scale", "rollout=4", "digits", "reward=8")
     assert result.exit_code == 0
     assert runs.wanted == [{"rollout": 4, "reward": 8}] and runs.found == [("digits", None, None)]
     assert "rollout=4 accepted" in result.stdout and "reward=8 accepted" in result.stdout
@@ -394,7 +370,7 @@ def test_scale_sends_every_role_and_prints_what_became_of_it(monkeypatch: pytest
 
 def test_a_refused_role_is_printed_with_the_reason_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeRuns(monkeypatch, RoleOutcome("rollout", 4, ""), RoleOutcome("reward", 800, "no room on [any] node"))
-    result = CliRunner().invoke(app, ["scale", "rollout=4", "reward=800"])
+    result = mobula("scale", "rollout=4", "reward=800")
     assert result.exit_code == 1
     assert "reward=800 no room on [any] node" in result.stdout
 
@@ -402,7 +378,7 @@ def test_a_refused_role_is_printed_with_the_reason_and_exit_code_1(monkeypatch: 
 @pytest.mark.parametrize("words", [["digits"], ["reward=many"], ["reward=-1"], ["reward="], ["reward=2", "a", "b"]])
 def test_a_scale_request_that_makes_no_sense_is_explained(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     runs = FakeRuns(monkeypatch)
-    result = CliRunner().invoke(app, ["scale", "--", *words])
+    result = mobula("scale", "--", *words)
     assert result.exit_code == 2 and runs.wanted == []
     assert "mobula scale rollout=4 reward=8" in result.stderr
 
@@ -414,7 +390,7 @@ def test_a_number_that_no_role_can_have_is_refused_before_the_run_is_asked(
     monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
     runs = FakeRuns(monkeypatch)
-    result = CliRunner().invoke(app, ["scale", "reference=2", words])
+    result = mobula("scale", "reference=2", words)
     assert result.exit_code == 2 and runs.found == []
     assert result.stderr.startswith(f"mobula: {words}: say how many workers (1 to 10000)")
 
@@ -429,16 +405,15 @@ def test_leftovers_are_listed_or_ended_by_id(monkeypatch: pytest.MonkeyPatch) ->
         Leftover("process-3-4", "sums", "python", stuck),
     ]
     monkeypatch.setattr(run_client, "find_leftovers", lambda address: there)
-    listed = CliRunner().invoke(app, ["doctor", "--leftovers"])
+    listed = mobula("doctor", "--leftovers")
     assert listed.exit_code == 0 and ended == []
     assert "process-1-2  run digits: sleep 1000" in listed.stdout and "process-3-4" in listed.stdout
-    freed = CliRunner().invoke(app, ["doctor", "--free", "process-1-2", "process-3-4"])
+    freed = mobula("doctor", "--free", "process-1-2", "process-3-4")
     assert freed.exit_code == 1 and ended == ["process-1-2"]
     assert "process-1-2: freed" in freed.stdout and "process-3-4: it is stuck" in freed.stdout
-    unknown = CliRunner().invoke(app, ["doctor", "--free", "process-9-9"])
-    assert unknown.exit_code == 2 and "process-9-9: no leftover has this id" in unknown.stderr
+    assert "process-9-9: no leftover has this id" in refused("doctor", "--free", "process-9-9")
     there.clear()
-    assert "left nothing" in CliRunner().invoke(app, ["doctor", "--leftovers"]).stdout
+    assert "left nothing" in mobula("doctor", "--leftovers").stdout
 
 
 REPOSITORY = Path(__file__).parents[3]
@@ -453,9 +428,7 @@ OFFLINE = ("sft", "reward-model", "dpo")  # `mobula train` with an experiment
 
 LOOKING = ("plan", "show-config", "doctor")
 
-SHOWN_IN_DOCS = {  # a page shows how to write these files, on top of the others
-    "resources=gpu_4": "resources=gpu_2"
-}
+SHOWN_IN_DOCS = {"resources=gpu_4": "resources=gpu_2"}  # a page shows how to write this file, on top of the other
 
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|((?:^    .*\n)+)", re.DOTALL | re.MULTILINE)
 

@@ -74,59 +74,30 @@ def test_no_panel_is_empty(tmp_path: Path) -> None:
     promtool(tmp_path, [{"interval": "15s", "input_series": exported(), "promql_expr_test": checks}])
 
 
-RUN = '{run="r",role="controller",index="0",WorkerId="w"}'
-UP = {"series": f"ray_mobula_up{RUN}", "values": "1+0x400"}
+CONTROLLER, COUNT = 'role="controller",index="0",WorkerId="w"', 'reason="all"'
+
+
+def gauge(name: str, values: str, labels: str = CONTROLLER) -> dict[str, str]:
+    return {"series": f'ray_mobula_{name}{{run="r",{labels}}}', "values": values}
+
+
+def workers(state: str, values: str) -> list[dict[str, str]]:
+    return [gauge("workers", values, f'role="rollout",state="{state}"')]
+
+
+DISK = {"series": 'ray_node_disk_utilization_percentage{ip="10.0.0.1"}', "values": "90+0x400"}
+RUN, ROLE = {"run": "r"}, {"run": "r", "role": "rollout"}
 FIRING: dict[str, tuple[str, str, list[dict[str, str]], dict[str, str]]] = {
     # alert: when it fires, when it does not, the series, and the labels that it keeps
-    "MobulaStalled": (
-        "70m",
-        "50m",
-        [UP, {"series": f"ray_mobula_last_step_time{RUN}", "values": "0+0x400"}],
-        {"run": "r"},
-    ),
-    "MobulaGone": ("12m", "4m", [{"series": f"ray_mobula_up{RUN}", "values": "1+0x20 stale"}], {"run": "r"}),
-    "MobulaStaleness": (
-        "20m",
-        "10m",
-        [{"series": f"ray_mobula_over_age_tokens{RUN}", "values": "5+0x400"}],
-        {"run": "r"},
-    ),
-    "MobulaRestarts": (
-        "20m",
-        "4m",
-        [{"series": 'ray_mobula_restarts_total{run="r",reason="all"}', "values": "0+0x20 0+1x10 10+0x400"}],
-        {"run": "r"},
-    ),
-    "MobulaCanary": (
-        "10m",
-        "1m",
-        [{"series": f"ray_mobula_canary{RUN}", "values": "0.1+0x10 0.9+0x400"}],
-        {"run": "r"},
-    ),
-    "MobulaRewardHacking": (
-        "10m",
-        "1m",
-        [{"series": 'ray_mobula_guard_alarms_total{run="r",reason="all"}', "values": "0+0x10 1+0x400"}],
-        {"run": "r"},
-    ),
-    "MobulaQuarantine": (
-        "10m",
-        "1m",
-        [{"series": 'ray_mobula_workers{run="r",role="rollout",state="quarantined"}', "values": "0+0x10 1+0x400"}],
-        {"run": "r", "role": "rollout"},
-    ),
-    "MobulaNoWorker": (
-        "25m",
-        "10m",
-        [{"series": 'ray_mobula_workers{run="r",role="rollout",state="serving"}', "values": "2+0x10 0+0x400"}],
-        {"run": "r", "role": "rollout"},
-    ),
-    "MobulaDisk": (
-        "10m",
-        "2m",
-        [{"series": 'ray_node_disk_utilization_percentage{ip="10.0.0.1"}', "values": "90+0x400"}],
-        {"ip": "10.0.0.1"},
-    ),
+    "MobulaStalled": ("70m", "50m", [gauge("up", "1+0x400"), gauge("last_step_time", "0+0x400")], RUN),
+    "MobulaGone": ("12m", "4m", [gauge("up", "1+0x20 stale")], RUN),
+    "MobulaStaleness": ("20m", "10m", [gauge("over_age_tokens", "5+0x400")], RUN),
+    "MobulaRestarts": ("20m", "4m", [gauge("restarts_total", "0+0x20 0+1x10 10+0x400", COUNT)], RUN),
+    "MobulaCanary": ("10m", "1m", [gauge("canary", "0.1+0x10 0.9+0x400")], RUN),
+    "MobulaRewardHacking": ("10m", "1m", [gauge("guard_alarms_total", "0+0x10 1+0x400", COUNT)], RUN),
+    "MobulaQuarantine": ("10m", "1m", workers("quarantined", "0+0x10 1+0x400"), ROLE),
+    "MobulaNoWorker": ("25m", "10m", workers("serving", "2+0x10 0+0x400"), ROLE),
+    "MobulaDisk": ("10m", "2m", [DISK], {"ip": "10.0.0.1"}),
 }
 
 
@@ -151,13 +122,9 @@ def test_an_alert_fires_when_it_should_and_not_before(alert: str, tmp_path: Path
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_the_provisioned_files_hold_the_panels_of_today(name: str) -> None:
     found = json.loads((JSON_FOLDER / f"mobula_{name}.json").read_text(encoding="utf-8"))
-    panels = [
-        (panel["title"], [(target["expr"], target["legendFormat"]) for target in panel["targets"]])
-        for panel in found["panels"]
-    ]
-    assert panels == [
-        (panel.title, [(query.expression, query.legend) for query in panel.queries]) for panel in DASHBOARDS[name]
-    ], "run `python -m docs.generate.dashboards` with the extra `grafana`"
+    panels = [(p["title"], [(t["expr"], t["legendFormat"]) for t in p["targets"]]) for p in found["panels"]]
+    expected = [(p.title, [(query.expression, query.legend) for query in p.queries]) for p in DASHBOARDS[name]]
+    assert panels == expected, "run `python -m docs.generate.dashboards` with the extra `grafana`"
     assert found["uid"] == f"mobula-{name}" and found["templating"]["list"][1]["name"] == "run"
 
 

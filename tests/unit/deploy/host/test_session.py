@@ -41,6 +41,8 @@ class FakeContext:
 class FakeRay:
     """Stands where `ray` does."""
 
+    refusal: Exception | None = None
+
     def __init__(self, *, is_initialized: bool = False, address: str = "127.0.0.1") -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self._is_initialized = is_initialized
@@ -50,6 +52,8 @@ class FakeRay:
         return self._is_initialized
 
     def init(self, **options: Any) -> None:
+        if self.refusal is not None:
+            raise self.refusal
         self.events.append(("init", options))
         self.run_at_init = os.environ.get("MOBULA_RUN")
 
@@ -64,10 +68,14 @@ class FakeRay:
 
 
 @pytest.fixture(autouse=True)
-def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder without a token, and an environment without one and without the address of a cluster."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(session, "cluster_nodes", lambda: (NODE,))
+    return tmp_path
 
 
 def with_ray(monkeypatch: pytest.MonkeyPatch, **state: Any) -> FakeRay:
@@ -150,35 +158,17 @@ def test_the_record_holds_where_the_cluster_is_and_whose_session_it_is(monkeypat
 
 
 def test_a_machine_that_is_too_slow_for_ray_is_named_and_other_errors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(message: str) -> FakeRay:
-        fake = FakeRay()
-
-        def init(**options: Any) -> None:
-            raise Exception(message)
-
-        fake.init = init  # type: ignore[method-assign]
-        return fake
-
-    config = load_config(["experiment=digits"])
-    monkeypatch.setattr(session, "ray", refusing("The current node timed out during startup. This could happen ..."))
-    with pytest.raises(PreflightError, match="Start again once fewer processes compute here"):
-        start_private(config, include_dashboard=False)
-    monkeypatch.setattr(session, "ray", refusing("no space left"))
-    with pytest.raises(Exception, match="^no space left$"):
-        start_private(config, include_dashboard=False)
+    ray = with_ray(monkeypatch)
+    for error, kind, message in (
+        ("The current node timed out during startup. This could happen ...", PreflightError, "Start again once fewer"),
+        ("no space left", Exception, "^no space left$"),
+    ):
+        ray.refusal = Exception(error)
+        with pytest.raises(kind, match=message):
+            start_private(load_config(["experiment=digits"]), include_dashboard=False)
 
 
 SECRET = "of-this-cluster"
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home folder without a token, and an environment without one."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
 
 
 @pytest.fixture
@@ -257,12 +247,12 @@ def test_where_nothing_listens_no_cluster_answers(nowhere: str) -> None:
 def test_a_run_names_a_cluster_that_does_not_admit_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, AuthenticationError("InvalidAuthToken"))
     monkeypatch.setattr(session.ray, "is_initialized", lambda: False)  # other tests of this process connect to Ray
-    with pytest.raises(PreflightError, match=f"cluster at {address} asks for a token"):
-        with session.ray_session(load_config(["experiment=digits", f"resources.address={address}"])):
-            pass
+    config = load_config(["experiment=digits", f"resources.address={address}"])
+    with pytest.raises(PreflightError, match=f"cluster at {address} asks for a token"), ray_session(config):
+        pass
 
 
 def test_a_private_cluster_with_a_token_needs_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with pytest.raises(PreflightError, match="token authentication needs a token"):
-        session.start_private(load_config(["experiment=digits"]), include_dashboard=False)
+        start_private(load_config(["experiment=digits"]), include_dashboard=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +13,6 @@ from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
 from mobula.configs.overrides import TASKS_VARIABLE, roots
 from mobula.deploy.cli import app
-from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.jobs import client
 from mobula.deploy.jobs.client import JobSummary
 from mobula.deploy.jobs.submit import Submission, check_package, entrypoint, runtime_env, submit
@@ -42,18 +42,24 @@ def job(submission_id: str, status: str, run: str = "mine") -> JobSummary:
     return JobSummary(submission_id, status, run, None, None, "")
 
 
+def sent(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+    """The runtime environment of a job that the command line sends."""
+    jobs = FakeJobs()
+    monkeypatch.setattr(client, "Jobs", lambda address, auth: jobs)
+    result = CliRunner().invoke(app, ["submit", "--address", "http://127.0.0.1:1", "--no-follow", *WORDS, *words])
+    assert result.exit_code == 0, result.output
+    [(_, _, env, _)] = jobs.sent
+    return env
+
+
 def test_what_is_sent_resumes_and_names_the_python_of_the_cluster() -> None:
     jobs = FakeJobs()
     assert submit(load_config(WORDS), WORDS, ASKED, jobs) == "mine"
     [(submission_id, command, env, metadata)] = jobs.sent
     assert (submission_id, metadata) == ("mine", {"run": "mine"})
     assert command == f"/env/bin/python -m mobula.deploy.cli train {' '.join(WORDS)} resume=auto"
-    assert env["env_vars"] == {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_JOB_STOP_WAIT_TIME_S": "90",
-        "NO_COLOR": "1",
-        "HF_HOME": "/s/hf",
-    }
+    asked = {"RAY_AUTH_MODE": "disabled", "RAY_JOB_STOP_WAIT_TIME_S": "90", "NO_COLOR": "1", "HF_HOME": "/s/hf"}
+    assert env["env_vars"] == asked
 
 
 @pytest.mark.parametrize(
@@ -62,32 +68,22 @@ def test_what_is_sent_resumes_and_names_the_python_of_the_cluster() -> None:
 def test_a_stopped_job_has_the_time_to_write_its_checkpoint_and_to_close_its_roles(
     more: tuple[str, ...], wait_s: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = FakeJobs()
-    monkeypatch.setattr(client, "Jobs", lambda address, auth: jobs)
-    result = CliRunner().invoke(app, ["submit", "--address", "http://127.0.0.1:1", "--no-follow", *WORDS, *more])
-    assert result.exit_code == 0, result.output
-    [(_, _, env, _)] = jobs.sent
-    assert env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == wait_s
+    assert sent(monkeypatch, *more)["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == wait_s
 
 
 def test_directories_of_tasks_go_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    jobs = FakeJobs()
-    monkeypatch.setattr(client, "Jobs", lambda address, auth: jobs)
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
     roots.cache_clear()
     monkeypatch.setenv(TASKS_VARIABLE, "mine")
-    result = CliRunner().invoke(app, ["submit", "--address", "http://127.0.0.1:1", "--no-follow", *WORDS])
+    env = sent(monkeypatch)
     roots.cache_clear()
-    assert result.exit_code == 0, result.output
-    [(_, _, env, _)] = jobs.sent
     assert (env["env_vars"][TASKS_VARIABLE], env["working_dir"]) == ("mine", str(tmp_path))
 
 
 def test_words_are_quoted_and_a_named_resume_stands() -> None:
-    assert entrypoint(["data.system_prompt=two words", "resume=never"], ASKED).endswith(
-        "'data.system_prompt=two words' resume=never"
-    )
+    command = entrypoint(["data.system_prompt=two words", "resume=never"], ASKED)
+    assert command.endswith("'data.system_prompt=two words' resume=never")
 
 
 def test_a_run_whose_job_is_over_gets_a_number_and_one_that_goes_on_is_refused() -> None:
@@ -138,17 +134,6 @@ def test_the_working_folder_is_sent_without_runs_and_data(tmp_path: Path) -> Non
     assert env["working_dir"] == str(tmp_path)
     assert {"/runs", "/data", "*.bin"} <= set(env["excludes"])
     assert env["env_vars"]["RAY_AUTH_MODE"] == "token"
-
-
-def test_a_token_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # Ray keeps a token there
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(PreflightError, match="RAY_AUTH_TOKEN"):
-        set_auth("token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    set_auth("token")
 
 
 @pytest.mark.parametrize("command", [["list"], ["logs", "x"], ["stop", "x"], ["submit", *WORDS]])

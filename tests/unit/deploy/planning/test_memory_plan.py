@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.cli import app
 from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.host.machine import Machine
-from mobula.deploy.planning.clusters import described_nodes, read_cluster
+from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
 from mobula.deploy.planning.memory import (
     MAX_WHOLE_GRADIENT_BYTES,
     MIB,
@@ -34,27 +35,26 @@ from mobula.deploy.planning.memory import (
 )
 from mobula.deploy.planning.plan_command import GIB, changed, plan_memory, planned_engine, refuse_shortfalls, remedies
 from mobula.learner.backends import native
-from mobula.learner.policies.shapes import shape_of_values
+from mobula.learner.policies.pretrained import smollm2_config
+from mobula.learner.policies.shapes import ModelShape, shape_of_values
 from mobula.rewards.functions import BUILT_IN
 
 REPOSITORY = Path(__file__).parents[4]
 NUM_7B = 8_292_166_656  # parameters of Qwen2.5-VL 7B, embeddings not tied
 
-SMOLLM2 = {  # 135M
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
+SMOLLM2 = smollm2_config().to_dict()  # 135M parameters
 
 
 @cache
 def config(*words: str) -> RunConfig:
     return load_config(["experiment=own", *words], is_complete=False)
+
+
+def fitting(words: Sequence[str], way: str, shape: ModelShape, nodes: Sequence[PlannedNode], *roles: str) -> RunConfig:
+    """The configuration with the settings of a proposal, with which it has to fit."""
+    better = load_config(overridden(["experiment=own", *words], way.split()), is_complete=False)
+    assert plan_memory(better, shape, nodes, *([roles] if roles else [])).shortfalls == ()
+    return better
 
 
 def test_state_of_the_learner_is_what_its_backend_keeps() -> None:
@@ -72,9 +72,8 @@ def test_state_of_the_learner_is_what_its_backend_keeps() -> None:
     replica = worker_memory(config(*words), shape, "learner").device[TRAINING]
     assert (replica["optimizer"], replica["weights"]) == (four["optimizer"], four["weights"])
     zero = worker_memory(config("resources=eight_gpu_split", "learner=deepspeed"), shape, "learner").device[TRAINING]
-    sharded = worker_memory(
-        config("resources=eight_gpu_split", "learner=deepspeed", "learner.zero_stage=3"), shape, "learner"
-    ).device[TRAINING]
+    stage_3 = config("resources=eight_gpu_split", "learner=deepspeed", "learner.zero_stage=3")
+    sharded = worker_memory(stage_3, shape, "learner").device[TRAINING]
     assert zero["weights"] - sharded["weights"] == 3 * NUM_7B
 
 
@@ -121,17 +120,13 @@ def test_ranks_of_a_service_for_all_weights_keep_their_shard_of_the_first_weight
 
 
 def test_a_service_for_all_weights_is_offered_no_settings_of_runs() -> None:
-    found, nodes = config("resources=eight_gpu_split", "training_service.weights=full"), described_nodes("1x8x50GB")
-    ways = remedies(found, shape_7b(), nodes, ("learner", "rollout"))
+    words, nodes = ("resources=eight_gpu_split", "training_service.weights=full"), described_nodes("1x8x50GB")
+    ways = remedies(config(*words), shape_7b(), nodes, ("learner", "rollout"))
     assert len(ways) == 3
     unfit = ("policy.lora", "reference.", "algorithm.", "sequence_parallel")
     assert not [way for way in ways if any(key in way for key in unfit)]
     for way in ways:
-        better = load_config(
-            overridden(["experiment=own", "resources=eight_gpu_split", "training_service.weights=full"], way.split()),
-            is_complete=False,
-        )
-        assert plan_memory(better, shape_7b(), nodes, ("learner", "rollout")).shortfalls == ()
+        fitting(words, way, shape_7b(), nodes, "learner", "rollout")
 
 
 def test_small_gradients_are_whole_between_micro_batches() -> None:
@@ -188,9 +183,8 @@ def test_changes_need_a_copy_of_the_pushed_weights_in_host_memory() -> None:
     assert pushed("learner", "resources=two_gpu") == pushed("rollout", "resources=two_gpu") == 2 * NUM_7B
     assert pushed("learner", *two_senders) == NUM_7B
     assert pushed("rollout", "resources=multi_node_large") == 4 * 2 * NUM_7B
-    assert (
-        pushed("rollout", "resources=two_gpu", "sampler=huggingface") == pushed("reference", "resources=two_gpu") == 0
-    )
+    assert pushed("rollout", "resources=two_gpu", "sampler=huggingface") == 0
+    assert pushed("reference", "resources=two_gpu") == 0
     assert "pushed" not in worker_memory(config("resources=two_gpu"), shape_7b(), "learner").host
 
 
@@ -223,14 +217,10 @@ def test_a_reward_process_holds_torch_where_one_of_its_functions_computes_with_i
         for function in ("reward_model", "vllm_judge")
     )
     assert process() < 200 * 2**20 < process(by_model) < process(by_engine) == PROCESS["vllm"]
-    modules = {name: factory.partition(":")[0] for name, factory in BUILT_IN.items()}
-    texts = {
-        name: (REPOSITORY / f"{module.removeprefix('mobula.').replace('.', '/')}.py").read_text()
-        for name, module in modules.items()
-    }
-    assert {*TORCH_REWARDS, "vllm_judge"} == {
-        name for name, text in texts.items() if re.search("^import torch", text, re.MULTILINE)
-    }
+    modules = {name: factory.partition(":")[0].removeprefix("mobula.") for name, factory in BUILT_IN.items()}
+    texts = {name: (REPOSITORY / f"{module.replace('.', '/')}.py").read_text() for name, module in modules.items()}
+    found = {name for name, text in texts.items() if re.search("^import torch", text, re.MULTILINE)}
+    assert {*TORCH_REWARDS, "vllm_judge"} == found
 
 
 def test_an_engine_over_two_gpus_has_half_the_weights_on_each() -> None:
@@ -276,9 +266,7 @@ def test_what_does_not_fit_is_named_with_settings_that_were_tried() -> None:
     ways = remedies(found, shape_7b(), nodes)
     assert len(ways) == 3 and all(f"  {way}" in message for way in ways)
     for way in ways:
-        words = overridden(["experiment=own", "resources=eight_gpu_split"], way.split())
-        better = load_config(words, is_complete=False)
-        assert plan_memory(better, shape_7b(), nodes).shortfalls == ()
+        fitting(["resources=eight_gpu_split"], way, shape_7b(), nodes)
 
 
 def test_on_one_cpu_node_fewer_processes_are_proposed_and_never_more_ranks() -> None:
@@ -290,9 +278,8 @@ def test_on_one_cpu_node_fewer_processes_are_proposed_and_never_more_ranks() -> 
         ways = remedies(found, shape, nodes)
         assert ways, "something saves a tenth, a quarter, two fifths"
         for way in ways:
-            better = load_config(overridden(["experiment=own", "policy.model=some"], way.split()), is_complete=False)
+            better = fitting(["policy.model=some"], way, shape, nodes)
             assert better.resources.learner.num_workers <= 2 and better.sampler.vllm.kv_cache_bytes >= 4 * 60_456_960
-            assert plan_memory(better, shape, nodes).shortfalls == ()
     assert any("resources=laptop_in_turns" in way for way in ways)
 
 
@@ -304,9 +291,8 @@ def test_a_model_that_no_setting_helps_is_refused_with_that_message() -> None:
 
 def test_settings_that_contradict_are_not_proposed() -> None:
     found = config("resources=two_gpu", "learner=single")
-    assert all(
-        "resources.learner.num_workers" not in way for way in remedies(found, shape_7b(), described_nodes("1x2x80GB"))
-    )
+    ways = remedies(found, shape_7b(), described_nodes("1x2x80GB"))
+    assert not any("resources.learner.num_workers" in way for way in ways)
     assert changed(found, {"policy.lora.rank": 8}).policy.lora.rank == 8
 
 

@@ -109,8 +109,7 @@ def test_an_image_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(mo
 
 
 def test_more_bad_samples_than_allowed_are_an_error_that_names_the_first_ones(model: Path, tmp_path: Path) -> None:
-    missing = [named(f"nowhere-{n}.png") | {"id": f"lost-{n}"} for n in range(5)]
-    data = write_data(tmp_path / "data", *missing)
+    data = with_lost_images(tmp_path / "data")
     with pytest.raises(DatasetError, match=r"5 of 25 samples.*lost-0.*data\.max_skipped_fraction is 0\.1: fix"):
         prepared(model, data, tmp_path / "runs")
     run = prepared(model, data, tmp_path / "runs", "data.max_skipped_fraction=0.2")
@@ -129,91 +128,77 @@ def refused(result: Result) -> str:
     return result.stderr
 
 
-def never_started(runs: Path) -> bool:
-    """Neither a run folder nor a link to it."""
-    return not runs.exists()
+def with_file(name: str, content: str | None) -> Callable[[Path], Path]:
+    """Writes good data, of which one file has this content or is not there."""
+
+    def write(folder: Path) -> Path:
+        file = write_data(folder) / name
+        file.unlink() if content is None else file.write_text(content)
+        return folder
+
+    return write
 
 
-def emptied(folder: Path) -> Path:
-    write_data(folder)
-    (folder / "train.jsonl").write_text("\n\n")
-    return folder
+def with_lost_images(folder: Path) -> Path:
+    return write_data(folder, *(named(f"nowhere-{n}.png") | {"id": f"lost-{n}"} for n in range(5)))
 
 
-def without_test_split(folder: Path) -> Path:
-    write_data(folder)
-    (folder / "test.jsonl").unlink()
-    return folder
+emptied = with_file("train.jsonl", "\n\n")
 
 
-def without_answers(folder: Path) -> Path:
-    write_data(folder)
-    (folder / "train.jsonl").write_text('{"question": "Which digit?"}\n' * 3)
-    return folder
+REFUSED: dict[str, tuple[Callable[[Path], Path], list[str], list[str]]] = {  # data, words, what the message says
+    "empty data set": (emptied, [], ["train.jsonl has no usable row"]),
+    "no row with an answer": (
+        with_file("train.jsonl", '{"question": "Which digit?"}\n' * 3), [], ["the row has no `answer`: add it"],
+    ),
+    "no test split": (with_file("test.jsonl", None), [], ["test.jsonl does not exist: set data.path"]),
+    "no folder": (lambda folder: folder / "nowhere", [], ["train.jsonl does not exist: set data.path"]),
+    "too many bad rows": (
+        with_lost_images, [],
+        [
+            "5 of 25 samples of the split train are unusable: missing_file 5 (",
+            *(f"(lost-{n}): there is no file" for n in range(3)),
+        ],
+    ),
+    "a run folder that cannot be written": (
+        write_data, ["folder={here}/file/runs"],
+        ["runs/bad cannot be written", "set folder or name to another"],
+    ),
+    "more workers than the machine holds": (
+        write_data, ["resources.rollout.num_workers=4000"],
+        ["resources.rollout asks for 4000 workers", "lower resources.rollout.num_workers"],
+    ),
+    "a model folder without a model": (
+        write_data, ["policy.model={here}/empty", "policy.tiny=none"],
+        ["is no checkpoint folder (it has no config.json)"],
+    ),
+}  # fmt: skip
 
 
-BAD_FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "empty data set": (emptied, "train.jsonl has no usable row"),
-    "no row with an answer": (without_answers, "the row has no `answer`: add it"),
-    "no test split": (without_test_split, "test.jsonl does not exist: set data.path"),
-    "no folder": (lambda folder: folder / "nowhere", "train.jsonl does not exist: set data.path"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FOLDERS)
-def test_a_data_folder_without_use_is_refused_before_anything_starts(
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_run_cannot_use_is_refused_before_anything_starts(
     model: Path, tmp_path: Path, restored_logging: None, case: str
 ) -> None:
-    make, message = BAD_FOLDERS[case]
-    runs = tmp_path / "runs"
-    assert message in refused(train(*overrides(model, make(tmp_path / "data"), runs)))
-    assert never_started(runs)
-
-
-def test_a_run_folder_that_cannot_be_written_is_refused(model: Path, tmp_path: Path, restored_logging: None) -> None:
+    make, more, messages = REFUSED[case]
+    (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("a file is no folder, not even for root")
-    message = refused(train(*overrides(model, write_data(tmp_path / "data"), tmp_path / "file" / "runs")))
-    assert "runs/bad cannot be written" in message
-    assert "set folder or name to another" in message
-
-
-def test_a_preset_that_the_machine_cannot_hold_is_refused(model: Path, tmp_path: Path, restored_logging: None) -> None:
-    words = [*overrides(model, write_data(tmp_path / "data"), tmp_path / "runs"), "resources.rollout.num_workers=4000"]
-    message = refused(train(*words))
-    assert "resources.rollout asks for 4000 workers" in message
-    assert "lower resources.rollout.num_workers" in message
-    assert never_started(tmp_path / "runs")
-
-
-def test_a_model_folder_without_a_model_is_refused(tmp_path: Path, restored_logging: None) -> None:
-    (tmp_path / "model").mkdir()
-    words = overrides(tmp_path / "model", write_data(tmp_path / "data"), tmp_path / "runs")
-    assert "is no checkpoint folder (it has no config.json)" in refused(train(*words, "policy.tiny=none"))
-    assert never_started(tmp_path / "runs")
+    words = overrides(model, make(tmp_path / "data"), tmp_path / "runs")
+    found = refused(train(*overridden(words, [word.format(here=tmp_path) for word in more])))
+    assert all(message in found for message in messages)
+    assert not (tmp_path / "runs").exists(), "neither a run folder nor a link to it"
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(model: Path, tmp_path: Path, restored_logging: None) -> None:
     runs, earlier = tmp_path / "runs", tmp_path / "runs" / "bad"
     earlier.mkdir(parents=True)
-    for name in ("run.log", "skipped.json", "config.yaml"):
+    files = ("run.log", "skipped.json", "config.yaml")
+    for name in files:
         (earlier / name).write_text("mine")
     (runs / "latest").symlink_to("other")
     words = [*overrides(model, emptied(tmp_path / "data"), runs), "resume=auto"]
     assert "no usable row" in refused(train(*words))
-    assert {path.name: path.read_text() for path in earlier.iterdir()} == dict.fromkeys(
-        ("run.log", "skipped.json", "config.yaml"), "mine"
-    )
+    assert {path.name: path.read_text() for path in earlier.iterdir()} == dict.fromkeys(files, "mine")
     assert os.readlink(runs / "latest") == "other"
-
-
-def test_too_many_bad_rows_are_named_where_no_run_folder_could_name_them(
-    model: Path, tmp_path: Path, restored_logging: None
-) -> None:
-    data = write_data(tmp_path / "data", *(named(f"nowhere-{n}.png") | {"id": f"lost-{n}"} for n in range(5)))
-    message = refused(train(*overrides(model, data, tmp_path / "runs")))
-    assert "5 of 25 samples of the split train are unusable: missing_file 5 (" in message
-    assert all(f"(lost-{n}): there is no file" in message for n in range(3))
-    assert never_started(tmp_path / "runs")
 
 
 def test_a_finished_run_is_not_overwritten(model: Path, tmp_path: Path, restored_logging: None) -> None:

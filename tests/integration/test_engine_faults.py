@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jobs import PROMPTS_PER_STEP, Job, none_left
-from poisoned import MESSAGE
+from poisoned import MESSAGE, POISON
 from runs import audited
 from sabotage import Saboteur
 from test_faults import KINDS, MOMENTS
@@ -62,9 +62,9 @@ def _place(group_id: str) -> int:
     return int(place)
 
 
-POISONED_SCRIPT = Path(__file__).with_name("poisoned_job.py")
+REPLACED_SCRIPT = Path(__file__).with_name("replaced_job.py")
 
-POISON = "0/5/"
+PROMPT = "0/5/"  # the sixth of the first epoch
 
 NUM_STEPS = 4
 
@@ -74,9 +74,12 @@ POISONED_WORDS = (
 )  # fmt: skip
 
 
-def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_ends_well(tmp_path: Path) -> None:
+def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(POISON, PROMPT)
     with Job(tmp_path, (*POISONED_WORDS, f"data.path={tmp_path / 'digits'}")) as job:
-        job.finish(job.start(str(POISONED_SCRIPT), POISON))
+        job.finish(job.start(str(REPLACED_SCRIPT), "RolloutActor=poisoned:Poisoned"))
         none_left(job.marks[0])
 
     found = read_run_folder(job.run_folder)
@@ -85,10 +88,10 @@ def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_e
     assert all(fault.cause.startswith(f"RuntimeError: {MESSAGE} at ") for fault in found.faults)
 
     [skipped] = [row for row in found.skipped if row.reason == "killed_engines"]
-    assert f"prompt {POISON}{skipped.sample_id} " in skipped.message and MESSAGE in skipped.message
+    assert f"prompt {PROMPT}{skipped.sample_id} " in skipped.message and MESSAGE in skipped.message
     log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
     trained = [group.group.group_id for step in log.steps() for group in log.read(step)]
-    assert not any(group_id.startswith(POISON) for group_id in trained)
+    assert not any(group_id.startswith(PROMPT) for group_id in trained)
     assert len(set(trained)) == len(trained) == NUM_STEPS * 4
 
     lines = [line for line in job.output.splitlines() if "is lost" in line or "is excluded" in line]
@@ -102,7 +105,7 @@ def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_e
     assert "killed_engines" in (job.run_folder / "report.html").read_text()
     saved = sorted((job.run_folder / "checkpoints").glob("step-*"))[-1]
     states = [json.loads(path.read_text()) for path in saved.rglob("*.json")]
-    assert not any(POISON in json.dumps(state) for state in states), "no checkpoint brings it back"
+    assert not any(PROMPT in json.dumps(state) for state in states), "no checkpoint brings it back"
 
 
 NUM_FLOW_STEPS = 14

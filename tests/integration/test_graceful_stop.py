@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import FakeMetrics, FakeStep
-from jobs import GONE_DEADLINE_S, RUN_DEADLINE_S, Job, none_left
+from jobs import BARE, GONE_DEADLINE_S, MOBULA, RUN_DEADLINE_S, SMALL, Job, none_left
 from offline_rows import conversation, write_rows
 from safetensors.torch import load_file
 from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
@@ -34,14 +34,22 @@ RL = (
     "learner=single", "num_steps=12", "resume=auto", RARELY,
 )  # fmt: skip
 
-SFT = (
+SFT_WORDS = (
     "policy=tiny_qwen2_5_vl", "learner=single", "resources.learner.num_workers=1",
-    "learner.activation_checkpointing=none", "learner.learning_rate=0.003", "learner.warmup_steps=0",
-    "offline.max_tokens=256", "offline.batch_size=16", "evaluation.num_prompts=40", "evaluation.interval_steps=0",
-    "num_steps=60", "resume=auto", RARELY,
+    "learner.activation_checkpointing=none", "offline.max_tokens=256", "evaluation.interval_steps=0", "resume=auto",
 )  # fmt: skip
+LONG_SFT = (
+    *SFT_WORDS, "learner.learning_rate=0.003", "learner.warmup_steps=0", "offline.batch_size=16",
+    "evaluation.num_prompts=40", "num_steps=60", RARELY,
+)  # fmt: skip
+SHORT_SFT = (*SFT_WORDS, "offline.batch_size=4", "evaluation.num_prompts=8")
+SFT = (*MOBULA, "sft")
 
-SMALL_SFT = ("metrics.progress=false", "resources.object_store_bytes=268435456", "timeouts.start_s=500")
+
+def two_jobs(folder: Path, words: tuple[str, ...], small: tuple[str, ...]) -> list[Job]:
+    for name in ("stopped", "whole"):
+        (folder / name).mkdir()
+    return [Job(folder / name, words, small) for name in ("stopped", "whole")]
 
 
 def stop_after(job: Job, num_steps: int, *command: str) -> int:
@@ -74,10 +82,7 @@ def assert_as_if_never_stopped(stopped: Job, whole: Job) -> None:
 
 
 def test_a_run_goes_on_from_the_checkpoint_of_its_stop_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    data = f"data.path={tmp_path / 'digits'}"
-    (tmp_path / "stopped").mkdir()
-    (tmp_path / "whole").mkdir()
-    stopped, whole = (Job(tmp_path / name, (*RL, data)) for name in ("stopped", "whole"))
+    stopped, whole = two_jobs(tmp_path, (*RL, f"data.path={tmp_path / 'digits'}"), SMALL)
     with stopped, whole:
         version = stop_after(stopped, 2)
         assert 2 <= version < 12
@@ -96,16 +101,12 @@ def test_an_offline_job_goes_on_from_the_checkpoint_of_its_stop(tmp_path: Path) 
     """It has no journal: what it keeps of its steps is the checkpoint alone."""
     (tmp_path / "rows").mkdir()
     write_rows(tmp_path / "rows", tmp_path / "digits", conversation, train=200, validation=60)
-    words = (*SFT, f"data.path={tmp_path / 'rows'}")
-    for name in ("stopped", "whole"):
-        (tmp_path / name).mkdir()
-    stopped, whole = (Job(tmp_path / name, words, small=SMALL_SFT) for name in ("stopped", "whole"))
-    command = ("-m", "mobula.deploy.cli", "sft")
+    stopped, whole = two_jobs(tmp_path, (*LONG_SFT, f"data.path={tmp_path / 'rows'}"), BARE)
     with stopped, whole:
-        version = stop_after(stopped, 5, *command)
+        version = stop_after(stopped, 5, *SFT)
         assert 5 <= version < 60
-        stopped.finish(stopped.start(*command))
-        whole.finish(whole.start(*command))
+        stopped.finish(stopped.start(*SFT))
+        whole.finish(whole.start(*SFT))
         assert_as_if_never_stopped(stopped, whole)
 
 
@@ -156,16 +157,6 @@ def test_small_roles_are_stopped_in_every_phase_and_train_each_group_once(tmp_pa
     assert [sorted(step) for step in run.trained] == expected
 
 
-SFT_COMMAND = ("-m", "mobula.deploy.cli", "sft")
-
-WORDS = (
-    "policy=tiny_qwen2_5_vl", "learner=single", "resources.learner.num_workers=1",
-    "learner.activation_checkpointing=none", "offline.max_tokens=256", "offline.batch_size=4",
-    "evaluation.num_prompts=8", "evaluation.interval_steps=0", "resume=auto",
-)  # fmt: skip
-
-SMALL = ("metrics.progress=false", "resources.object_store_bytes=268435456", "timeouts.start_s=500")
-
 PROXY = "http://127.0.0.1:9"  # where nothing listens
 
 SURROUNDINGS = {
@@ -181,14 +172,14 @@ SURROUNDINGS = {
 def job_of(tmp_path: Path, num_steps: int) -> Job:
     (tmp_path / "rows").mkdir()
     write_rows(tmp_path / "rows", tmp_path / "digits", conversation, train=40, validation=8)
-    return Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'rows'}", f"num_steps={num_steps}"), small=SMALL)
+    return Job(tmp_path, (*SHORT_SFT, f"data.path={tmp_path / 'rows'}", f"num_steps={num_steps}"), BARE)
 
 
 def test_a_second_start_is_refused_and_a_hangup_ends_the_first_in_order(tmp_path: Path) -> None:
     with job_of(tmp_path, 5000) as job:
-        first = job.start(*SFT_COMMAND)
+        first = job.start(*SFT)
         job.reach(first, 2)
-        assert job.start(*SFT_COMMAND).wait(RUN_DEADLINE_S) == 2
+        assert job.start(*SFT).wait(RUN_DEADLINE_S) == 2
         assert f"is in use by process {first.pid} on" in job.output
         for _ in range(2):  # the kernel sends one, and the shell another
             first.send_signal(signal.SIGHUP)
@@ -212,7 +203,7 @@ def test_a_run_goes_on_in_odd_surroundings(tmp_path: Path, monkeypatch: pytest.M
     if "TMPDIR" in words[0]:
         Path(os.environ["TMPDIR"]).mkdir()
     with job_of(tmp_path, 1) as job:
-        job.finish(job.start(*SFT_COMMAND))
+        job.finish(job.start(*SFT))
 
 
 @pytest.mark.parametrize("name", ["actors", "cluster", "configs", "learner", "rewards"])
@@ -220,4 +211,4 @@ def test_a_run_works_beside_a_file_with_the_name_of_a_package(tmp_path: Path, na
     job = job_of(tmp_path, 1)
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")  # on the PYTHONPATH
     with job:
-        job.finish(job.start(*SFT_COMMAND))
+        job.finish(job.start(*SFT))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from diffusers import DiffusionPipeline
 from flow_run import REDNESS, WORDS, write_texts
-from jobs import Job, none_left
+from jobs import BARE, Job, none_left
 
 from mobula.cluster.metrics.report.run_folder import PLAN_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.report.samples import read_artifacts
@@ -23,9 +23,8 @@ NUM_STEPS = 3
 SMALL = (
     "warm_start.num_steps=10", "warm_start.batch_size=16", "warm_start.check_interval=10",
     "warm_start.max_checks_rows=8", "evaluation.num_prompts=16", "algorithm.prompts_per_step=4",
-    "algorithm.samples_per_prompt=8", "algorithm.max_concurrent_groups=8", "resources.object_store_bytes=268435456",
-    "resources.processor.num_workers=1", "resources.processor.num_cpus=0.1", "metrics.progress=false",
-    "timeouts.start_s=500",
+    "algorithm.samples_per_prompt=8", "algorithm.max_concurrent_groups=8", *BARE,
+    "resources.processor.num_workers=1", "resources.processor.num_cpus=0.1",
 )  # fmt: skip
 
 
@@ -43,30 +42,20 @@ def test_clips_are_sampled_and_trained_on(tmp_path: Path) -> None:
     none_left(job.marks[0])
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
-    """One vLLM engine and two FSDP2 ranks; few sounds, of which one is corrupt, and a short warm start."""
-    folder = tmp_path_factory.mktemp("tones")
-    data: Path = write_tones(folder / "data", num_train=40, num_validation=8, num_test=8)
+@pytest.mark.families
+@pytest.mark.exhaustive
+def test_sounds_are_trained_on_and_the_corrupt_one_is_skipped_counted_and_named(tmp_path: Path) -> None:
+    """One vLLM engine and two FSDP2 ranks; few sounds, and a short warm start."""
+    data: Path = write_tones(tmp_path / "data", num_train=40, num_validation=8, num_test=8)
     (data / "sounds" / "train_0003.wav").write_bytes(b"no sound")
     words = ("experiment=tones", "resources=laptop", "num_steps=3", "algorithm.drop_uniform_groups=false")
     short = ("data=jsonl", f"data.path={data}", "resources.rollout.num_workers=1")
-    with Job(folder, (*words, *short)) as job:
+    with Job(tmp_path, (*words, *short)) as job:
         job.finish(job.start())
-        yield read_run_folder(job.run_folder)
-
-
-@pytest.mark.families
-@pytest.mark.exhaustive
-def test_the_run_ends_and_engine_and_learner_agree_on_every_sampled_token(report: RunFolder) -> None:
+    report = read_run_folder(job.run_folder)
     assert (report.summary.status, report.summary.version) == ("done", 3)
     assert report.summary.logprob_gap_max <= 1e-3
     assert report.summary.media_bytes_unique > 0
-
-
-@pytest.mark.families
-@pytest.mark.exhaustive
-def test_the_corrupt_sound_is_skipped_counted_and_named(report: RunFolder) -> None:
     [skipped] = report.skipped
     assert "tone-train-0003" in skipped.sample_id
     assert "train_0003.wav is corrupt or no sound" in skipped.message
@@ -100,9 +89,7 @@ def test_a_video_model_is_trained_and_its_videos_are_written(tmp_path: Path, nam
     own += (f"rewards.components.0.function={reward}:score",)
     changed = ("resources.", "policy=", "sampler.flow.max_text_tokens")
     words = tuple(word for word in WORDS if not word.startswith(changed))
-    with Job(
-        tmp_path, (*words, *own), small=("metrics.progress=false", "resources.object_store_bytes=268435456")
-    ) as job:
+    with Job(tmp_path, (*words, *own), small=BARE) as job:
         job.finish(job.start())
     found = read_run_folder(job.run_folder)
     assert (found.summary.status, found.summary.version) == ("done", 1)
@@ -127,16 +114,13 @@ def finished(tmp_path: Path, preset: str, also: Callable[[Job], None] | None = N
     own += ("evaluation.num_prompts=4", "learner.ema_decay=0.5")
     own += (f"rewards.components.0.function={reward}:score", "replay.trajectory_log=true")
     words = tuple(word for word in WORDS if not word.startswith("resources."))
-    with Job(
-        tmp_path, (*words, *own), small=("metrics.progress=false", "resources.object_store_bytes=268435456")
-    ) as job:
+    with Job(tmp_path, (*words, *own), small=BARE) as job:
         job.finish(job.start())
         if also is not None:
             also(job)
     found = read_run_folder(job.run_folder)
     assert (found.summary.status, found.summary.version) == ("done", NUM_FLOW_STEPS)
-    assert found.summary.logprob_gap_mean == 0
-    assert not found.skipped
+    assert found.summary.logprob_gap_mean == 0 and not found.skipped
     pipeline = DiffusionPipeline.from_pretrained(job.run_folder / "policy")
     assert type(pipeline).__name__ == "StableDiffusion3Pipeline"
     return found

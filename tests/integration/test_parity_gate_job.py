@@ -19,7 +19,7 @@ WORDS = (
     "sampler.max_images_per_prompt=2",
 )  # fmt: skip
 BFLOAT16 = ("resources.dtype=bfloat16",)
-SCRIPT = str(Path(__file__).parent / "disturbed_job.py")
+SCRIPT = (str(Path(__file__).with_name("replaced_job.py")), "Learner=disturbed:DisturbedLearner")
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_model_that_agrees_trains_a_step_with_a_note(job: Job, most: float) ->
 def test_a_model_whose_tower_is_disturbed_is_refused_with_the_measured_gap(job: Job) -> None:
     job.write_reward()
     words = [f"folder={job.folder / 'runs'}", "name=job", f"policy.model={job.folder / 'model'}"]
-    process = job.start_script(SCRIPT, *words, *job.overrides, *job.small)
+    process = job.start_script(*SCRIPT, *words, *job.overrides, *job.small)
     assert process.wait(600) != 0
     assert family_at(str(job.folder / "model")) is UNKNOWN
     output = " ".join(job.output.split())

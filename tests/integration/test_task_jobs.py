@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 from episode_data import write_program
-from jobs import SMALL, Job, none_left
+from jobs import BARE, SMALL, Job, none_left
 from safetensors.numpy import load_file
 from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets
 
@@ -26,29 +26,11 @@ NUM_STEPS = 3
 
 MAX_IMAGES = 2
 
-DIGIT_LIST_SMALL = (
-    # Enough to write the sentences; the digits in them are still right by chance.
-    "warm_start.num_steps=50",
-    "warm_start.batch_size=16",
-    "warm_start.check_interval=50",
-    "warm_start.max_checks_rows=8",
-    "evaluation.num_prompts=32",
-    "algorithm.prompts_per_step=4",
-    "algorithm.samples_per_prompt=8",
-    "algorithm.max_concurrent_groups=8",
-    "resources.object_store_bytes=268435456",
-    "metrics.progress=false",
-    "timeouts.start_s=500",
-)
-
-
-@pytest.fixture(scope="module")
-def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    folder = tmp_path_factory.mktemp("lists")
-    words = ("experiment=digit_list", "resources=laptop", f"data.path={short_lists(folder / 'data')}")
-    with Job(folder, (*words, "data.kind=jsonl", f"num_steps={NUM_STEPS}"), small=DIGIT_LIST_SMALL) as job:
-        job.finish(job.start())
-        yield job
+DIGIT_LIST_SMALL = (  # enough to write the sentences; the digits in them are still right by chance
+    *BARE, "warm_start.num_steps=50", "warm_start.batch_size=16", "warm_start.check_interval=50",
+    "warm_start.max_checks_rows=8", "evaluation.num_prompts=32", "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=8", "algorithm.max_concurrent_groups=8",
+)  # fmt: skip
 
 
 def short_lists(folder: Path) -> Path:
@@ -61,40 +43,22 @@ def short_lists(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def found(lists: Job) -> RunFolder:
-    return read_run_folder(lists.run_folder)
-
-
 @pytest.mark.load
 @pytest.mark.exhaustive
-def test_the_warm_start_teaches_the_sentences_and_their_reward_is_partial(found: RunFolder) -> None:
-    """An answer without the right sentences scores 0; with digits at random in them it scores about a tenth."""
+def test_long_answers_are_taught_and_engine_and_learner_agree_on_every_token(tmp_path: Path) -> None:
+    words = ("experiment=digit_list", "resources=laptop", f"data.path={short_lists(tmp_path / 'data')}")
+    with Job(tmp_path, (*words, "data.kind=jsonl", f"num_steps={NUM_STEPS}"), small=DIGIT_LIST_SMALL) as job:
+        job.finish(job.start())
+        none_left(job.marks[0])
+    found = read_run_folder(job.run_folder)
     assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_STEPS, [])
-    assert 0.03 < found.summary.accuracy_before < 1
+    assert 0.03 < found.summary.accuracy_before < 1, "0 without the right sentences; random digits in them: a tenth"
     assert any(0 < sample.reward < 1 for sample in found.samples.samples)
-
-
-@pytest.mark.load
-@pytest.mark.exhaustive
-def test_answers_end_and_differ_in_length(found: RunFolder) -> None:
-    """24 or 25 tokens on one image, 40 or 41 on two."""
     ended = {sample.num_tokens for sample in found.samples.samples if sample.finish_reason == "stop"}
-    assert ended & {24, 25}
-    assert ended & {40, 41}
-
-
-@pytest.mark.load
-@pytest.mark.exhaustive
-def test_engine_and_learner_agree_on_every_token_of_long_answers(found: RunFolder) -> None:
+    assert ended & {24, 25}, "on one image"
+    assert ended & {40, 41}, "on two"
     assert found.summary.logprob_gap_mean <= 1e-5
     assert 0 < found.summary.logprob_gap_max <= 1e-3
-
-
-@pytest.mark.load
-@pytest.mark.exhaustive
-def test_no_process_is_left(lists: Job) -> None:
-    none_left(lists.marks[0])
 
 
 STAGES = "[{size: 2, hole_share: 0.0}, {size: 3, hole_share: 0.15}, {size: 4, hole_share: 0.2}]"
@@ -161,7 +125,7 @@ def test_each_turn_is_trained_with_what_followed_it(report: RunFolder) -> None:
 
 NUM_AGENT_STEPS = 20
 
-COMMON = (
+AGENT = (
     "policy=tiny_qwen2_5_vl", "data=environment", "rewards=environment", "resources=laptop",
     "resources.rollout.num_workers=1", f"num_steps={NUM_AGENT_STEPS}",
     "evaluation.split=test", "evaluation.num_prompts=8",
@@ -171,11 +135,9 @@ COMMON = (
     "learner.learning_rate=1e-3",
 )  # fmt: skip
 
-AGENT_SMALL = ("metrics.progress=false", "timeouts.start_s=500", "resources.object_store_bytes=268435456")
 
-
-def trained(folder: Path, *words: str) -> RunFolder:
-    with Job(folder, (*COMMON, *words), AGENT_SMALL) as job:
+def trained(folder: Path, *words: str, small: tuple[str, ...] = BARE) -> RunFolder:
+    with Job(folder, words, small) as job:
         job.finish(job.start())
         return read_run_folder(job.run_folder)
 
@@ -192,7 +154,7 @@ def check(report: RunFolder) -> None:
 def test_a_program_of_ones_own_is_trained(tmp_path: Path) -> None:
     options = write_program(tmp_path)
     command = f"environment.options.command=[{sys.executable},{tmp_path / 'agent.py'}]"
-    check(trained(tmp_path, "environment=program", command, f"environment.options.tasks={options['tasks']}"))
+    check(trained(tmp_path, *AGENT, "environment=program", command, f"environment.options.tasks={options['tasks']}"))
 
 
 @pytest.mark.matrix
@@ -200,16 +162,16 @@ def test_a_program_of_ones_own_is_trained(tmp_path: Path) -> None:
 def test_an_agent_of_verifiers_is_trained(tmp_path: Path) -> None:
     folder = write_tasksets(tmp_path)
     words = ("environment.options.env.taskset.id=mobula-letters", f"environment.options.import_path=[{folder}]")
-    check(trained(tmp_path, "environment=verifiers", f"environment.options.python={PYTHON}", *words))
+    check(trained(tmp_path, *AGENT, "environment=verifiers", f"environment.options.python={PYTHON}", *words))
 
 
 PLACES = {
-    "learner_ranks": (),
-    "own_ranks": (
+    "learner_ranks": [],
+    "own_ranks": [
         "algorithm.critic.place=own_ranks",
         "resources.learner.num_workers=1",
         "resources.critic.num_workers=2",
-    ),
+    ],
 }
 
 
@@ -221,12 +183,12 @@ def critic_job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """One vLLM engine and two FSDP2 ranks, or one of the policy and two of the critic; the first of three steps trains
     the critic alone."""
     folder = tmp_path_factory.mktemp("ppo_gae")
-    words = ("experiment=digits", "algorithm=ppo_gae", "resources=laptop", "num_steps=3")
-    words += (f"data.path={folder / 'digits'}", *PLACES[request.param])
-    short = ("algorithm.critic.warmup_steps=1", "learner.warmup_steps=0")
-    with Job(
-        folder, (*words, *short, "resources.rollout.num_workers=1", "weight_sync.canary_interval=1")
-    ) as critic_job:
+    words = (
+        "experiment=digits", "algorithm=ppo_gae", "resources=laptop", "num_steps=3", f"data.path={folder / 'digits'}",
+        "algorithm.critic.warmup_steps=1", "learner.warmup_steps=0", "resources.rollout.num_workers=1",
+        "weight_sync.canary_interval=1",
+    )  # fmt: skip
+    with Job(folder, (*words, *PLACES[request.param])) as critic_job:
         critic_job.finish(critic_job.start())
         yield critic_job
 
@@ -254,9 +216,8 @@ def test_the_engine_follows_the_policy(critic_report: RunFolder) -> None:
 
 def test_the_critic_is_part_of_each_checkpoint_and_the_policy_leaves_without_it(critic_job: Job) -> None:
     for version in ("000000", "000003"):
-        assert (
-            critic_job.run_folder / "checkpoints" / f"step-{version}" / "learner" / "critic" / "state.json"
-        ).is_file()
+        learner = critic_job.run_folder / "checkpoints" / f"step-{version}" / "learner"
+        assert (learner / "critic" / "state.json").is_file()
     start, trained = (load_file(critic_job.run_folder / name / "model.safetensors") for name in ("reference", "policy"))
     assert start.keys() == trained.keys() == load_file(critic_job.folder / "model" / "model.safetensors").keys()
     assert any((start[name] != trained[name]).any() for name in start)
@@ -280,9 +241,8 @@ DISTILLATION_WORDS = (
 def test_the_policy_approaches_a_teacher_whose_rewards_it_never_sees(tmp_path: Path) -> None:
     """`kl` is the divergence of the policy from the teacher on its own samples: of random weights it falls at once."""
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
-    with Job(
-        tmp_path, (*DISTILLATION_WORDS, f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}")
-    ) as job:
+    own = (f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}")
+    with Job(tmp_path, (*DISTILLATION_WORDS, *own)) as job:
         job.finish(job.start())
         none_left(job.marks[0])
     found = read_run_folder(job.run_folder)
@@ -292,18 +252,11 @@ def test_the_policy_approaches_a_teacher_whose_rewards_it_never_sees(tmp_path: P
     assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl
 
 
-@pytest.fixture(scope="module")
-def calculator_report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
+def test_the_run_ends_and_engine_and_learner_agree_on_every_sampled_token(tmp_path: Path) -> None:
     """One vLLM engine and two FSDP2 ranks; few seeds, and a short warm start."""
-    folder = tmp_path_factory.mktemp("calculator")
     words = ("experiment=calculator", "resources=laptop", "num_steps=3", "algorithm.drop_uniform_groups=false")
     few = ("environment.num_train=64", "environment.num_validation=8", "environment.num_test=8")
     short = ("warm_start.num_steps=10", "warm_start.check_interval=10", "resources.rollout.num_workers=1")
-    with Job(folder, (*words, *few, *short)) as job:
-        job.finish(job.start())
-        yield read_run_folder(job.run_folder)
-
-
-def test_the_run_ends_and_engine_and_learner_agree_on_every_sampled_token(calculator_report: RunFolder) -> None:
-    assert (calculator_report.summary.status, calculator_report.summary.version) == ("done", 3)
-    assert calculator_report.summary.logprob_gap_max <= 1e-3
+    report = trained(tmp_path, *words, *few, *short, small=SMALL)
+    assert (report.summary.status, report.summary.version) == ("done", 3)
+    assert report.summary.logprob_gap_max <= 1e-3

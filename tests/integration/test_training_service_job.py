@@ -8,13 +8,12 @@ import io
 import json
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ import torch
 from fastapi.testclient import TestClient
 from peft import PeftModel
 from PIL import Image
-from service_client import Client
+from ray_apart import free_port
+from service_client import KEY, connect, train_at, wait_until_up
 from tiny_checkpoints import write_text_policy
 from transformers import AutoModelForCausalLM
 
@@ -44,13 +44,14 @@ types = tinker.types
 COOKBOOK = Path(__file__).parents[2] / ".venv-tinker-cookbook" / "bin" / "python"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "training_service.py"
 RECIPES = Path(__file__).parents[1] / "support" / "cookbook_recipes.py"
-WORDS = ["sampler=huggingface", "learner=single", "resources.learner.num_workers=1", "resources.rollout.num_workers=1"]
-WORDS += [
+WORDS = [
+    "sampler=huggingface", "learner=single", "resources.learner.num_workers=1", "resources.rollout.num_workers=1",
     "resources.dtype=float32", "sampler.max_model_len=256", "data.max_prompt_tokens=128", "sampler.max_tokens=64",
     "training_service.snapshot_steps=3",
 ]  # fmt: skip
-ADAM = types.AdamParams(learning_rate=5e-3)
-KEY = "tml-a-key-of-the-tests"
+RATE = 5e-3
+ADAM = types.AdamParams(learning_rate=RATE)
+train = partial(train_at, rate=RATE)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        number: int = listener.getsockname()[1]
-        return number
+    return free_port()
 
 
 def start(model: Path, folder: Path, port: int, *words: str) -> subprocess.Popen[bytes]:
@@ -70,19 +69,12 @@ def start(model: Path, folder: Path, port: int, *words: str) -> subprocess.Popen
     command = [sys.executable, "-m", "mobula.deploy.cli", "serve-training", f"policy.model={model}"]
     command += overridden(WORDS, words)
     process = subprocess.Popen([*command, "--port", str(port), "--folder", str(folder)], cwd=folder.parent)
-    deadline = time.monotonic() + 300
-    while not is_up(port):
-        assert process.poll() is None, "the service ended"
-        assert time.monotonic() < deadline, "the service does not start"
-        time.sleep(0.5)
+    wait_until_up(process, port, 300)
     return process
 
 
-def is_up(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
-    except httpx.TransportError:
-        return False
+def address(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
 
 
 def end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -107,10 +99,6 @@ def serving(model: Path, folder: Path, port: int, *words: str) -> Iterator[subpr
         end(process, signal.SIGTERM)
 
 
-def connect(port: int) -> Any:
-    return Client(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
-
-
 def rows_of(tokenizer: Any) -> list[Any]:
     rows = []
     for a, b in ((1, 2), (3, 4)):
@@ -120,19 +108,10 @@ def rows_of(tokenizer: Any) -> list[Any]:
     return rows
 
 
-def train(client: Any, rows: list[Any], steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        computed, stepped = client.forward_backward(rows, "cross_entropy"), client.optim_step(ADAM)
-        losses.append(computed.result().metrics["loss:sum"])
-        stepped.result()
-    return losses
-
-
 def test_client_trains_samples_and_survives_kills(model: Path, tmp_path: Path, port: int) -> None:
     process = start(model, tmp_path / "service", port)
     try:
-        with connect(port) as service:
+        with connect(address(port)) as service:
             first, second = (service.create_lora_training_client(str(model), rank=8, seed=1).result() for _ in range(2))
             rows = rows_of(first.get_tokenizer())
             expected = train(first, rows, 10)
@@ -179,7 +158,7 @@ def test_a_disk_that_takes_no_results_ends_the_command_and_a_restart_continues(
     refuse = "CREATE TRIGGER full BEFORE UPDATE ON requests BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
     process = start(model, tmp_path / "service", port)
     try:
-        service = connect(port)
+        service = connect(address(port))
         training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
         rows = rows_of(training.get_tokenizer())
         before = train(training, rows, 3)
@@ -217,7 +196,7 @@ def logprobs_of_peft(model: Path, adapter: Path, tokens: list[int]) -> np.ndarra
 def test_every_loss_runs_and_checkpoints_continue_and_are_downloaded_for_peft(
     model: Path, tmp_path: Path, port: int
 ) -> None:
-    with serving(model, tmp_path / "service", port), connect(port) as service:
+    with serving(model, tmp_path / "service", port), connect(address(port)) as service:
         rest = service.create_rest_client()
         training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
         rows = rows_of(training.get_tokenizer())
@@ -271,7 +250,7 @@ def test_all_weights_of_one_model_are_trained_sampled_and_survive_kills(
     words = [*words, "training_service.weights=full"]
     process = start(model, tmp_path / "service", port, *words)
     try:
-        with connect(port) as service:
+        with connect(address(port)) as service:
             training = service.create_lora_training_client(str(model)).result()
             assert not training.get_info().is_lora
             rows, prompt_params = rows_of(training.get_tokenizer()), types.SamplingParams(max_tokens=1, temperature=0.0)
@@ -379,11 +358,7 @@ def train_captured(service: Any, model: Path, folder: Path) -> None:
         allowed = np.log1p(-np.exp(logprobs[:, 1:]).sum(axis=1))  # the engine samples among these tokens
         expected = np.array(row.loss_fn_inputs["logprobs"].data)[is_sampled]
         np.testing.assert_allclose(logprobs[:, 0] - allowed, expected, atol=1e-3)
-    losses = []
-    for _ in range(4):
-        computed, stepped = training.forward_backward(rows, "importance_sampling"), training.optim_step(ADAM)
-        losses.append(computed.result().metrics["loss:sum"])
-        stepped.result()
+    losses = train(training, rows, 4, "importance_sampling")
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
 
 
@@ -399,7 +374,7 @@ def with_banned_targets(row: Any, banned_ids: Sequence[int]) -> Any:
 def test_images_are_trained_and_sampled(tmp_path: Path, port: int, sampler: str) -> None:
     model = TINY["qwen2.5-vl"](tmp_path / "model")
     words = [f"sampler={sampler}", "sampler.max_images_per_prompt=1"]
-    with serving(model, tmp_path / "service", port, *words), connect(port) as service:
+    with serving(model, tmp_path / "service", port, *words), connect(address(port)) as service:
         training = service.create_lora_training_client(str(model), rank=16, seed=1).result()
         tokenizer, colours = training.get_tokenizer(), ("red", "blue")
         rows = [picture_row(tokenizer, colour, num_tokens=4) for colour in colours]
@@ -429,7 +404,7 @@ def test_captured_sessions_are_trained_and_the_example_runs(tmp_path: Path, port
     captured(model, tmp_path / "captured")
     rows = list(captured_rows(tmp_path / "captured"))
     assert len(rows) == 2
-    with serving(model, tmp_path / "service", port), connect(port) as service:
+    with serving(model, tmp_path / "service", port), connect(address(port)) as service:
         training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
         outputs = training.forward_backward(rows, "ppo").result().loss_fn_outputs
         for row, output in zip(rows, outputs, strict=True):
@@ -441,7 +416,7 @@ def test_captured_sessions_are_trained_and_the_example_runs(tmp_path: Path, port
             np.testing.assert_allclose(found, given["logprobs"][is_sampled], atol=0.02)
         training.optim_step(ADAM).result()
         assert credit(rows, training.forward(rows, "ppo").result().loss_fn_outputs) > credit(rows, outputs)
-        environment = {**os.environ, "TINKER_BASE_URL": f"http://127.0.0.1:{port}", "TAUGHT": "2", "STEPS": "2"}
+        environment = {**os.environ, "TINKER_BASE_URL": address(port), "TAUGHT": "2", "STEPS": "2"}
         done = subprocess.run([sys.executable, EXAMPLE], env=environment, timeout=300, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "accuracy after 2 steps of reinforcement learning" in done.stdout
@@ -450,7 +425,7 @@ def test_captured_sessions_are_trained_and_the_example_runs(tmp_path: Path, port
 def run_recipe(recipe: str, model: Path, folder: Path, port: int, timeout_s: float) -> list[dict[str, Any]]:
     """Runs a recipe of the cookbook in its own environment; returns the metrics of its steps."""
     (folder / recipe).mkdir()
-    command = [str(COOKBOOK), str(RECIPES), recipe, f"http://127.0.0.1:{port}", str(model), str(folder / recipe)]
+    command = [str(COOKBOOK), str(RECIPES), recipe, address(port), str(model), str(folder / recipe)]
     environment = {**os.environ, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, check=True, timeout=timeout_s, env=environment)
     lines = (folder / recipe / "log" / "metrics.jsonl").read_text().splitlines()

@@ -31,12 +31,12 @@ REWARD = '''
 def score(request, **options):
     return float(len(request.response.text) % 2)
 '''
+BARE = ("resources.object_store_bytes=268435456", "metrics.progress=false", "timeouts.start_s=500")
 SMALL = (
     "rewards.components.0.function=job_reward:score", "warm_start.num_steps=2", "warm_start.batch_size=16",
     "warm_start.check_interval=2", "warm_start.max_checks_rows=8", "evaluation.num_prompts=16",
     f"algorithm.prompts_per_step={PROMPTS_PER_STEP}", f"algorithm.samples_per_prompt={NUM_SAMPLES}",
-    "algorithm.max_concurrent_groups=8", "resources.object_store_bytes=268435456", "metrics.progress=false",
-    "timeouts.start_s=500",
+    "algorithm.max_concurrent_groups=8", *BARE,
 )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import ServiceLimits, Tenants, tenant_gate
 
 NAME = "tiny/base"
-KEY = "tml-a-key-of-the-tests"
 LIMITS = ServiceLimits(
     max_models=8, max_rank=64, max_rows=64, max_tokens=4096, max_batch_tokens=2048, max_queued=64, max_samples=256,
     max_request_bytes=1 << 24, max_dense_values=1 << 16, max_served=2, alpha=32.0, kept_results=8, kept_results_s=600,

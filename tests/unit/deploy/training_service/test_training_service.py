@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -20,13 +19,17 @@ import pytest
 import tinker
 import torch
 import training_server
-from service_client import Client
+from ray_apart import free_port
+from service_client import KEY, connect, train_at, wait_until_up
 from tinker.lib.public_interfaces.rest_client import RestClient
-from training_server import KEY, NAME, Running, running
+from training_server import NAME, Running, running
 
 types = tinker.types
 
 ADAM = types.AdamParams(learning_rate=0.05)
+train = partial(train_at, rate=0.05)
+GREEDY = types.SamplingParams(max_tokens=3, temperature=0.0)
+PROMPT = types.ModelInput.from_ints([1, 2])
 
 
 def datum(tokens: list[int], weight: float = 1.0) -> Any:
@@ -42,29 +45,18 @@ ROWS = [datum([1, 2, 3, 4, 5]), datum([6, 7, 8])]
 OTHER_ROWS = [datum([9, 8, 7, 6]), datum([2, 4, 6, 8])]
 
 
-def connect(server: Running, key: str = KEY) -> Any:
-    return Client(base_url=server.url, api_key=key)
-
-
-def train(client: Any, rows: list[Any], steps: int) -> list[float]:
-    """Losses of `steps` steps."""
-    losses = []
-    for _ in range(steps):
-        computed, stepped = client.forward_backward(rows, "cross_entropy"), client.optim_step(ADAM)
-        losses.append(computed.result().metrics["loss:sum"])
-        stepped.result()
-    return losses
+def learner_of(service: Any, seed: int = 1) -> Any:
+    return service.create_lora_training_client(NAME, rank=4, seed=seed).result()
 
 
 def test_client_trains_and_samples(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(server) as service:
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+    with running(tmp_path) as server, connect(server.url) as service:
+        training = learner_of(service)
         assert training.get_info().lora_rank == 4
         losses = train(training, ROWS, 20)
         assert losses[-1] < 0.3 * losses[0]
         sampler = training.save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=3, temperature=0.0)
-        response = sampler.sample(types.ModelInput.from_ints([1, 2]), 2, params).result()
+        response = sampler.sample(PROMPT, 2, GREEDY).result()
         assert [sequence.tokens for sequence in response.sequences] == [[3, 4, 5]] * 2
         outputs = training.forward(ROWS, "cross_entropy").result().loss_fn_outputs
         scored = sampler.compute_logprobs(types.ModelInput.from_ints([1, 2, 3, 4, 5])).result()
@@ -73,54 +65,42 @@ def test_client_trains_and_samples(tmp_path: Path) -> None:
 
 
 def test_more_weights_are_sampled_at_once_than_engines_serve(tmp_path: Path) -> None:
-    prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=3, temperature=0.0)
-    with running(tmp_path) as server, connect(server) as service:
+    with running(tmp_path) as server, connect(server.url) as service:
         server.engines.delay_s = 0.05
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+        training = learner_of(service)
         samplers, expected = [], []
         for _ in range(5):
             train(training, ROWS, 5)
             samplers.append(training.save_weights_and_get_sampling_client().result())
-            expected.append(samplers[-1].sample(prompt, 1, params).result().sequences[0].tokens)
-        answers = [sampler.sample(prompt, 1, params) for _ in range(3) for sampler in samplers]
+            expected.append(samplers[-1].sample(PROMPT, 1, GREEDY).result().sequences[0].tokens)
+        answers = [sampler.sample(PROMPT, 1, GREEDY) for _ in range(3) for sampler in samplers]
         found = [answer.result().sequences[0].tokens for answer in answers]
         assert found == expected * 3
         assert len(server.engines.served) <= server.engines.max_served
 
 
 def test_prompt_scores_and_top_tokens(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(server) as service:
+    with running(tmp_path) as server, connect(server.url) as service:
         sampler = service.create_sampling_client(base_model=NAME).result()
-        response = sampler.sample(
-            types.ModelInput.from_ints([1, 2, 3, 4]),
-            1,
-            types.SamplingParams(max_tokens=2, seed=3),
-            include_prompt_logprobs=True,
-            topk_prompt_logprobs=2,
-            prompt_logprobs_last_n=2,
-        ).result()
+        prompt, params = types.ModelInput.from_ints([1, 2, 3, 4]), types.SamplingParams(max_tokens=2, seed=3)
+        scores = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_logprobs_last_n": 2}
+        response = sampler.sample(prompt, 1, params, **scores).result()
         assert [value is None for value in response.prompt_logprobs] == [True, True, False, False]
         assert [best and len(best) for best in response.topk_prompt_logprobs] == [None, None, 2, 2]
         assert len(response.sequences[0].tokens) == len(response.sequences[0].logprobs)
 
 
 def test_two_tenants_equal_each_alone_and_share_batches(tmp_path: Path) -> None:
-    with running(tmp_path / "alone") as server, connect(server) as service:
-        alone = [
-            train(service.create_lora_training_client(NAME, rank=4, seed=seed).result(), rows, 5)
-            for seed, rows in ((1, ROWS), (2, OTHER_ROWS))
-        ]
+    with running(tmp_path / "alone") as server, connect(server.url) as service:
+        alone = [train(learner_of(service, seed), rows, 5) for seed, rows in ((1, ROWS), (2, OTHER_ROWS))]
     tokens = {"ada": "tml-the-key-of-tenant-ada", "bob": "tml-the-key-of-tenant-bob"}
     with (
         running(tmp_path / "both", tokens) as server,
-        connect(server, tokens["ada"]) as ada,
-        connect(server, tokens["bob"]) as bob,
+        connect(server.url, tokens["ada"]) as ada,
+        connect(server.url, tokens["bob"]) as bob,
     ):
         server.learner.delay_s = 0.05
-        clients = [
-            service.create_lora_training_client(NAME, rank=4, seed=seed).result()
-            for service, seed in ((ada, 1), (bob, 2))
-        ]
+        clients = [learner_of(service, seed) for service, seed in ((ada, 1), (bob, 2))]
         futures: list[list[Any]] = [[], []]
         for _ in range(5):
             for client, rows, losses in zip(clients, (ROWS, OTHER_ROWS), futures, strict=True):
@@ -136,7 +116,7 @@ def test_two_tenants_equal_each_alone_and_share_batches(tmp_path: Path) -> None:
         with pytest.raises(tinker.NotFoundError):
             httpx_error(server, "/api/v1/get_info", {"model_id": clients[0].model_id}, tokens["bob"])
         with pytest.raises(tinker.AuthenticationError):
-            connect(server, "tml-a-key-of-no-tenant-at-all").create_sampling_client(base_model=NAME).result()
+            connect(server.url, "tml-a-key-of-no-tenant-at-all").create_sampling_client(base_model=NAME).result()
 
 
 def httpx_error(server: Running, path: str, body: dict[str, Any], key: str) -> None:
@@ -148,8 +128,8 @@ def httpx_error(server: Running, path: str, body: dict[str, Any], key: str) -> N
 
 
 def test_retried_requests_run_once(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(server) as service:
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+    with running(tmp_path) as server, connect(server.url) as service:
+        training = learner_of(service)
         training.forward_backward(ROWS, "cross_entropy").result()
         body = {"model_id": training.model_id, "seq_id": 2, "adam_params": ADAM.model_dump()}
         answers = [httpx.post(f"{server.url}/api/v1/optim_step", json=body).json() for _ in range(3)]
@@ -164,8 +144,8 @@ def test_custom_loss_equals_the_loss_of_the_service(tmp_path: Path) -> None:
         total = -torch.stack([values.sum() for values in logprobs]).sum()
         return total, {"own": 3.0}
 
-    with running(tmp_path) as server, connect(server) as service:
-        own, built_in = (service.create_lora_training_client(NAME, rank=4, seed=1).result() for _ in range(2))
+    with running(tmp_path) as server, connect(server.url) as service:
+        own, built_in = (learner_of(service) for _ in range(2))
         for _ in range(3):
             result = own.forward_backward_custom(ROWS, loss)
             own.optim_step(ADAM).result()
@@ -176,10 +156,10 @@ def test_custom_loss_equals_the_loss_of_the_service(tmp_path: Path) -> None:
 
 
 def test_lost_learner_is_restored(tmp_path: Path) -> None:
-    with running(tmp_path / "a") as server, connect(server) as service:
-        expected = train(service.create_lora_training_client(NAME, rank=4, seed=1).result(), ROWS, 8)
-    with running(tmp_path / "b") as server, connect(server) as service:
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+    with running(tmp_path / "a") as server, connect(server.url) as service:
+        expected = train(learner_of(service), ROWS, 8)
+    with running(tmp_path / "b") as server, connect(server.url) as service:
+        training = learner_of(service)
         losses = train(training, ROWS, 5)  # with a snapshot after 3 steps
         server.learner.adapters.clear()
         server.learner.failures.append(RuntimeError("a rank died"))
@@ -191,9 +171,9 @@ def test_lost_learner_is_restored(tmp_path: Path) -> None:
 def test_results_are_kept_until_they_are_old(tmp_path: Path, kept_s: float, status: int) -> None:
     with (
         running(tmp_path, kept_results=2, kept_in_memory=1, kept_results_s=kept_s) as server,
-        connect(server) as service,
+        connect(server.url) as service,
     ):
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+        training = learner_of(service)
         train(training, ROWS, 6)  # two requests each, with a snapshot after 3 steps
         answers = [
             httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{training.model_id}:{number}"})
@@ -204,11 +184,11 @@ def test_results_are_kept_until_they_are_old(tmp_path: Path, kept_s: float, stat
 
 
 def test_failed_gradient_is_discarded_and_harms_no_other(tmp_path: Path) -> None:
-    with running(tmp_path / "a") as server, connect(server) as service:
-        expected = train(service.create_lora_training_client(NAME, rank=4, seed=1).result(), ROWS, 4)
-    with running(tmp_path / "b") as server, connect(server) as service:
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
-        other = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+    with running(tmp_path / "a") as server, connect(server.url) as service:
+        expected = train(learner_of(service), ROWS, 4)
+    with running(tmp_path / "b") as server, connect(server.url) as service:
+        training = learner_of(service)
+        other = learner_of(service)
         losses = train(training, ROWS, 2)
         added = training.forward_backward(OTHER_ROWS, "cross_entropy")
         failed = training.forward_backward([datum([12, 13, 14])], "cross_entropy")
@@ -224,9 +204,9 @@ def test_failed_gradient_is_discarded_and_harms_no_other(tmp_path: Path) -> None
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(server) as service:
+    with running(tmp_path) as server, connect(server.url) as service:
         rest = RestClient(base_url=server.url, api_key=KEY)
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+        training = learner_of(service)
         train(training, ROWS, 2)
         path = training.save_state("two", user_metadata={"note": "kept"}).result().path
         losses = train(training, ROWS, 2)
@@ -260,8 +240,8 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_unsupported_requests_fail_with_a_reason(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(server) as service:
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+    with running(tmp_path) as server, connect(server.url) as service:
+        training = learner_of(service)
         row = ROWS[0].model_input
         refused = [
             (training.forward_backward(ROWS, "gspo"), "gspo"),
@@ -287,21 +267,19 @@ def test_unsupported_requests_fail_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_inflight_weights_change_under_a_sampler(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(server) as service:
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
-        params = types.SamplingParams(max_tokens=3, temperature=0.0)
-        prompt = types.ModelInput.from_ints([1, 2])
+    with running(tmp_path) as server, connect(server.url) as service:
+        training = learner_of(service)
         fixed = training.save_weights_and_get_sampling_client().result()
         changing = training.save_weights_and_get_sampling_client(kind="inflight").result()
-        before = fixed.sample(prompt, 1, params).result().sequences[0].tokens
+        before = fixed.sample(PROMPT, 1, GREEDY).result().sequences[0].tokens
         train(training, ROWS, 20)
         training.save_weights_and_get_sampling_client(kind="inflight").result()
-        assert fixed.sample(prompt, 1, params).result().sequences[0].tokens == before
-        assert changing.sample(prompt, 1, params).result().sequences[0].tokens == [3, 4, 5]
+        assert fixed.sample(PROMPT, 1, GREEDY).result().sequences[0].tokens == before
+        assert changing.sample(PROMPT, 1, GREEDY).result().sequences[0].tokens == [3, 4, 5]
 
 
 def test_failed_engine_is_asked_again(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(server) as service:
+    with running(tmp_path) as server, connect(server.url) as service:
         sampler = service.create_sampling_client(base_model=NAME).result()
         server.engines.failures.append(RuntimeError("an engine died"))
         response = sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=2)).result()
@@ -309,8 +287,8 @@ def test_failed_engine_is_asked_again(tmp_path: Path) -> None:
 
 
 def test_limits_of_models_and_queues(tmp_path: Path) -> None:
-    with running(tmp_path, max_models=1, max_queued=2) as server, connect(server) as service:
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+    with running(tmp_path, max_models=1, max_queued=2) as server, connect(server.url) as service:
+        training = learner_of(service)
         with pytest.raises(tinker.BadRequestError, match="1 models are active"):
             service.create_lora_training_client(NAME, rank=4).result()
 
@@ -324,12 +302,12 @@ def test_limits_of_models_and_queues(tmp_path: Path) -> None:
 
 def test_closed_session_frees_the_learner_and_continues_on_demand(tmp_path: Path) -> None:
     with running(tmp_path, max_models=1) as server:
-        with connect(server) as service:
-            training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+        with connect(server.url) as service:
+            training = learner_of(service)
             train(training, ROWS, 2)
             path = training.save_state("end").result().path
         assert server.learner.adapters == {}
-        with connect(server) as service:
+        with connect(server.url) as service:
             train(service.create_training_client_from_state(path).result(), ROWS, 1)
 
 
@@ -340,31 +318,11 @@ def start(folder: Path, port: int) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, training_server.__file__, str(folder), str(port), str(DELAY_S)]
     process = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     try:
-        wait_for(lambda: is_up(port), process)
+        wait_until_up(process, port, 60)
     except BaseException:
         kill(process)
         raise
     return process
-
-
-def is_up(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
-    except httpx.TransportError:
-        return False
-
-
-def wait_for(is_true: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert process.poll() is None and time.monotonic() < deadline, "the service does not start"
-        time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -373,14 +331,13 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_killed_service_completes_the_futures_of_its_clients(tmp_path: Path) -> None:
-    with training_server.running(tmp_path / "whole") as server:
-        with Client(base_url=server.url, api_key=KEY) as service:
-            expected = train(service.create_lora_training_client(NAME, rank=4, seed=1).result(), ROWS, 12)
+    with running(tmp_path / "whole") as server, connect(server.url) as service:
+        expected = train(learner_of(service), ROWS, 12)
     port = free_port()
     process = start(tmp_path / "killed", port)
     try:
-        service = Client(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+        service = connect(f"http://127.0.0.1:{port}")
+        training = learner_of(service)
         computed, stepped = [], []
         for _ in range(12):
             computed.append(training.forward_backward(ROWS, "cross_entropy"))
@@ -394,8 +351,7 @@ def test_killed_service_completes_the_futures_of_its_clients(tmp_path: Path) -> 
         assert [future.result().metrics["step"] for future in stepped] == list(range(1, 13))
         np.testing.assert_allclose(losses, expected, atol=1e-5)
 
-        params = tinker.types.SamplingParams(max_tokens=3, temperature=0.0)
-        samples = sampler.result().sample(tinker.types.ModelInput.from_ints([1, 2]), 1, params)
+        samples = sampler.result().sample(PROMPT, 1, GREEDY)
         time.sleep(DELAY_S / 3)
         kill(process)
         process = start(tmp_path / "killed", port)
@@ -405,13 +361,12 @@ def test_killed_service_completes_the_futures_of_its_clients(tmp_path: Path) -> 
 
 
 def test_failure_of_the_service_fails_open_requests_and_a_restart_starts_from_the_last_step(tmp_path: Path) -> None:
-    with training_server.running(tmp_path / "whole") as server:
-        with Client(base_url=server.url, api_key=KEY) as service:
-            expected = train(service.create_lora_training_client(NAME, rank=4, seed=1).result(), ROWS, 4)
+    with running(tmp_path / "whole") as server, connect(server.url) as service:
+        expected = train(learner_of(service), ROWS, 4)
     port = free_port()
-    with training_server.running(tmp_path / "failed", port=port) as server:
-        service = Client(base_url=server.url, api_key=KEY)
-        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+    with running(tmp_path / "failed", port=port) as server:
+        service = connect(server.url)
+        training = learner_of(service)
         losses = train(training, ROWS, 2)
         training.forward_backward(ROWS, "cross_entropy").result()  # discarded with the step that fails
         server.learner.step = unreadable_step  # type: ignore[method-assign, assignment]
@@ -420,11 +375,11 @@ def test_failure_of_the_service_fails_open_requests_and_a_restart_starts_from_th
         for future in pending:
             with pytest.raises(tinker.RequestFailedError, match="the training service has failed.*start it again") as e:
                 future.result(timeout=20)
-            assert e.value.category == tinker.types.RequestErrorCategory.Server
+            assert e.value.category == types.RequestErrorCategory.Server
         assert httpx.get(f"{server.url}/health").status_code == 503
         body = {"model_id": training.model_id, "seq_id": 99, "adam_params": ADAM.model_dump()}
         assert httpx.post(f"{server.url}/api/v1/optim_step", json=body).status_code == 503
-    with training_server.running(tmp_path / "failed", port=port) as server:
+    with running(tmp_path / "failed", port=port) as server:
         losses += train(training, ROWS, 2)
     np.testing.assert_allclose(losses, expected, atol=1e-5)
 

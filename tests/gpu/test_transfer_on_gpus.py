@@ -7,16 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transfer_members import (
-    NUM_BYTES,
-    Transfers,
-    members,
-    names_who_is_missing,
-    survives_a_death_before_the_first_byte,
-    survives_a_hang,
-    survives_a_kill,
-    survives_a_kill_of_the_sender,
-)
+import transfer_members as transfer
 
 from mobula.cluster.weight_sync.shared_ring import RingWriter
 from mobula.cluster.weight_sync.transport import TransferGroup
@@ -45,7 +36,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_bucket_is_sent_after_it_was_packed_and_filled_again_after_it_was_read(transport: str, receiver: str) -> None:
     """Both sides queue slow kernels on streams of their own, and use one buffer for all buckets."""
-    transfers = Transfers(transport, "cuda:0", TIMEOUT_S)  # keeps the store
+    transfers = transfer.Transfers(transport, "cuda:0", TIMEOUT_S)  # keeps the store
     at = transfers.open(1)
     values = list(range(1, 9))
 
@@ -53,7 +44,7 @@ def test_a_bucket_is_sent_after_it_was_packed_and_filled_again_after_it_was_read
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
             group = TransferGroup(at, rank, torch.device(device))
-            buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=device)
+            buffer = torch.zeros(transfer.NUM_BYTES, dtype=torch.uint8, device=device)
             for value in values:
                 if rank == TransferGroup.SENDER:
                     step(buffer, value)
@@ -83,43 +74,43 @@ def test_a_bucket_is_sent_after_it_was_packed_and_filled_again_after_it_was_read
 
 @two_gpus
 def test_members_that_do_not_come_are_named() -> None:
-    names_who_is_missing(Transfers("nccl", "cuda:0", TIMEOUT_S))
+    transfer.names_who_is_missing(transfer.Transfers("nccl", "cuda:0", TIMEOUT_S))
 
 
 @two_gpus
 def test_a_kill_of_the_only_receiver() -> None:
-    with members("cuda:1", "cuda:1") as (killed, fresh):
-        survives_a_kill(Transfers("nccl", "cuda:0", TIMEOUT_S), killed, [], [fresh])
+    with transfer.members("cuda:1", "cuda:1") as (killed, fresh):
+        transfer.survives_a_kill(transfer.Transfers("nccl", "cuda:0", TIMEOUT_S), killed, [], [fresh])
 
 
 @three_gpus
 def test_a_kill_of_one_receiver_of_two() -> None:
-    with members("cuda:1", "cuda:2", "cuda:1") as (killed, other, fresh):
-        survives_a_kill(Transfers("nccl", "cuda:0", TIMEOUT_S), killed, [other], [fresh])
+    with transfer.members("cuda:1", "cuda:2", "cuda:1") as (killed, other, fresh):
+        transfer.survives_a_kill(transfer.Transfers("nccl", "cuda:0", TIMEOUT_S), killed, [other], [fresh])
 
 
 @two_gpus
 def test_a_death_before_the_first_byte() -> None:
-    with members("cuda:1", "cuda:1") as (dying, fresh):
-        transfers = Transfers("nccl", "cuda:0", TIMEOUT_S)
-        survives_a_death_before_the_first_byte(transfers, dying, [])
+    with transfer.members("cuda:1", "cuda:1") as (dying, fresh):
+        transfers = transfer.Transfers("nccl", "cuda:0", TIMEOUT_S)
+        transfer.survives_a_death_before_the_first_byte(transfers, dying, [])
         transfers.delivers([fresh])
 
 
 @two_gpus
 def test_a_member_that_hangs() -> None:
-    with members("cuda:1") as (hanging,):
-        survives_a_hang(Transfers("nccl", "cuda:0", TIMEOUT_S), hanging)
+    with transfer.members("cuda:1") as (hanging,):
+        transfer.survives_a_hang(transfer.Transfers("nccl", "cuda:0", TIMEOUT_S), hanging)
 
 
 def test_processes_on_one_gpu_exchange_handles() -> None:
     """Bytes go through device memory; a killed reader and a killed sender leave the others able to meet again."""
-    with members("cuda:0", "cuda:0", "cuda:0", "cuda:0") as (killed, other, fresh, sender):
-        transfers = Transfers("gloo", "cuda:0", TIMEOUT_S)
+    with transfer.members("cuda:0", "cuda:0", "cuda:0", "cuda:0") as (killed, other, fresh, sender):
+        transfers = transfer.Transfers("gloo", "cuda:0", TIMEOUT_S)
         group = transfers.meet([killed, other])
         [ring] = group._channels[0].rings
         assert isinstance(ring, RingWriter) and ring._chunks.is_cuda
         group.close()
         transfers.delivers([killed, other])
-        survives_a_kill(transfers, killed, [other], [fresh])
-        survives_a_kill_of_the_sender(transfers, sender, [other, fresh])
+        transfer.survives_a_kill(transfers, killed, [other], [fresh])
+        transfer.survives_a_kill_of_the_sender(transfers, sender, [other, fresh])

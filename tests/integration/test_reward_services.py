@@ -53,20 +53,10 @@ accuracy_component: accuracy
 """
 
 CONNECTION = {
-    "dialect": "mobula",
-    "batch_size": 2,
-    "max_concurrency": 2,
-    "timeout_s": 60.0,
-    "total_timeout_s": 120.0,
-    "max_attempts": 3,
-    "backoff_s": 0.1,
-    "max_backoff_s": 1.0,
-    "max_request_bytes": 1 << 20,
-    "max_reply_bytes": 1 << 20,
-    "max_failures": 3,
-    "aside_s": 5.0,
-    "token_env": "REWARD_TOKEN",
-}
+    "dialect": "mobula", "batch_size": 2, "max_concurrency": 2, "timeout_s": 60.0, "total_timeout_s": 120.0,
+    "max_attempts": 3, "backoff_s": 0.1, "max_backoff_s": 1.0, "max_request_bytes": 1 << 20, "max_reply_bytes": 1 << 20,
+    "max_failures": 3, "aside_s": 5.0, "token_env": "REWARD_TOKEN",
+}  # fmt: skip
 
 
 @contextmanager
@@ -183,21 +173,10 @@ def _kill_group(pid: int) -> None:
 @pytest.mark.timeout(400)
 def test_a_judge_on_vllm_sees_and_scores(chat_url: str) -> None:
     options: dict[str, Any] = {
-        "urls": [chat_url],
-        **OF_ANY_JUDGE,
-        "model": "judge",
-        "max_concurrency": 4,
-        "timeout_s": 100.0,
-        "total_timeout_s": 200.0,
-        "max_attempts": 2,
-        "backoff_s": 0.1,
-        "max_backoff_s": 1.0,
-        "max_request_bytes": 1 << 20,
-        "max_reply_bytes": 1 << 20,
-        "max_failures": 2,
-        "aside_s": 5.0,
-        "token_env": None,
-    }
+        "urls": [chat_url], **OF_ANY_JUDGE, "model": "judge", "max_concurrency": 4, "timeout_s": 100.0,
+        "total_timeout_s": 200.0, "max_attempts": 2, "backoff_s": 0.1, "max_backoff_s": 1.0,
+        "max_request_bytes": 1 << 20, "max_reply_bytes": 1 << 20, "max_failures": 2, "aside_s": 5.0, "token_env": None,
+    }  # fmt: skip
     tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
     requests = [
         RewardRequest(Response("four", 1, False), (), {}, "2 + 2?"),

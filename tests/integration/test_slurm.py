@@ -35,16 +35,11 @@ def test_a_job_on_two_nodes_is_stopped_in_order_queued_again_and_finished(tmp_pa
     words = overridden(
         SMALL,
         [
-            "experiment=digits",
-            "name=job",
-            f"num_steps={NUM_STEPS}",
-            "resources.rollout.strategy=spread",
-            f"rewards.components.0.function={tmp_path / 'job_reward.py'}:score",
-            f"folder={tmp_path / 'runs'}",
-            f"data.path={tmp_path / 'digits'}",
-            f"policy.model={tmp_path / 'model'}",
+            "experiment=digits", "name=job", f"num_steps={NUM_STEPS}", "resources.rollout.strategy=spread",
+            f"rewards.components.0.function={tmp_path / 'job_reward.py'}:score", f"folder={tmp_path / 'runs'}",
+            f"data.path={tmp_path / 'digits'}", f"policy.model={tmp_path / 'model'}",
         ],
-    )
+    )  # fmt: skip
     env = {"MOBULA_ENV": str(Path(sys.executable).parents[1]), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     with two_node_slurm(tmp_path) as slurm:
         job = slurm.submit(SCRIPT, *words, options=("--nodes=2", f"--output={tmp_path}/job.log"), **env)

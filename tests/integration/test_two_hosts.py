@@ -89,16 +89,12 @@ def train(
     """Learner and reference on the head, engines on the other host."""
     (pair.folder / "job_reward.py").write_text(reward)
     words = [
-        "name=job",
-        "num_steps=2",
-        f"folder={pair.folder / 'runs'}",
-        f"policy.model={pair.folder / 'model'}",
-        f"resources.address={pair.address}",
-        f"rewards.components.0.function={pair.folder / 'job_reward.py'}:score",
+        "name=job", "num_steps=2", f"folder={pair.folder / 'runs'}", f"policy.model={pair.folder / 'model'}",
+        f"resources.address={pair.address}", f"rewards.components.0.function={pair.folder / 'job_reward.py'}:score",
         f"resources.rollout.node_labels={{host: {pair.other.address}}}",
         f"resources.learner.node_labels={{host: {pair.head.address}}}",
         *(own or ("experiment=digits", f"data.path={pair.folder / 'digits'}")),
-    ]
+    ]  # fmt: skip
     return on_head(pair, "-m", "mobula.deploy.cli", "train", *overridden(small, words))
 
 

@@ -17,36 +17,18 @@ pytestmark = [pytest.mark.load, pytest.mark.slow, pytest.mark.alone, pytest.mark
 SCRIPT = Path(__file__).parents[1] / "integration" / "struck_job.py"
 FAULTS = ("two_pushes-actor-SIGKILL", "two_pushes-core-SIGSTOP", "two_pushes-core-SIGKILL", "two_pushes-actor-SIGSTOP")
 CHUNK, SIBLINGS, STEP = 16, 4, 4
+# The last deadlines are as in the defaults: an engine that waits in a push for a hung one is free before it counts as
+# hung itself.
 WORDS = (
-    "resources=laptop_overlapped",
-    "resources.rollout.num_workers=2",
-    "learner=single",
-    "data=jsonl",
-    "policy=hf",
-    "warm_start=none",
-    "rewards.components.0.function=struck_roles:score",
-    "algorithm.kl.coef=0",
-    "algorithm.max_staleness=4",
-    f"algorithm.samples_per_prompt={SIBLINGS}",
-    f"algorithm.prompts_per_step={STEP}",
-    "algorithm.max_concurrent_groups=16",
-    "algorithm.drop_uniform_groups=false",
-    "learner.learning_rate=1e-6",
-    "sampler.max_tokens=250",
-    f"sampler.chunk_tokens={CHUNK}",
-    "sampler.vllm.max_num_seqs=16",
-    "sampler.vllm.max_num_batched_tokens=64",
-    "evaluation.num_prompts=4",
-    "evaluation.interval_steps=0",
-    "checkpoints.interval_steps=0",
-    "replay.trajectory_log=true",
-    "metrics.progress=false",
-    # As in the defaults: an engine that waits in a push for a hung one is free before it counts as hung itself.
-    "weight_sync.timeout_s=5",
-    "supervision.probe_timeout_s=30",
-    "timeouts.rollout_s=40",
-    "supervision.max_restarts=100",
-)
+    "resources=laptop_overlapped", "resources.rollout.num_workers=2", "learner=single", "data=jsonl", "policy=hf",
+    "warm_start=none", "rewards.components.0.function=struck_roles:score", "algorithm.kl.coef=0",
+    "algorithm.max_staleness=4", f"algorithm.samples_per_prompt={SIBLINGS}", f"algorithm.prompts_per_step={STEP}",
+    "algorithm.max_concurrent_groups=16", "algorithm.drop_uniform_groups=false", "learner.learning_rate=1e-6",
+    "sampler.max_tokens=250", f"sampler.chunk_tokens={CHUNK}", "sampler.vllm.max_num_seqs=16",
+    "sampler.vllm.max_num_batched_tokens=64", "evaluation.num_prompts=4", "evaluation.interval_steps=0",
+    "checkpoints.interval_steps=0", "replay.trajectory_log=true", "metrics.progress=false", "weight_sync.timeout_s=5",
+    "supervision.probe_timeout_s=30", "timeouts.rollout_s=40", "supervision.max_restarts=100",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("faults", [FAULTS[:2], pytest.param(FAULTS[2:], marks=pytest.mark.exhaustive)], ids=",".join)

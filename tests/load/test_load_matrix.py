@@ -122,32 +122,20 @@ class Row:
         """What the run is started with."""
         adapters = ["policy.lora.rank=4"] if self.payload == "adapters" else []
         return [
-            "resources=laptop_overlapped",
-            "learner=single",
-            "warm_start=none",
-            f"resources.rollout.num_workers={self.engines}",
-            f"sampler.max_tokens={self.max_tokens}",
+            "resources=laptop_overlapped", "learner=single", "warm_start=none",
+            f"resources.rollout.num_workers={self.engines}", f"sampler.max_tokens={self.max_tokens}",
             f"sampler.max_model_len={self.max_model_len}",
             f"sampler.vllm.max_num_batched_tokens={self.max_num_batched_tokens}",
-            f"sampler.vllm.max_num_seqs={self.max_num_seqs}",
-            f"sampler.vllm.kv_cache_bytes={self.kv_cache_bytes}",
-            f"sampler.vllm.block_size={BLOCK}",
-            "sampler.max_images_per_prompt=11",
-            f"data.max_prompt_tokens={LONGEST_PROMPTS[self.prompt_tokens]}",
-            "data.max_pixels=262144",
-            f"algorithm.samples_per_prompt={self.siblings}",
-            f"algorithm.prompts_per_step={self.prompts_per_step}",
-            f"algorithm.max_concurrent_groups={self.in_flight}",
-            f"algorithm.max_staleness={self.staleness}",
+            f"sampler.vllm.max_num_seqs={self.max_num_seqs}", f"sampler.vllm.kv_cache_bytes={self.kv_cache_bytes}",
+            f"sampler.vllm.block_size={BLOCK}", "sampler.max_images_per_prompt=11",
+            f"data.max_prompt_tokens={LONGEST_PROMPTS[self.prompt_tokens]}", "data.max_pixels=262144",
+            f"algorithm.samples_per_prompt={self.siblings}", f"algorithm.prompts_per_step={self.prompts_per_step}",
+            f"algorithm.max_concurrent_groups={self.in_flight}", f"algorithm.max_staleness={self.staleness}",
             f"algorithm.advantage={'reinforce' if self.siblings == 1 else 'grpo'}",
-            "algorithm.drop_uniform_groups=false",
-            "algorithm.kl.coef=0",
-            f"weight_sync.kv_cache={self.kv_cache}",
-            f"weight_sync.payload={self.payload}",
-            "weight_sync.canary_interval=1",
-            *adapters,
+            "algorithm.drop_uniform_groups=false", "algorithm.kl.coef=0", f"weight_sync.kv_cache={self.kv_cache}",
+            f"weight_sync.payload={self.payload}", "weight_sync.canary_interval=1", *adapters,
             f"num_steps={self.num_steps}",
-        ]
+        ]  # fmt: skip
 
 
 ROWS = tuple(

@@ -17,19 +17,9 @@ EQUAL = LognormalLengths(median=100, sigma=0.0, max_tokens=1000, seed=0)
 TAILED = LognormalLengths(median=100, sigma=1.0, max_tokens=500, seed=0)
 PAIR = replace(SETTINGS, num_samples=2)
 SMALL = Workload(
-    lengths=TAILED,
-    num_siblings=2,
-    num_engines=4,
-    slots_per_engine=4,
-    tokens_per_s=10.0,
-    prompts_per_step=8,
-    update_s=9.0,
-    push_s=1.0,
-    reference_s=0.5,
-    reward_s=0.1,
-    num_steps=24,
-    num_warmup_steps=4,
-)
+    lengths=TAILED, num_siblings=2, num_engines=4, slots_per_engine=4, tokens_per_s=10.0, prompts_per_step=8,
+    update_s=9.0, push_s=1.0, reference_s=0.5, reward_s=0.1, num_steps=24, num_warmup_steps=4,
+)  # fmt: skip
 
 
 def engine(lengths: LognormalLengths = EQUAL, num_slots: int = 2) -> Engine:

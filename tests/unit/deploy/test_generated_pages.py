@@ -35,18 +35,11 @@ COMPARED = Gap(mean=6e-7, max=2e-6)
 
 def comparison(**own: object) -> Report:
     found = Report(
-        name="internvl3",
-        model_type="internvl",
-        is_tied=False,
-        num_parameters=534_208,
-        same_ids=dict.fromkeys(CASES, True),
-        gaps=dict.fromkeys(CASES, COMPARED),
-        pushes={"vision": COMPARED, ALL: COMPARED},
-        moved={"vision": 0.3, ALL: 2.0},
-        adapters=COMPARED,
-        adapters_load=True,
-        export_loads=True,
-    )
+        name="internvl3", model_type="internvl", is_tied=False, num_parameters=534_208,
+        same_ids=dict.fromkeys(CASES, True), gaps=dict.fromkeys(CASES, COMPARED),
+        pushes={"vision": COMPARED, ALL: COMPARED}, moved={"vision": 0.3, ALL: 2.0}, adapters=COMPARED,
+        adapters_load=True, export_loads=True,
+    )  # fmt: skip
     return replace(found, **own)
 
 

@@ -414,11 +414,8 @@ def test_only_what_predicts_image_tokens_is_trained(tmp_path: Path) -> None:
     run.learner.connect("")
     trained = {name for name, p in run.learner._policy.model.named_parameters() if p.requires_grad}
     assert {name.split(".")[1] for name in trained} == {
-        "generation_aligner",
-        "generation_embeddings",
-        "generation_head",
-        "language_model",
-    }
+        "generation_aligner", "generation_embeddings", "generation_head", "language_model",
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -512,24 +509,16 @@ def test_rows_that_cannot_be_used_are_named(folder: Path, tmp_path: Path) -> Non
     for name in ("a.png", "b.png"):
         Image.new("L", (16, 16)).save(tmp_path / name)
     bad = [
-        {**good, "prompt": " "},
-        {**good, "chosen": "../a.png"},
-        {**good, "rejected": "none.png"},
-        {**good, "rejected": "a.png"},
-        {**good, "chosen": 3},
-        [],
-    ]
+        {**good, "prompt": " "}, {**good, "chosen": "../a.png"}, {**good, "rejected": "none.png"},
+        {**good, "rejected": "a.png"}, {**good, "chosen": 3}, [],
+    ]  # fmt: skip
     (tmp_path / "train.jsonl").write_text("\n".join([*map(json.dumps, (good, *bad)), "{"]), encoding="utf-8")
     found = read_image_pairs(tmp_path, "train")
     assert [row.question for row in found.rows] == ["write 42"]
     assert count_by_reason(found.skipped) == {
-        "missing_prompt": 1,
-        "outside_folder": 1,
-        "missing_file": 1,
-        "same_image": 1,
-        "missing_image": 1,
+        "missing_prompt": 1, "outside_folder": 1, "missing_file": 1, "same_image": 1, "missing_image": 1,
         "broken_json": 2,
-    }
+    }  # fmt: skip
     with pytest.raises(DatasetError, match="does not exist"):
         read_image_pairs(tmp_path, "test")
 

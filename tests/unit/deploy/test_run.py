@@ -66,11 +66,8 @@ def test_off_a_terminal_every_line_has_its_time_and_none_is_broken_or_coloured(
     logged(tmp_path, Console(file=screen, width=20))
     lines = screen.getvalue().splitlines()
     assert [line[20:] for line in lines] == [
-        "before there is a folder",
-        "two",
-        "lines",
-        "failed: boom (ValueError: boom)",
-    ]
+        "before there is a folder", "two", "lines", "failed: boom (ValueError: boom)",
+    ]  # fmt: skip
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
 
 

@@ -15,14 +15,7 @@ import pytest
 import torch
 
 from mobula.cluster.errors import PlacementError
-from mobula.cluster.runtime.placement import (
-    NodeResources,
-    PlacedWorker,
-    PlacementPlan,
-    check_room,
-    place_at,
-    plan_placement,
-)
+from mobula.cluster.runtime import placement
 from mobula.cluster.runtime.placement_groups import Booking
 from mobula.cluster.workers.status import WorkerState, WorkerStatus
 from mobula.configs.load import load_config
@@ -34,7 +27,7 @@ from mobula.deploy.preloading.preloaded import ENGINE, ROLES, Preloaded, preload
 from mobula.deploy.wiring import spawner
 from mobula.deploy.wiring.spawner import Autoscaler, RoomFirst, ScaleFile, Spawner
 
-NODES = (NodeResources("here", num_cpus=2, num_gpus=0),)
+NODES = (placement.NodeResources("here", num_cpus=2, num_gpus=0),)
 MARK = RunMark("digits/1", ProcessId("here", 1, 2))
 DIGITS = load_config(["experiment=digits", "name=digits"])
 
@@ -43,8 +36,8 @@ class Role:
     """Something to start."""
 
 
-def plan(config: RunConfig) -> PlacementPlan:
-    return plan_placement(config.resources, NODES, tuple(config.resources.roles))
+def plan(config: RunConfig) -> placement.PlacementPlan:
+    return placement.plan_placement(config.resources, NODES, tuple(config.resources.roles))
 
 
 def started(
@@ -121,14 +114,14 @@ class FakeGroups:
         self._num_cpus = num_cpus
         monkeypatch.setattr(spawner, "book_more", self._book)
         monkeypatch.setattr(spawner, "remove_placement_groups", lambda bookings: self.removed.extend(bookings))
-        monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("here", num_cpus, 0),))
+        monkeypatch.setattr(spawner, "cluster_nodes", lambda: (placement.NodeResources("here", num_cpus, 0),))
         monkeypatch.setattr(spawner.Autoscaler, "ask", lambda autoscaler, bundles: self._ask(bundles))
 
     def _book(
         self, workers: WorkerResources, number: int, *, name: str, timeout_s: float
-    ) -> list[tuple[Booking, NodeResources]]:
+    ) -> list[tuple[Booking, placement.NodeResources]]:
         self.booked.append(name)
-        return [(Booking(name, n), NodeResources("here", self._num_cpus, 0)) for n in range(number)]
+        return [(Booking(name, n), placement.NodeResources("here", self._num_cpus, 0)) for n in range(number)]
 
     def _ask(self, bundles: list[dict[str, float]]) -> str:
         self.requests.append(bundles)
@@ -154,21 +147,21 @@ def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkey
 
 def test_a_worker_whose_node_is_gone_gets_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, joining = FakeGroups(monkeypatch, 4), scaled()
-    monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
+    monkeypatch.setattr(spawner, "cluster_nodes", lambda: (placement.NodeResources("there", 4, 0),))
     monkeypatch.setattr(spawner, "book_more", book_there)
     moved = joining.book("rollout", 1)
     assert (moved.node_id, groups.removed) == ("there", ["rollout/1"])
     assert joining.book("rollout", 1) is moved
 
 
-def book_there(workers: WorkerResources, number: int, **rest: Any) -> list[tuple[Booking, NodeResources]]:
-    return [(Booking("new", n), NodeResources("there", 4, 0)) for n in range(number)]
+def book_there(workers: WorkerResources, number: int, **rest: Any) -> list[tuple[Booking, placement.NodeResources]]:
+    return [(Booking("new", n), placement.NodeResources("there", 4, 0)) for n in range(number)]
 
 
 def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, joining = FakeGroups(monkeypatch, 4), scaled()
     assert joining.book_together("learner") == plan(DIGITS).of_role("learner")
-    monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
+    monkeypatch.setattr(spawner, "cluster_nodes", lambda: (placement.NodeResources("there", 4, 0),))
 
     def no_room(workers: WorkerResources, number: int, **rest: Any) -> None:
         raise PlacementError("something else took it")
@@ -211,8 +204,8 @@ def test_closing_gives_every_place_back(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(groups.removed) == sorted([*(w.name for w in plan(DIGITS).workers), "reward/1"])
 
 
-def worker(*cores: int) -> PlacedWorker:
-    return PlacedWorker("rollout", 0, "here", 1, 0, 1, cores)
+def worker(*cores: int) -> placement.PlacedWorker:
+    return placement.PlacedWorker("rollout", 0, "here", 1, 0, 1, cores)
 
 
 def test_the_environment_of_an_engine_on_cpu() -> None:
@@ -332,19 +325,19 @@ async def test_without_room_the_role_is_not_asked() -> None:
 
 def test_room_counts_on_every_node_and_names_what_is_free() -> None:
     resources = DIGITS.resources  # a reward worker takes 0.1 CPUs
-    nodes = [NodeResources("a", 0.25, 0), NodeResources("b", 0.1, 0)]
-    check_room(resources, "reward", 3, nodes)
+    nodes = [placement.NodeResources("a", 0.25, 0), placement.NodeResources("b", 0.1, 0)]
+    placement.check_room(resources, "reward", 3, nodes)
     with pytest.raises(PlacementError, match=r"4 more reward workers with 0.1 CPUs .*3 would: a has 0.25 .*b has 0.1"):
-        check_room(resources, "reward", 4, nodes)
+        placement.check_room(resources, "reward", 4, nodes)
     with pytest.raises(PlacementError, match="there is no node"):
-        check_room(resources, "reward", 1, [])
+        placement.check_room(resources, "reward", 1, [])
 
 
 def test_a_worker_that_joins_is_bound_to_cores_behind_those_of_its_role() -> None:
     resources = DIGITS.resources
-    node = NodeResources("a", 4, 0)
-    assert place_at(resources, "rollout", 2, node, seat=2).cores == (2,)
-    joined = place_at(resources, "reward", 5, node, seat=1)
+    node = placement.NodeResources("a", 4, 0)
+    assert placement.place_at(resources, "rollout", 2, node, seat=2).cores == (2,)
+    joined = placement.place_at(resources, "reward", 5, node, seat=1)
     assert (joined.name, joined.node_id, joined.num_cpus, joined.cores) == ("reward/5", "a", 0.1, ())
 
 

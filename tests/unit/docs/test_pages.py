@@ -260,9 +260,5 @@ def test_a_name_or_path_that_is_not_there_is_seen() -> None:
         "`Manifest` (`transport.py`), `Manifest` (`manifest.py`)"
     )
     assert missing("cluster/weight_sync", text) == [
-        "loop.py",
-        "cluster/nowhere/",
-        "NoSuchClass",
-        "data.nothing",
-        "Manifest of transport.py",
-    ]
+        "loop.py", "cluster/nowhere/", "NoSuchClass", "data.nothing", "Manifest of transport.py",
+    ]  # fmt: skip

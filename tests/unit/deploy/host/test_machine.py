@@ -20,16 +20,7 @@ from mobula.configs.load import load_config
 from mobula.deploy.cli import app
 from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.host import machine
-from mobula.deploy.host.machine import (
-    CudaSoftware,
-    c_compiler,
-    examine,
-    examine_apart,
-    flaws,
-    python_headers,
-    ray_folder,
-    refuse_flaws,
-)
+from mobula.deploy.host import machine as host
 from mobula.deploy.preflight.findings import check_engine_build, engine_build
 
 
@@ -99,17 +90,17 @@ def test_a_folder_that_ray_cannot_use_is_named_with_its_variable(
     if name != "absent":
         Path(name).mkdir()
     with pytest.raises(PreflightError, match=f"TMPDIR={name} {fault}.*set RAY_TMPDIR"):
-        ray_folder({"TMPDIR": name}, fallback=Path("nowhere"))
+        host.ray_folder({"TMPDIR": name}, fallback=Path("nowhere"))
     Path("t").mkdir()
-    assert ray_folder({"TMPDIR": name}, fallback=Path("t")) == Path("t/ray")
+    assert host.ray_folder({"TMPDIR": name}, fallback=Path("t")) == Path("t/ray")
     assert f"TMPDIR={name} {fault}" in caplog.text
 
 
 def test_a_short_folder_is_left_to_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t").mkdir()
-    assert ray_folder({}) is None and ray_folder({"TMPDIR": "t"}) is None
-    assert ray_folder({"RAY_TMPDIR": "t", "TMPDIR": "x" * 80}) is None, "Ray reads RAY_TMPDIR first"
+    assert host.ray_folder({}) is None and host.ray_folder({"TMPDIR": "t"}) is None
+    assert host.ray_folder({"RAY_TMPDIR": "t", "TMPDIR": "x" * 80}) is None, "Ray reads RAY_TMPDIR first"
 
 
 def test_a_full_disk_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,13 +109,13 @@ def test_a_full_disk_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch,
     Path("t").mkdir()
     free = {"full": 1 << 20, "t": 1 << 30}
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
-    assert ray_folder({"TMPDIR": "full"}, fallback=Path("t")) == Path("t/ray")
-    assert ray_folder({"TMPDIR": "t"}, fallback=Path("full")) is None
+    assert host.ray_folder({"TMPDIR": "full"}, fallback=Path("t")) == Path("t/ray")
+    assert host.ray_folder({"TMPDIR": "t"}, fallback=Path("full")) is None
     for environment in ({}, {"TMPDIR": "full"}):
         with pytest.raises(
             PreflightError, match="full is on a disk with 1 MiB free, .*free the disk, or set RAY_TMPDIR"
         ):
-            ray_folder(environment, fallback=Path("full"))
+            host.ray_folder(environment, fallback=Path("full"))
 
 
 @pytest.mark.parametrize("text", [":b:c", "[red]", "a:smile:b"])
@@ -208,17 +199,11 @@ def test_letters_that_the_locale_lacks_are_escaped() -> None:
     assert shown.stdout == "gr\\xfcn\n", shown.stderr
 
 
-GOOD = CudaSoftware(
-    gpus=("NVIDIA H100", "NVIDIA H100"),
-    gpu_bytes=80 * 2**30,
-    driver="580.65.06",
-    torch="2.13.0+cu130",
-    torch_cuda="13.0",
-    torch_gpus=2,
-    compiler="/usr/bin/gcc",
-    headers="/usr/include/python3.12",
+GOOD = host.CudaSoftware(
+    gpus=("NVIDIA H100", "NVIDIA H100"), gpu_bytes=80 * 2**30, driver="580.65.06", torch="2.13.0+cu130",
+    torch_cuda="13.0", torch_gpus=2, compiler="/usr/bin/gcc", headers="/usr/include/python3.12",
     shared_memory_bytes=16 * 2**30,
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -236,19 +221,19 @@ GOOD = CudaSoftware(
     ],
 )
 def test_each_flaw_is_named_with_the_next_action(change: dict[str, object], title: str, words: str) -> None:
-    assert list(flaws(GOOD)) == []
+    assert list(host.flaws(GOOD)) == []
     bad = replace(GOOD, **change)
-    [flaw] = flaws(bad)
+    [flaw] = host.flaws(bad)
     assert flaw.title == title and words in flaw.action
     with pytest.raises(PreflightError, match=f"node-1: {title}"):
-        refuse_flaws({"node-0": GOOD, "node-1": bad})
+        host.refuse_flaws({"node-0": GOOD, "node-1": bad})
     [finding] = doctor.check_cuda_software(bad)
     assert finding.verdict is doctor.Verdict.MISSING and words in finding.action
 
 
 def test_an_older_driver_that_torch_works_with_is_no_flaw() -> None:
     """NVIDIA's cuda-compat lets drivers of data centres run a later CUDA."""
-    assert list(flaws(replace(GOOD, driver="570.86.15"))) == []
+    assert list(host.flaws(replace(GOOD, driver="570.86.15"))) == []
     [finding] = doctor.check_cuda_software(GOOD)
     assert finding.verdict is doctor.Verdict.OK and "driver 580.65.06" in finding.detail
 
@@ -257,22 +242,22 @@ def test_the_compiler_is_the_one_that_triton_takes(tmp_path: Path) -> None:
     for name in ("gcc", "clang", "mine"):
         (tmp_path / name).touch(mode=0o755)
     path = {"PATH": str(tmp_path)}
-    assert c_compiler(path) == str(tmp_path / "gcc")
-    assert c_compiler({**path, "CC": "mine -O2"}) == str(tmp_path / "mine")
+    assert host.c_compiler(path) == str(tmp_path / "gcc")
+    assert host.c_compiler({**path, "CC": "mine -O2"}) == str(tmp_path / "mine")
     (tmp_path / "gcc").unlink()
-    assert c_compiler(path) == str(tmp_path / "clang")
-    assert c_compiler({"PATH": str(tmp_path / "none")}) == ""
+    assert host.c_compiler(path) == str(tmp_path / "clang")
+    assert host.c_compiler({"PATH": str(tmp_path / "none")}) == ""
 
 
 def test_headers_are_looked_for_where_this_python_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
-    assert python_headers() == ""
+    assert host.python_headers() == ""
     (tmp_path / "Python.h").touch()
-    assert python_headers() == str(tmp_path)
+    assert host.python_headers() == str(tmp_path)
 
 
 def test_a_process_apart_finds_what_this_one_does() -> None:
-    assert examine_apart() == examine()
+    assert host.examine_apart() == host.examine()
 
 
 def test_a_process_that_crashes_is_a_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,28 +19,13 @@ from waiting import wait_until
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host import run_folder as folders
 from mobula.deploy.host import run_folder as locking
 from mobula.deploy.host.processes import ProcessId
-from mobula.deploy.host.run_folder import (
-    DRIVER_VARIABLE,
-    LOCK_FILE,
-    RECORD_FILE,
-    RUN_VARIABLE,
-    SESSION_FILE,
-    Holder,
-    RunMark,
-    RunRecord,
-    file_access,
-    held_run_folder,
-    make_run_folder,
-    marking,
-    recorded,
-    run_lock,
-)
 from mobula.deploy.report.diagnose import command
 from mobula.deploy.training_service.store import Database, Session
 
-OTHER = replace(Holder.of_this_process(), token="other", machine="elsewhere/1/2", job="Slurm job 7")
+OTHER = replace(folders.Holder.of_this_process(), token="other", machine="elsewhere/1/2", job="Slurm job 7")
 
 HOLDS = """
 import sys, time
@@ -52,9 +37,9 @@ with run_lock(Path(sys.argv[1])):
 """
 
 
-def leave(folder: Path, holder: Holder) -> Path:
+def leave(folder: Path, holder: folders.Holder) -> Path:
     folder.mkdir(exist_ok=True)
-    path = folder / LOCK_FILE
+    path = folder / folders.LOCK_FILE
     path.write_text(json.dumps(asdict(holder)))
     return path
 
@@ -64,35 +49,35 @@ def test_a_second_start_is_refused_with_the_holder_and_writes_nothing(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     folder = tmp_path / "runs" / "one"
-    with run_lock(folder):
-        before = (folder.stat().st_mtime_ns, (folder / LOCK_FILE).read_bytes())
+    with folders.run_lock(folder):
+        before = (folder.stat().st_mtime_ns, (folder / folders.LOCK_FILE).read_bytes())
         with pytest.raises(
             PreflightError,
             match=rf"process {os.getpid()} on .* \(Slurm job 42\) since .*: stop it with `scancel 42` on",
         ):
-            with run_lock(folder):
+            with folders.run_lock(folder):
                 raise AssertionError("two hold it")
-        assert (folder.stat().st_mtime_ns, (folder / LOCK_FILE).read_bytes()) == before
+        assert (folder.stat().st_mtime_ns, (folder / folders.LOCK_FILE).read_bytes()) == before
     assert not (tmp_path / "runs").exists(), "a folder that was made for the lock and stayed empty"
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(PreflightError, match=f"process {process.pid} on"), run_lock(tmp_path):
+        with pytest.raises(PreflightError, match=f"process {process.pid} on"), folders.run_lock(tmp_path):
             pass
         process.kill()
         process.wait()
-        with run_lock(tmp_path):
-            assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == str(ProcessId.of(os.getpid()))
+        with folders.run_lock(tmp_path):
+            assert json.loads((tmp_path / folders.LOCK_FILE).read_text())["process"] == str(ProcessId.of(os.getpid()))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "no JSON"])
 def test_a_lock_that_names_no_process_is_taken_over(tmp_path: Path, text: str) -> None:
-    (tmp_path / LOCK_FILE).write_text(text)
-    with run_lock(tmp_path, watch_s=0.2):
-        assert json.loads((tmp_path / LOCK_FILE).read_text())["token"]
+    (tmp_path / folders.LOCK_FILE).write_text(text)
+    with folders.run_lock(tmp_path, watch_s=0.2):
+        assert json.loads((tmp_path / folders.LOCK_FILE).read_text())["token"]
 
 
 def test_the_silent_holder_of_another_machine_is_dead_and_one_that_beats_is_not(tmp_path: Path) -> None:
@@ -108,13 +93,13 @@ def test_the_silent_holder_of_another_machine_is_dead_and_one_that_beats_is_not(
     try:
         with (
             pytest.raises(PreflightError, match=r"in use by process .* \(Slurm job 7\)"),
-            run_lock(tmp_path, watch_s=5),
+            folders.run_lock(tmp_path, watch_s=5),
         ):
             pass
     finally:
         done.set()
         thread.join()
-    with run_lock(tmp_path, watch_s=0.2):
+    with folders.run_lock(tmp_path, watch_s=0.2):
         assert json.loads(path.read_text())["token"] != "other"
 
 
@@ -124,7 +109,7 @@ def test_of_several_that_take_over_one_lock_one_holds_it(tmp_path: Path) -> None
 
     def take() -> None:
         try:
-            with run_lock(tmp_path, watch_s=0.2):
+            with folders.run_lock(tmp_path, watch_s=0.2):
                 outcomes.append("held")
                 time.sleep(3.0)
         except PreflightError:
@@ -143,67 +128,67 @@ def test_a_holder_whose_lock_was_taken_over_stops_and_leaves_the_lock(
 ) -> None:
     monkeypatch.setattr(locking, "BEAT_S", 0.05)
     stopped = threading.Event()
-    with run_lock(tmp_path, stop=stopped.set):
+    with folders.run_lock(tmp_path, stop=stopped.set):
         leave(tmp_path, OTHER)
         wait_until(stopped.is_set)
-    assert json.loads((tmp_path / LOCK_FILE).read_text())["token"] == "other"
+    assert json.loads((tmp_path / folders.LOCK_FILE).read_text())["token"] == "other"
 
 
 def test_the_holder_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locking, "BEAT_S", 0.05)
-    with run_lock(tmp_path):
-        before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
-        wait_until(lambda: (tmp_path / LOCK_FILE).stat().st_mtime_ns > before)
+    with folders.run_lock(tmp_path):
+        before = (tmp_path / folders.LOCK_FILE).stat().st_mtime_ns
+        wait_until(lambda: (tmp_path / folders.LOCK_FILE).stat().st_mtime_ns > before)
 
 
 def test_a_job_of_ray_is_named_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "digits-2"}}))
-    assert Holder.of_this_process().job == "job digits-2"
+    assert folders.Holder.of_this_process().job == "job digits-2"
 
 
-def record(tmp_path: Path, *, is_private: bool = True) -> RunRecord:
+def record(tmp_path: Path, *, is_private: bool = True) -> folders.RunRecord:
     (tmp_path / "digits").mkdir()
     (tmp_path / "session").mkdir()
-    mark = RunMark("digits/0123", ProcessId("here", 12, 34))
+    mark = folders.RunMark("digits/0123", ProcessId("here", 12, 34))
     folder = tmp_path / "session" if is_private else None
-    return RunRecord("digits", tmp_path / "digits", mark, "10.0.0.1:6379", "digits", folder)
+    return folders.RunRecord("digits", tmp_path / "digits", mark, "10.0.0.1:6379", "digits", folder)
 
 
 def test_children_carry_the_mark_and_it_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RUN_VARIABLE, "an outer run's")
-    monkeypatch.delenv(DRIVER_VARIABLE, raising=False)
-    with marking("digits") as mark:
-        names = (RUN_VARIABLE, DRIVER_VARIABLE)
+    monkeypatch.setenv(folders.RUN_VARIABLE, "an outer run's")
+    monkeypatch.delenv(folders.DRIVER_VARIABLE, raising=False)
+    with folders.marking("digits") as mark:
+        names = (folders.RUN_VARIABLE, folders.DRIVER_VARIABLE)
         program = f"import os; print(*(os.environ[name] for name in {names}))"
         child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert RunMark.of(dict(zip(names, child.stdout.split(), strict=True))) == mark
+        assert folders.RunMark.of(dict(zip(names, child.stdout.split(), strict=True))) == mark
     assert mark.run_id.startswith("digits/") and mark.driver == ProcessId.of(os.getpid())
-    assert os.environ[RUN_VARIABLE] == "an outer run's" and DRIVER_VARIABLE not in os.environ
+    assert os.environ[folders.RUN_VARIABLE] == "an outer run's" and folders.DRIVER_VARIABLE not in os.environ
 
 
 def test_two_runs_of_one_name_differ_and_nested_marks_of_one_run_do_not() -> None:
-    with marking("digits") as first, marking("digits") as inner, marking("sums") as other:
+    with folders.marking("digits") as first, folders.marking("digits") as inner, folders.marking("sums") as other:
         assert first == inner != other
-    with marking("digits") as second:
+    with folders.marking("digits") as second:
         assert first != second
 
 
 @pytest.mark.parametrize("is_private", [True, False])
 def test_the_record_lies_in_the_run_folder_while_the_run_goes_on(tmp_path: Path, is_private: bool) -> None:
     written = record(tmp_path, is_private=is_private)
-    with pytest.raises(KeyError), recorded(written):
-        assert RunRecord.read(tmp_path / "digits" / RECORD_FILE) == written
-        assert (tmp_path / "session" / SESSION_FILE).exists() == is_private
+    with pytest.raises(KeyError), folders.recorded(written):
+        assert folders.RunRecord.read(tmp_path / "digits" / folders.RECORD_FILE) == written
+        assert (tmp_path / "session" / folders.SESSION_FILE).exists() == is_private
         raise KeyError("the run failed")
     assert list((tmp_path / "digits").iterdir()) == list((tmp_path / "session").iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": "digits", "session_folder": null}'])
 def test_what_is_no_record_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / RECORD_FILE).write_text(text)
+    (tmp_path / folders.RECORD_FILE).write_text(text)
     with pytest.raises(ValueError, match="cluster.json is no record of a run"):
-        RunRecord.read(tmp_path / RECORD_FILE)
+        folders.RunRecord.read(tmp_path / folders.RECORD_FILE)
 
 
 @pytest.fixture(autouse=True)
@@ -238,28 +223,28 @@ def test_modes_follow_the_key(tmp_path: Path, access: str, expected: set[str]) -
     outside.write_text("mine")
     (config.run_folder / "link").symlink_to(outside)
     assert modes(config.run_folder) == {"d755", "-644"}
-    with held_run_folder(config):
-        make_run_folder(config)
+    with folders.held_run_folder(config):
+        folders.make_run_folder(config)
         fill(config.run_folder / "more")
         assert modes(config.run_folder) == expected
     assert os.umask(0o022) == 0o022, "the caller's is restored"
     assert stat.S_IMODE(outside.stat().st_mode) == 0o644, "links are not followed"
     closed = config_of(tmp_path, "folder_access=owner")
-    with held_run_folder(closed):
+    with folders.held_run_folder(closed):
         assert modes(config.run_folder) == {"d700", "-600"}
 
 
 def test_a_new_run_is_closed_with_its_parents(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    with held_run_folder(config):
-        make_run_folder(config)
+    with folders.held_run_folder(config):
+        folders.make_run_folder(config)
     assert modes(config.folder) == {"d700", "-600"}
 
 
 async def test_servers_change_the_folders_of_earlier_parts(tmp_path: Path) -> None:
     fill(tmp_path / "service")
     config = config_of(tmp_path)
-    with file_access(config, tmp_path / "service", tmp_path / "not there yet"):
+    with folders.file_access(config, tmp_path / "service", tmp_path / "not there yet"):
         database = Database(tmp_path / "service" / "new" / "service.sqlite")
         await database.all(Session)
         await database.close()

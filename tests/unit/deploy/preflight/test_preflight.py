@@ -26,14 +26,7 @@ from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_r
 from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.memory import TRAINING
 from mobula.deploy.planning.plan_command import plan_memory
-from mobula.deploy.preflight.checks import (
-    LoadedModel,
-    check_packing,
-    check_weights,
-    find_mismatches,
-    find_unusable,
-    refuse,
-)
+from mobula.deploy.preflight import checks
 from mobula.deploy.preflight.decisions import with_absolute_paths, with_decisions, with_row_layout
 from mobula.deploy.preflight.findings import PreflightFinding, Severity
 from mobula.deploy.wiring.preparation import checkpoint_folder, load_checked
@@ -47,13 +40,13 @@ WARNED = PreflightFinding("data.path", "data.path is slow", "copy it", Severity.
 
 def test_findings_that_refuse_end_the_start_with_all_of_their_messages(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(PreflightError) as caught:
-        refuse([WARNED, REFUSED, REFUSED])
+        checks.refuse([WARNED, REFUSED, REFUSED])
     assert str(caught.value) == "; and ".join(["policy.model has no weights: download it again"] * 2)
     assert caplog.messages == ["data.path is slow: copy it"]
 
 
 def test_warnings_let_a_run_start() -> None:
-    refuse([WARNED])
+    checks.refuse([WARNED])
 
 
 def test_the_doctor_checks_a_checkpoint_that_is_here(tmp_path: Path) -> None:
@@ -93,12 +86,12 @@ def test_a_model_with_a_state_takes_no_packed_rows(tmp_path: Path, name: str, pa
     folder = write_tiny(name, tmp_path / "model", seed=0)
     words = ["experiment=own", f"policy.model={folder}", "data.path=none", f"learner.packing={packing}"]
     config = load_config(words)
-    loaded = LoadedModel(folder, None, make_processor(config, MediaReader(timeout_s=1, max_items=1)), None)
-    findings = [str(finding) for finding in check_packing(config, loaded)]
+    loaded = checks.LoadedModel(folder, None, make_processor(config, MediaReader(timeout_s=1, max_items=1)), None)
+    findings = [str(finding) for finding in checks.check_packing(config, loaded)]
     assert len(findings) == found
     assert all("qwen3_5" in text and "set learner.packing=false" in text for text in findings)
     shared = config.learner.model_copy(update={"packing": False, "sequence_parallel": 2})
-    findings = [str(found) for found in check_packing(config.model_copy(update={"learner": shared}), loaded)]
+    findings = [str(found) for found in checks.check_packing(config.model_copy(update={"learner": shared}), loaded)]
     assert [("set learner.sequence_parallel=1" in text) for text in findings] == [True] * (name == "qwen3.5")
 
 
@@ -125,7 +118,7 @@ def found(folder: Path, template: str | None = None, *words: str, experiment: st
     words = (f"experiment={experiment}", f"policy.model={folder}", "data.path=x", "policy.tiny=none", *words)
     config = load_config(words)
     loaded = load_checked(config, MediaStore(lambda one: one, 1 << 20))
-    return [(one.key, f"{one.severity}: {one}") for one in find_mismatches(config, loaded)]
+    return [(one.key, f"{one.severity}: {one}") for one in checks.find_mismatches(config, loaded)]
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
@@ -231,7 +224,7 @@ def set_weights(folder: Path, **tensors: torch.Tensor) -> None:
 
 def findings(folder: Path) -> list[PreflightFinding]:
     config = load_config(["experiment=own", f"policy.model={folder}", "data.path=data"])
-    return list(check_weights(config, LoadedModel(folder, None, None, stored_model(folder))))
+    return list(checks.check_weights(config, checks.LoadedModel(folder, None, None, stored_model(folder))))
 
 
 def write_gguf(folder: Path) -> None:
@@ -289,7 +282,7 @@ def test_checkpoints_that_cannot_be_trained_are_refused(model: Path, kind: str) 
 def test_a_gguf_file_and_an_adapter_alone_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    assert "is a GGUF file" in next(iter(find_unusable("policy.model", file))).problem
+    assert "is a GGUF file" in next(iter(checks.find_unusable("policy.model", file))).problem
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -299,7 +292,7 @@ def test_a_gguf_file_and_an_adapter_alone_are_refused(tmp_path: Path) -> None:
 
 def test_indices_are_no_quantised_weights(model: Path) -> None:
     set_weights(model, **{"position_ids": torch.arange(4)[None], "attn.bias": torch.ones(2, 2).bool()})
-    assert not list(find_unusable("policy.model", model))
+    assert not list(checks.find_unusable("policy.model", model))
 
 
 def test_what_files_lack_or_have_in_another_shape_is_refused_by_name(model: Path) -> None:

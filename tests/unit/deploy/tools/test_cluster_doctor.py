@@ -25,18 +25,9 @@ from mobula.deploy.host.machine import CudaSoftware
 CONFIG = load_config(["experiment=digits"])
 VERSIONS = {"ray": "2.60.0", "torch": "2.13.0", "vllm": "0.32.0"}
 FIT = NodeReport(
-    "one",
-    "10.0.0.1",
-    "3.11.7",
-    VERSIONS,
-    (),
-    "",
-    ("H100",) * 8,
-    None,
-    "eth0",
-    {"/shared": 900 * GIB, "/tmp": 90 * GIB},
-    GIB,
-)
+    "one", "10.0.0.1", "3.11.7", VERSIONS, (), "", ("H100",) * 8, None, "eth0",
+    {"/shared": 900 * GIB, "/tmp": 90 * GIB}, GIB,
+)  # fmt: skip
 FIRST = Examined("one (10.0.0.1)", 8, FIT, Clock(0.0, 0.001))
 
 

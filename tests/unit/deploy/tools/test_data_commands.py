@@ -16,15 +16,7 @@ from data_rows import read_split
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from mobula.actors.processors.media import (
-    AudioLimits,
-    decode_audio,
-    decode_image,
-    decode_video,
-    load_audio,
-    load_video,
-    read_image,
-)
+from mobula.actors.processors import media
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
 from mobula.deploy.data.data_command import histogram
@@ -65,7 +57,7 @@ def test_converted_rows_are_read_again_with_their_images(folder: Path, tmp_path:
         assert (new.question, new.answer, new.solution) == (old.question, old.answer, old.solution)
         assert new.metadata.get("label") == old.metadata.get("label")
         for image, wanted in zip(new.images, old.images, strict=True):
-            pixels = [np.asarray(decode_image(read_image(p, LIMITS), p, LIMITS)) for p in (image, wanted)]
+            pixels = [np.asarray(media.decode_image(media.read_image(p, LIMITS), p, LIMITS)) for p in (image, wanted)]
             np.testing.assert_array_equal(*pixels)
 
 
@@ -93,9 +85,9 @@ def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path) -> None:
     for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
         assert new.question == old.question
         for video, wanted in zip(new.videos, old.videos, strict=True):
-            found, expected = (load_video(each, LIMITS) for each in (video, wanted))
+            found, expected = (media.load_video(each, LIMITS) for each in (video, wanted))
             assert found.measure == expected.measure
-            np.testing.assert_array_equal(*(decode_video(each, LIMITS) for each in (found, expected)))
+            np.testing.assert_array_equal(*(media.decode_video(each, LIMITS) for each in (found, expected)))
 
 
 def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path) -> None:
@@ -118,13 +110,13 @@ def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path) -> None
     assert "skipped: bad_media 1" in result.output and "cut.wav" in result.output
     before, after = read_split(data), read_split(tmp_path / "out", "train", "messages")
     assert [row.sample_id for row in after.rows] == ["file", "array", "text"]
-    limits = AudioLimits(load_config(["experiment=digits"]).data.audio, 16_000, 16_000)
+    limits = media.AudioLimits(load_config(["experiment=digits"]).data.audio, 16_000, 16_000)
     for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
         assert new.question == old.question
         for sound, wanted in zip(new.audios, old.audios, strict=True):
-            found, expected = (load_audio(each, limits) for each in (sound, wanted))
+            found, expected = (media.load_audio(each, limits) for each in (sound, wanted))
             assert found.contents == expected.contents, "a file is written as it is"
-            np.testing.assert_array_equal(*(decode_audio(each, limits) for each in (found, expected)))
+            np.testing.assert_array_equal(*(media.decode_audio(each, limits) for each in (found, expected)))
 
 
 def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) -> None:

@@ -46,17 +46,8 @@ from mobula.cluster.workers.faults import Fault
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.pages.report import render_report
+from mobula.deploy.report.diagnose import material as checks
 from mobula.deploy.report.diagnose.command import diagnose_records, show, subject_of
-from mobula.deploy.report.diagnose.material import (
-    CHECKS,
-    Agreement,
-    DataSurvey,
-    Material,
-    PicturedRow,
-    SplitSurvey,
-    Trend,
-    run_checks,
-)
 from mobula.deploy.report.diagnose.trials import TrialGroup, ablate_pictures, judged, memorise, run_trials, scan
 
 NUM_STEPS = 32
@@ -126,17 +117,17 @@ def right_half_the_time(label: str, sibling: int) -> str:
     return label if sibling % 2 else str((int(label) + 1) % 10)
 
 
-def material(config: RunConfig, changes: Mapping[str, float] | None = None, **run: Any) -> Material:
+def material(config: RunConfig, changes: Mapping[str, float] | None = None, **run: Any) -> checks.Material:
     drawn = run.pop("answers", answers(right_half_the_time))
     fields = {name: run.pop(name) for name in ("components", "correlations", "counters") if name in run}
     steps = [step(number, changes or {}, **fields) for number in range(1, NUM_STEPS + 1)]
     folder = RunFolder("r", steps, (), {}, SampleFile((), {}, drawn), None, (), (), (), "")
-    return Material(config, replace(folder, **run), lambda: survey())
+    return checks.Material(config, replace(folder, **run), lambda: survey())
 
 
-def survey(**changes: Any) -> DataSurvey:
-    def split(start: int, num: int) -> SplitSurvey:
-        found = SplitSurvey(num, {f"key-{i}": [f"row-{i}"] for i in range(start, start + num)})
+def survey(**changes: Any) -> checks.DataSurvey:
+    def split(start: int, num: int) -> checks.SplitSurvey:
+        found = checks.SplitSurvey(num, {f"key-{i}": [f"row-{i}"] for i in range(start, start + num)})
         found.labels.update(str(i % 10) for i in range(num))
         found.pictures.update(f"picture-{i}" for i in range(start, start + num))
         found.texts["which digit is this?"], found.num_pictures = num, num
@@ -145,11 +136,11 @@ def survey(**changes: Any) -> DataSurvey:
     train, held_out = split(0, 200), split(1000, 50)
     for name, value in changes.items():
         setattr(train, name, value)
-    return DataSurvey(train, held_out, "test")
+    return checks.DataSurvey(train, held_out, "test")
 
 
-def findings(of: Material) -> dict[str, RunFinding]:
-    return {finding.name: finding for finding in run_checks(CHECKS, of)}
+def findings(of: checks.Material) -> dict[str, RunFinding]:
+    return {finding.name: finding for finding in checks.run_checks(checks.CHECKS, of)}
 
 
 def test_a_healthy_run_has_neither_fault_nor_warning(config: RunConfig) -> None:
@@ -373,7 +364,7 @@ def test_an_engine_that_was_replaced_for_its_weights_is_found_with_its_cause(con
 def test_the_weight_of_the_kl_term_is_checked_before_the_first_step(config: RunConfig) -> None:
     strong = config.model_copy(update={"algorithm": config.algorithm.model_copy(
         update={"kl": config.algorithm.kl.model_copy(update={"coef": 10.0})})})  # fmt: skip
-    found = findings(Material(strong))
+    found = findings(checks.Material(strong))
     assert found["kl_weight"].verdict is RunVerdict.FAULT
     assert (
         found["uniform_groups"].verdict is RunVerdict.NOT_MEASURED
@@ -406,7 +397,7 @@ def png(colour: int) -> bytes:
 def test_pictures_of_the_data_are_evidence_with_paths_in_json_and_embedded_in_the_report(
     config: RunConfig, tmp_path: Path
 ) -> None:
-    shown = [PicturedRow("row-3", (png(1), png(2)))]
+    shown = [checks.PicturedRow("row-3", (png(1), png(2)))]
     found = findings(replace(material(config), read_data=lambda: survey(num_blank=200, blank=shown)))["pictures"]
     [written] = with_files([found], tmp_path)
     assert written.evidence[0] == Evidence(
@@ -442,7 +433,7 @@ def test_a_model_that_is_refused_is_a_fault_with_the_refusal_as_the_next_action(
     def refuse() -> None:
         raise PreflightError("policy.lora.target_modules: no matrix of the model is called attn_proj")
 
-    found = findings(Material(config, read_model=refuse))["model_and_template"]
+    found = findings(checks.Material(config, read_model=refuse))["model_and_template"]
     assert found.verdict is RunVerdict.FAULT and "attn_proj" in found.action
 
 
@@ -468,7 +459,7 @@ def test_a_run_without_a_finished_step_is_a_fault_with_the_reasons(config: RunCo
 def test_an_ablated_check_does_not_hide_the_others(config: RunConfig) -> None:
     broken = material(config, steps=[StepRecord(1, {"total": 1.0}, {}, {}, {}, {})])
     found = findings(broken)
-    assert len(found) == len(CHECKS) and found["reward_parser"].verdict is RunVerdict.NOT_MEASURED
+    assert len(found) == len(checks.CHECKS) and found["reward_parser"].verdict is RunVerdict.NOT_MEASURED
 
 
 def test_a_verdict_without_a_number_is_refused() -> None:
@@ -496,14 +487,14 @@ def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_trends_and_agreement_state_their_error() -> None:
-    assert Trend.of([1.0] * 7) is None
-    rising = Trend.of([0.1 * i for i in range(20)])
+    assert checks.Trend.of([1.0] * 7) is None
+    rising = checks.Trend.of([0.1 * i for i in range(20)])
     assert rising.rises and not rising.falls
-    flat = Trend.of([0.5, 0.6, 0.4, 0.5, 0.6, 0.4, 0.5, 0.6, 0.4, 0.5, 0.6, 0.4])
+    flat = checks.Trend.of([0.5, 0.6, 0.4, 0.5, 0.6, 0.4, 0.5, 0.6, 0.4, 0.5, 0.6, 0.4])
     assert not flat.rises and not flat.falls
-    half = Agreement.of([("a", ["a", "b"]), ("b", ["b", "a"])] * 20)
+    half = checks.Agreement.of([("a", ["a", "b"]), ("b", ["b", "a"])] * 20)
     assert half.kappa == pytest.approx(0) and half.expected == pytest.approx(0.5)
-    assert Agreement.of([("a", ["a"])]) is None
+    assert checks.Agreement.of([("a", ["a"])]) is None
 
 
 def recorded(name: str, folder: Path) -> dict[str, RunFinding]:

@@ -14,6 +14,7 @@ from docs.generate.checked_machines import BEGIN, END, TARGET, status_rows, text
 
 from mobula.configs.load import load_config
 from mobula.deploy.checks.gpu_check import check as runner
+from mobula.deploy.checks.gpu_check import training
 from mobula.deploy.checks.gpu_check.check import (
     RESULTS_FILE,
     STAGES,
@@ -28,14 +29,6 @@ from mobula.deploy.checks.gpu_check.check import (
     table,
 )
 from mobula.deploy.checks.gpu_check.roles import Context, overrides
-from mobula.deploy.checks.gpu_check.training import (
-    FLOW_SAMPLER_WORDS,
-    PACKING_WORDS,
-    PRETRAINED_WORDS,
-    SHARDING_WORDS,
-    SPLIT,
-    allocated_bytes,
-)
 
 MACHINE = CheckedMachine("cpu", "x86_64 with 2 cores", 0, "3.12.0", {"torch": "2.11.0"})
 PROGRAMS = {  # what the process of a stage does
@@ -135,12 +128,12 @@ def test_without_a_gpu_only_the_first_stage_runs_and_says_why(machine: Path) -> 
     [
         ("sampler=huggingface",),
         ("sampler=vllm",),
-        (*PACKING_WORDS, "resources.dtype=float32", "learner.packing=true"),
-        (*SHARDING_WORDS, "learner=fsdp2", "resources.learner.num_workers=1"),
-        (*SHARDING_WORDS, "learner=fsdp2", "resources.learner.num_workers=8"),
-        ("sampler=vllm", *SPLIT),
-        PRETRAINED_WORDS,
-        FLOW_SAMPLER_WORDS,
+        (*training.PACKING_WORDS, "resources.dtype=float32", "learner.packing=true"),
+        (*training.SHARDING_WORDS, "learner=fsdp2", "resources.learner.num_workers=1"),
+        (*training.SHARDING_WORDS, "learner=fsdp2", "resources.learner.num_workers=8"),
+        ("sampler=vllm", *training.SPLIT),
+        training.PRETRAINED_WORDS,
+        training.FLOW_SAMPLER_WORDS,
     ],
     ids=" ".join,
 )
@@ -150,7 +143,7 @@ def test_configurations_of_the_stages_are_valid_on_each_device(
 ) -> None:
     context = Context(device, tmp_path)
     words = own if "experiment=glyphs_grpo" in own else overrides(*own)
-    if device == "cpu" and own == ("sampler=vllm", *SPLIT):
+    if device == "cpu" and own == ("sampler=vllm", *training.SPLIT):
         pytest.skip("vLLM on CPU has no tensor parallelism")
     config = load_config(context.words(*words, "policy.model=unused"))
     assert config.resources.device == device
@@ -165,7 +158,7 @@ def test_the_peak_of_allocations_counts_what_was_freed_and_not_what_was_before(t
         second, third = before + 2, before[: 1 << 19] + 3  # 4 and 2 MiB
         assert second is not third
 
-    allocated = allocated_bytes(Context("cpu", tmp_path), work)
+    allocated = training.allocated_bytes(Context("cpu", tmp_path), work)
     assert allocated == pytest.approx(6 << 20, abs=1024)  # a number that is added is a tensor as well
 
 

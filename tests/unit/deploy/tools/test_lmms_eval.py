@@ -92,15 +92,9 @@ def asked(tmp_path: Path) -> LmmsEval:
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     return LmmsEval(
-        model=str(model),
-        tasks="mini,other",
-        batch_size=2,
-        device="cpu",
-        output=tmp_path / "runs",
-        cache=tmp_path / "cache",
-        environment=tmp_path / "environment",
-        timeout_s=60.0,
-    )
+        model=str(model), tasks="mini,other", batch_size=2, device="cpu", output=tmp_path / "runs",
+        cache=tmp_path / "cache", environment=tmp_path / "environment", timeout_s=60.0,
+    )  # fmt: skip
 
 
 def leave(play: Path, monkeypatch: pytest.MonkeyPatch, rows: dict[str, Any], samples: dict[str, Any]) -> None:

@@ -23,16 +23,11 @@ WORKERS = (
     WorkerStatus("reference/10", WorkerState.QUARANTINED, None, 0, 5, "WorkerDiedError: " + "out of memory " * 12),
 )
 STATUS = RunStatus(
-    run="digits-20260102-030405",
-    progress=Progress(42, "wait_for_rollouts", 12.34),
-    total_steps=200,
+    run="digits-20260102-030405", progress=Progress(42, "wait_for_rollouts", 12.34), total_steps=200,
     in_flight=InFlightSummary(17, "3/1100/train-1100", 8.25),
-    replay=ReplayStats(3, 8, 5 * 2**20, 61.5, {"uniform": 4, "stale": 1}, "3/1045/train-1045"),
-    workers=WORKERS,
-    num_panels_lost=1,
-    driver_pid=4711,
-    posted_at=1000.0,
-)
+    replay=ReplayStats(3, 8, 5 * 2**20, 61.5, {"uniform": 4, "stale": 1}, "3/1045/train-1045"), workers=WORKERS,
+    num_panels_lost=1, driver_pid=4711, posted_at=1000.0,
+)  # fmt: skip
 
 
 def shown(status: RunStatus, now: float = 1000.5) -> str:

@@ -23,17 +23,8 @@ from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.serving import Address
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossResult
 from mobula.configs.load import load_config
+from mobula.deploy.training_service import messages as wire
 from mobula.deploy.training_service.execution import ModelQueue, Scheduler
-from mobula.deploy.training_service.messages import (
-    Chunk,
-    ImageChunk,
-    InputBuilder,
-    PlacedImage,
-    TextChunk,
-    count_tokens,
-    read_call,
-    write_result,
-)
 from mobula.deploy.training_service.serving import serve
 from mobula.deploy.training_service.store import Database, Kind, ModelRecord, PendingSample, RequestRecord
 from mobula.deploy.training_service.tenants import RequestError, Tenants
@@ -130,11 +121,11 @@ class FourTokens:
 
     max_images: int = 2
 
-    def place(self, content: bytes, name: str) -> PlacedImage:
+    def place(self, content: bytes, name: str) -> wire.PlacedImage:
         if content == b"damaged":
             raise MediaError(f"{name} is damaged")
         handle = MediaHandle(str(content), "image", 1, None)
-        return PlacedImage(handle, 7, np.full(4, 7, dtype=np.int32))
+        return wire.PlacedImage(handle, 7, np.full(4, 7, dtype=np.int32))
 
     def count(self, content: bytes, name: str) -> int:
         return len(self.place(content, name).expanded_ids)
@@ -142,15 +133,15 @@ class FourTokens:
 
 DTYPES = {"target_tokens": torch.int64, "weights": torch.float32}
 
-BUILDER = InputBuilder(FourTokens(), num_embeddings=100, max_tokens=12)
+BUILDER = wire.InputBuilder(FourTokens(), num_embeddings=100, max_tokens=12)
 
 
-def text(*ids: int) -> TextChunk:
-    return TextChunk(np.array(ids, dtype=np.int32))
+def text(*ids: int) -> wire.TextChunk:
+    return wire.TextChunk(np.array(ids, dtype=np.int32))
 
 
 def test_images_are_expanded_in_place() -> None:
-    prompt = BUILDER.build([text(1, 2), ImageChunk(b"a", 4), text(3), ImageChunk(b"b")], "row")
+    prompt = BUILDER.build([text(1, 2), wire.ImageChunk(b"a", 4), text(3), wire.ImageChunk(b"b")], "row")
     assert prompt.compact_ids.tolist() == [1, 2, 7, 3, 7]
     assert prompt.expanded_ids.tolist() == [1, 2, 7, 7, 7, 7, 3, 7, 7, 7, 7]
     assert prompt.media_spans == (MediaSpan(2, 6), MediaSpan(7, 11))
@@ -163,12 +154,12 @@ def test_images_are_expanded_in_place() -> None:
         ([], "0 tokens"),
         ([text(*range(13))], "13 tokens"),
         ([text(100)], "outside of 0 to 99"),
-        ([ImageChunk(b"a", 5)], "expects 5 tokens"),
-        ([ImageChunk(b"damaged")], "is damaged"),
-        ([ImageChunk(b"a")] * 3, "has 3 images, and the service takes 2"),
+        ([wire.ImageChunk(b"a", 5)], "expects 5 tokens"),
+        ([wire.ImageChunk(b"damaged")], "is damaged"),
+        ([wire.ImageChunk(b"a")] * 3, "has 3 images, and the service takes 2"),
     ],
 )
-def test_unfit_inputs_are_refused(chunks: Sequence[Chunk], reason: str) -> None:
+def test_unfit_inputs_are_refused(chunks: Sequence[wire.Chunk], reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         BUILDER.build(chunks, "row")
 
@@ -181,7 +172,7 @@ def message_of(*data: tk.Datum, loss: str = "cross_entropy") -> proto.ForwardBac
 
 
 def call_of(*data: tk.Datum, loss: str = "cross_entropy") -> LossCall:
-    return read_call(message_of(*data, loss=loss).SerializeToString(), BUILDER, LIMITS)
+    return wire.read_call(message_of(*data, loss=loss).SerializeToString(), BUILDER, LIMITS)
 
 
 def image_of(content: bytes, **fields: int) -> tk.ImageChunk:
@@ -198,7 +189,7 @@ def image_of(content: bytes, **fields: int) -> tk.ImageChunk:
 )
 def test_tokens_of_images_count_in_the_budget_of_a_call(chunks: list[tk.ModelInputChunk], number: int) -> None:
     message = message_of(tk.Datum(model_input=tk.ModelInput(chunks=chunks), loss_fn_inputs={}))
-    assert count_tokens(message.SerializeToString(), BUILDER) == number
+    assert wire.count_tokens(message.SerializeToString(), BUILDER) == number
 
 
 def test_bytes_that_are_no_tensor_are_refused() -> None:
@@ -210,8 +201,8 @@ def test_bytes_that_are_no_tensor_are_refused() -> None:
     misshapen.data[0].loss_fn_inputs["target_tokens"].shape[:] = [2, 2]
     for message in (torn_tokens, torn_targets, misshapen):
         with pytest.raises(RequestError, match="m/1: "):
-            read_call(message.SerializeToString(), BUILDER, LIMITS)
-    assert count_tokens(torn_tokens.SerializeToString(), BUILDER) == 0
+            wire.read_call(message.SerializeToString(), BUILDER, LIMITS)
+    assert wire.count_tokens(torn_tokens.SerializeToString(), BUILDER) == 0
 
 
 def test_several_targets_arrive_dense_and_sparse() -> None:
@@ -240,7 +231,7 @@ def test_unequal_lengths_are_refused() -> None:
 
 def test_outputs_of_unequal_shapes_keep_their_rows() -> None:
     outputs = [np.arange(n, dtype=np.float32).reshape(shape) for n, shape in ((3, (3,)), (2, (2,)), (6, (3, 2)))]
-    message = write_result(LossResult([{"logprobs": output} for output in outputs], {"loss": 2.5, "kl:mean": 1.0}))
+    message = wire.write_result(LossResult([{"logprobs": output} for output in outputs], {"loss": 2.5, "kl:mean": 1.0}))
     read = deserialize_forward_backward_output(message)
     assert read.metrics == {"loss:sum": 2.5, "kl:mean": 1.0}
     assert [row["logprobs"].to_numpy().tolist() for row in read.loss_fn_outputs] == [o.tolist() for o in outputs]

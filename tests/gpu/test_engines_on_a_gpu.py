@@ -71,9 +71,7 @@ async def test_a_row_that_arrives_stale_is_found_and_sent_again(
     assert await probe_gap(engine, learner) <= CLOSE
 
 
-async def test_parameters_after_a_push_are_those_of_an_engine_that_loads_the_export(
-    engine: Engine, learner: Learner, tmp_path: Path
-) -> None:
+async def test_parameters_after_a_push_are_those_of_an_export(engine: Engine, learner: Learner, tmp_path: Path) -> None:
     """By vLLM's own checksums: on a GPU layers keep their weights as they were loaded."""
     await engine.serve(learner, version=0)
     before = await engine.handle.checksums.remote()

@@ -86,9 +86,7 @@ def test_the_kernel_is_row_by_row(width: int, options: dict, shares: bool) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_packed_rows_with_images_are_padded_rows(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_images_are_padded_rows(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoder and vision tower, by the kernel in bfloat16 and row by row in float32."""
     folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0)
     tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)

@@ -29,9 +29,7 @@ def free_bytes() -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_an_engine_that_slept_computes_with_the_weights_of_the_next_push(
-    local_ray: str, tmp_path: Path, level: int
-) -> None:
+async def test_an_engine_that_slept_computes_with_the_next_weights(local_ray: str, tmp_path: Path, level: int) -> None:
     write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     words = ("resources=one_gpu_colocated", f"resources.sleep_level={level}", "resources.dtype=float32")
     model = open_model(tmp_path / "model", *words, f"sampler.vllm.kv_cache_bytes={KV_BYTES}")

@@ -72,9 +72,7 @@ RARE = [pytest.param(OFF, 0.01, marks=pytest.mark.matrix, id="adapters off")]
 
 
 @pytest.mark.parametrize(("words", "share"), [*(pytest.param(*case, id=name) for name, case in CASES.items()), *RARE])
-def test_two_ranks_train_as_one_process_does_and_resume_exactly(
-    model: Path, tmp_path: Path, words: tuple[str, ...], share: float
-) -> None:
+def test_two_ranks_train_and_resume_as_one(model: Path, tmp_path: Path, words: tuple[str, ...], share: float) -> None:
     train(config_of(model, *words), 0, 1, tmp_path / "one")
     on_two_ranks(_rank, model, words, tmp_path / "two")
     one, two = of_one_and_two(tmp_path)
@@ -107,9 +105,7 @@ def _mixed_rank(rank: int, model: Path, words: tuple[str, ...], out: Path) -> No
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("words", [FSDP2, (*FSDP2, PADDED), STAGE_3], ids=["fsdp2", "padded", "stage 3"])
-def test_supervised_rows_beside_a_step_are_trained_on_two_ranks_as_in_one_process(
-    model: Path, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_supervised_rows_beside_steps_train_on_two_ranks(model: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     train_mixed(config_of(model, *MIXED, PADDED), 0, 1, tmp_path / "one")
     on_two_ranks(_mixed_rank, model, words, tmp_path / "two")
     one, two = of_one_and_two(tmp_path)
@@ -148,9 +144,7 @@ def _offline_rank(rank: int, model: Path, words: tuple[str, ...], jobs: tuple[st
         pytest.param(STAGE_3, marks=pytest.mark.matrix, id="stage 3"),
     ],
 )
-def test_two_ranks_train_an_offline_job_as_one_process_does(
-    model: Path, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_two_ranks_train_an_offline_job_as_one_process(model: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     for job in JOBS:
         for name in ("one", "two"):
             (tmp_path / job / name).mkdir(parents=True)

@@ -176,9 +176,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], list[str], list[str]]] = {  # d
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_run_cannot_use_is_refused_before_anything_starts(
-    model: Path, tmp_path: Path, restored_logging: None, case: str
-) -> None:
+def test_what_no_run_can_use_is_refused_at_once(model: Path, tmp_path: Path, restored_logging: None, case: str) -> None:
     make, more, messages = REFUSED[case]
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("a file is no folder, not even for root")

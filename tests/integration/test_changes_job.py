@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NUM_STEPS = 8
 
 
-def test_engines_and_learner_ranks_that_are_killed_get_and_send_whole_tensors_and_then_changes_again(
+def test_killed_engines_and_learner_ranks_get_and_send_whole_tensors_and_then_changes_again(
     tmp_path: Path,
 ) -> None:
     words = (

@@ -123,9 +123,7 @@ def ten_steps_on_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("backend", ["fsdp2", "zero_2", "zero_3"])
-def test_a_backend_has_the_curve_of_one_process(
-    ten_steps_on_one: tuple[Path, dict], tmp_path: Path, backend: str
-) -> None:
+def test_a_backend_has_one_process_s_curve(ten_steps_on_one: tuple[Path, dict], tmp_path: Path, backend: str) -> None:
     model, expected = ten_steps_on_one
     multiprocessing.set_forkserver_preload(["backend_run", "deepspeed"])
     mp.start_processes(_ten_steps_rank, args=(model, BACKENDS[backend], tmp_path), nprocs=2, start_method="forkserver")

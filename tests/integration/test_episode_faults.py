@@ -104,9 +104,7 @@ async def rollouts(
 
 
 @pytest.mark.parametrize("rollouts", ["inline"], indirect=True)
-async def test_episodes_of_an_actor_that_was_killed_in_turn_3_go_on_elsewhere(
-    rollouts: Rollouts, tmp_path: Path
-) -> None:
+async def test_episodes_of_an_actor_killed_in_turn_3_go_on_elsewhere(rollouts: Rollouts, tmp_path: Path) -> None:
     """The environment kills the process that it runs in, once; the group is that of an actor that lived."""
     struck = await rollouts.group("x", fault="kill", turn=3, marker=str(tmp_path / "killed"))
     whole = await rollouts.group("x", marker=str(tmp_path / "killed"))

@@ -155,9 +155,7 @@ async def _nothing(version: int) -> None: ...
     ],
     ids="-".join,
 )
-def test_a_driver_that_is_killed_again_and_again_goes_on_where_it_was(
-    moments: Sequence[str], tmp_path: Path, local_ray: str
-) -> None:
+def test_a_driver_killed_often_goes_on_where_it_was(moments: Sequence[str], tmp_path: Path, local_ray: str) -> None:
     """Its journal and its checkpoints are all that is left of it; at the last start it is stopped for a while."""
     num_steps = STEPS_PER_ROUND * (len(moments) + 1)
     began = []
@@ -228,9 +226,7 @@ def driving(folder: Path, num_steps: int, *faults: tuple[str, signal.Signals]) -
 @pytest.mark.matrix  # a cluster of three nodes takes a minute and more, on two cores
 @pytest.mark.parametrize("moments", OF_TWO_NODES, ids="-".join)
 @pytest.mark.parametrize("kind", [KILL, HANG], ids=["kill", "hang"])
-def test_nodes_that_are_lost_take_nothing_with_them(
-    moments: Sequence[str], kind: signal.Signals, tmp_path: Path
-) -> None:
+def test_lost_nodes_take_nothing_with_them(moments: Sequence[str], kind: signal.Signals, tmp_path: Path) -> None:
     """One is lost with groups on it of which there is no copy yet, another one with both learner ranks as well."""
     result = on_nodes(tmp_path, kind, moments)
     homes = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2, "learner/0": 2, "learner/1": 2}
@@ -261,9 +257,7 @@ def on_nodes(folder: Path, kind: signal.Signals, moments: Sequence[str]) -> dict
     return result
 
 
-def test_one_run_in_which_engines_die_join_are_scaled_up_lose_a_reply_and_are_scaled_down(
-    tmp_path: Path, local_ray: str
-) -> None:
+def test_one_run_whose_engines_die_join_lose_a_reply_and_are_scaled_up_and_down(tmp_path: Path, local_ray: str) -> None:
     """At staleness 1, so that nothing stands still for it. Who loses a reply is asked to break it off, and stays."""
     seen: dict[str, set[str]] = {}
 

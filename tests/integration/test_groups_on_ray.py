@@ -55,9 +55,7 @@ def nowhere(local_ray: str) -> ray.ObjectRef:
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(400)
-async def test_groups_lost_before_their_copy_before_their_update_and_after_it_are_made_again(
-    tmp_path: Path, nowhere: ray.ObjectRef
-) -> None:
+async def test_groups_lost_before_copy_update_or_later_are_made_again(tmp_path: Path, nowhere: ray.ObjectRef) -> None:
     lost: list[str] = []
 
     async def act(version: int) -> None:
@@ -221,9 +219,7 @@ def announcer(local_ray: str) -> Any:
 
 
 @pytest.mark.parametrize(("size", "pause_s"), [(FEW, 0.0), (FEW, 0.02), (MANY, 0.0), (MANY, 0.02)])
-async def test_each_value_comes_with_references_to_those_that_belong_to_it(
-    announcer: Any, size: int, pause_s: float
-) -> None:
+async def test_each_value_comes_with_references_to_its_own(announcer: Any, size: int, pause_s: float) -> None:
     numbers = [0, 3, 1, 0, 2]
     stream = announcer.announce.options(num_returns="streaming").remote(numbers, size, pause_s)
     found = [(place, references) async for place, references in received(stream)]
@@ -237,9 +233,7 @@ async def test_each_value_comes_with_references_to_those_that_belong_to_it(
 @pytest.mark.parametrize(
     ("how", "error"), [("raises", RolloutError), ("returns", RuntimeError), ("dies", WorkerDiedError)]
 )
-async def test_an_actor_that_ends_before_all_has_come_is_an_error(
-    announcer: Any, how: str, error: type[Exception]
-) -> None:
+async def test_an_actor_that_ends_before_all_came_is_an_error(announcer: Any, how: str, error: type[Exception]) -> None:
     stream = announcer.breaks_its_word.options(num_returns="streaming").remote(how)
     found = []
     with pytest.raises(error):
@@ -263,9 +257,7 @@ class Slow:
 
 
 @pytest.mark.timeout(240)
-async def test_a_group_that_is_late_holds_up_nothing_and_is_written_once_it_is_there(
-    local_ray: str, tmp_path: Path
-) -> None:
+async def test_a_late_group_holds_up_nothing_and_is_written_once_it_is_there(local_ray: str, tmp_path: Path) -> None:
     slow, once = start(Slow, "slow", options={}), tmp_path / "once"
     small, late, plain = (make_scored(f"0/{n}/s") for n in range(3))
     large = make_group(make_prompt("1/0/s"), versions=np.zeros(MANY_TOKENS, dtype=int).tolist())

@@ -108,9 +108,7 @@ DEADLINE_S = 1800.0
 
 
 @pytest.mark.timeout(2400)
-def test_zero_ranks_restore_the_checkpoint_before_the_divergence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zero_ranks_restore_a_checkpoint_before_the_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOBULA_TASKS", str(TASK))
     words = (
         "experiment=digits", "resources=laptop", "rewards=largest_digit", "learner=deepspeed", "learner.zero_stage=3",

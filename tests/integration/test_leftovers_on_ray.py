@@ -111,9 +111,7 @@ def is_agent(leftover: Leftover) -> bool:
 
 
 @pytest.mark.timeout(400)
-def test_an_orphan_in_a_session_of_its_own_is_found_by_its_mark_and_ended_by_its_id(
-    killed: ProcessId, tmp_path: Path, ray_folder: Path
-) -> None:
+def test_an_orphan_in_its_own_session_is_found_and_ended(killed: ProcessId, tmp_path: Path, ray_folder: Path) -> None:
     orphan_id = f"process-{killed.pid}-{killed.start_ticks}"
     wait_until(
         lambda: [found.id for found in of_run("killed", tmp_path) if not is_agent(found)][:-1] == [orphan_id],

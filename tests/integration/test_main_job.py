@@ -70,9 +70,7 @@ def test_the_final_line_prints_both_accuracies_and_the_reports_path(on_policy: J
     assert last.endswith(str(on_policy.run_folder / "report.html"))
 
 
-def test_a_suite_is_evaluated_with_its_own_decoding_and_its_responses_are_kept(
-    on_policy: Job, report: RunFolder
-) -> None:
+def test_a_suite_is_evaluated_with_its_own_decoding_and_responses_are_kept(on_policy: Job, report: RunFolder) -> None:
     before, after = report.suites["sampled"]
     assert (before.version, after.version, before.num) == (0, 4, 8 * 4)
     assert before.values["pass_at_1"] == pytest.approx(before.accuracy)

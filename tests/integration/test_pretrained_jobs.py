@@ -63,9 +63,7 @@ def job_in(folder: Path, source: Path, data: Path, *words: str, small: tuple[str
     ],
     ids=["full", "full-staleness", "lora-staleness", "adapters", "bfloat16", "bfloat16-lora-staleness"],
 )
-def test_engine_and_learner_agree_in_every_step(
-    tmp_path: Path, source: Path, words: tuple[str, ...], mean_bound: float
-) -> None:
+def test_engine_and_learner_agree(tmp_path: Path, source: Path, words: tuple[str, ...], mean_bound: float) -> None:
     with job_in(tmp_path, source, source / "sums", "experiment=sums", "num_steps=4", *words) as job:
         job.finish(job.start())
     found = read_run_folder(job.run_folder)

@@ -120,9 +120,7 @@ async def test_prompts_of_workers_equal_those_of_the_driver_through_a_loss(local
     assert store.num_bytes_unique == prepared.media.num_bytes_unique
 
 
-async def test_files_of_the_web_are_downloaded_by_the_workers_alone(
-    local_ray: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_web_files_come_by_workers_alone(local_ray: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver, whose HTTP client fails, gets the prompts that it makes of the same files without workers."""
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)

@@ -179,9 +179,7 @@ def test_a_rank_that_is_killed_in_a_step_costs_nothing_but_time(unharmed: Ended,
 
 
 @pytest.mark.parametrize("version", [1, 4])
-def test_a_run_that_is_killed_in_a_step_and_resumed_ends_with_the_same_weights(
-    unharmed: Ended, tmp_path: Path, version: int
-) -> None:
+def test_a_run_that_is_killed_in_a_step_has_the_same_weights(unharmed: Ended, tmp_path: Path, version: int) -> None:
     """The critic trains on the step when its driver is killed; journal and checkpoints are what is left."""
     job, saboteur = job_in(tmp_path), Saboteur(tmp_path)
     saboteur.plan(f"critic_trains_{version}", victim="driver", signal=signal.SIGKILL)

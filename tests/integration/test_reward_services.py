@@ -227,9 +227,7 @@ def spawn_worker(plugin_folder: Path) -> Any:
     )
 
 
-async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(
-    local_ray: str, plugin_folder: Path
-) -> None:
+async def test_a_killed_worker_and_functions_that_fail_lose_nothing(local_ray: str, plugin_folder: Path) -> None:
     class Hosts:
         async def start(self, index: int) -> Any:
             return spawn_worker(plugin_folder)

@@ -152,9 +152,7 @@ def kill_actor(process: subprocess.Popen[bytes], name: str) -> None:
     raise AssertionError(f"no process of {name} runs")
 
 
-def test_a_disk_that_takes_no_results_ends_the_command_and_a_restart_continues(
-    model: Path, tmp_path: Path, port: int
-) -> None:
+def test_a_full_disk_ends_the_command_and_a_restart_continues(model: Path, tmp_path: Path, port: int) -> None:
     refuse = "CREATE TRIGGER full BEFORE UPDATE ON requests BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
     process = start(model, tmp_path / "service", port)
     try:
@@ -193,9 +191,7 @@ def logprobs_of_peft(model: Path, adapter: Path, tokens: list[int]) -> np.ndarra
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
-def test_every_loss_runs_and_checkpoints_continue_and_are_downloaded_for_peft(
-    model: Path, tmp_path: Path, port: int
-) -> None:
+def test_every_loss_runs_and_checkpoints_continue_and_are_sent_for_peft(model: Path, tmp_path: Path, port: int) -> None:
     with serving(model, tmp_path / "service", port), connect(address(port)) as service:
         rest = service.create_rest_client()
         training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
@@ -244,9 +240,7 @@ def test_every_loss_runs_and_checkpoints_continue_and_are_downloaded_for_peft(
         pytest.param(["sampler=vllm"], id="vllm"),
     ],
 )
-def test_all_weights_of_one_model_are_trained_sampled_and_survive_kills(
-    model: Path, tmp_path: Path, port: int, words: list[str]
-) -> None:
+def test_all_weights_train_sample_and_survive_kills(model: Path, tmp_path: Path, port: int, words: list[str]) -> None:
     words = [*words, "training_service.weights=full"]
     process = start(model, tmp_path / "service", port, *words)
     try:

@@ -62,9 +62,7 @@ def test_parts_in_a_row_are_slower_than_the_slowest() -> None:
         (0.0, None, True, True),
     ],
 )
-def test_a_claim_holds_on_its_side_of_the_target(
-    ratio: float, target: float | None, at_least: bool, holds: bool
-) -> None:
+def test_a_claim_holds_on_its_side_of_a_target(ratio: float, target: float | None, at_least: bool, holds: bool) -> None:
     assert Claim("a / b", ratio, target, at_least).holds is holds
 
 

@@ -172,9 +172,7 @@ def test_run_that_ends_on_purpose_prints_why(
     assert "Traceback" not in result.output
 
 
-def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_reads_the_configuration_of_a_run_and_sets_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.yaml").write_text(
         dump_config(load_config(["experiment=digits", "learner.learning_rate=3e-4"])), encoding="utf-8"
     )
@@ -350,9 +348,7 @@ def test_status_shows_the_run_that_was_asked_for(monkeypatch: pytest.MonkeyPatch
     assert runs.found == [("digits", None, "10.0.0.1:6379"), (None, Path("some/run"), None)]
 
 
-def test_status_of_a_run_that_is_over_is_one_line_and_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_of_a_finished_run_is_one_line_and_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "digits").mkdir(parents=True)
     result = mobula("status", "digits")
@@ -386,9 +382,7 @@ def test_a_scale_request_that_makes_no_sense_is_explained(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "words", ["rollout=0", "reward=10001", "rollout=99999999999999999999999", "reward=" + "9" * 5000]
 )
-def test_a_number_that_no_role_can_have_is_refused_before_the_run_is_asked(
-    monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
+def test_a_number_that_no_role_can_have_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     runs = FakeRuns(monkeypatch)
     result = mobula("scale", "reference=2", words)
     assert result.exit_code == 2 and runs.found == []

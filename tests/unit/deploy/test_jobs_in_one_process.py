@@ -73,9 +73,7 @@ def steps_of(folder: Path) -> list[StepRecord]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["sft", "dpo"])
-def test_the_screen_before_the_first_step_names_the_objective_and_the_size_of_a_checkpoint(
-    base: Path, tmp_path: Path, job: str
-) -> None:
+def test_the_screen_before_the_first_step_names_objective_and_checkpoint(base: Path, tmp_path: Path, job: str) -> None:
     config = offline_config(job, *words(base, {"sft": "sft", "dpo": "pairs"}[job], tmp_path))
     plan = plan_placement(config.resources, [NodeResources("laptop", 2, 0)], needed_roles(config))
     text = overview(prepare(config, lambda media: media), plan, 0)

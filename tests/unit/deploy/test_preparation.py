@@ -72,9 +72,7 @@ def refused(run: RunConfig, message: str) -> None:
         prepare(run, lambda media: media)
 
 
-def test_a_run_is_made_of_what_the_config_names_and_stores_images_through_the_given_function(
-    shared: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_made_of_what_the_config_names_and_stores_images_as_given(shared: Path, tmp_path: Path) -> None:
     stored: list[object] = []
     prepared = prepare(config(shared, tmp_path), lambda media: stored.append(media) or len(stored))
     assert prepared.model_folder == shared / "model"
@@ -129,9 +127,7 @@ def test_the_run_folder_holds_the_resolved_config_and_latest_points_at_it(shared
 
 
 @pytest.mark.parametrize("others", [(), ("earlier",)])
-def test_a_refused_start_leaves_no_folder_behind_and_latest_where_it_was(
-    shared: Path, tmp_path: Path, others: tuple[str, ...]
-) -> None:
+def test_a_refused_start_leaves_folder_and_latest_alone(shared: Path, tmp_path: Path, others: tuple[str, ...]) -> None:
     for name in others:
         make_run_folder(config(shared, tmp_path, f"name={name}"))
     run = config(shared, tmp_path)
@@ -498,9 +494,7 @@ def config_of(folder: Path, *words: str) -> RunConfig:
     return load_config(overridden(shared, words))
 
 
-async def test_a_step_has_its_rows_with_their_images_and_unusable_ones_are_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_has_rows_with_images_and_others_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles.ray, "put", lambda value: value)
     prepared = prepare(config_of(folder), lambda value: value)
     assert [(skipped.sample, skipped.reason) for skipped in prepared.skipped] == [("long", "too_long")]

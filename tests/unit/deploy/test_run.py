@@ -59,9 +59,7 @@ def logged(folder: Path, console: Console) -> None:
         logger.warning("failed: %s", RED, exc_info=True)
 
 
-def test_off_a_terminal_every_line_has_its_time_and_none_is_broken_or_coloured(
-    tmp_path: Path, restored_logging: None
-) -> None:
+def test_off_a_terminal_lines_have_times_and_none_is_broken_or_coloured(tmp_path: Path, restored_logging: None) -> None:
     screen = io.StringIO()
     logged(tmp_path, Console(file=screen, width=20))
     lines = screen.getvalue().splitlines()
@@ -93,9 +91,7 @@ def test_a_log_that_cannot_be_written_is_named_once_and_costs_its_lines_alone(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_thread_that_ends_with_an_error_is_one_line(
-    tmp_path: Path, restored_logging: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_thread_is_one_line(tmp_path: Path, restored_logging: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     screen = io.StringIO()
     set_up_logging(Console(file=screen))
@@ -189,9 +185,7 @@ def test_the_summary_of_an_earlier_part_is_not_that_of_a_part_that_was_killed(ru
 @pytest.mark.parametrize(
     ("word", "said"), [("nowhere", "there is no run in nowhere"), (".", "give the run's FOLDER, or its NAME below")]
 )
-def test_a_folder_that_is_no_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
-) -> None:
+def test_a_folder_without_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     found = CliRunner().invoke(app, ["report", word])
     assert found.exit_code == 2 and said in found.stderr
@@ -463,9 +457,7 @@ def moved(folder: Path, model: Path) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-def test_the_newest_checkpoint_or_a_chosen_one_is_written_once(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newest_or_chosen_step_is_written_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_folder(tmp_path, tiny_config(model), (0, 2))
     assert "step 2 of" in exported(run)
     assert moved(run / "export" / "step-000002", model) == pytest.approx(2)

@@ -103,9 +103,7 @@ def test_a_cluster_that_does_not_answer_costs_the_deadline(silence: str, monkeyp
 
 
 @pytest.mark.parametrize("failure", [DeadlineError("waited 60 s"), WorkerDiedError("its cluster is gone")])
-def test_a_run_that_ends_while_it_is_asked_is_reported_as_over(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
+def test_a_run_that_ends_while_asked_is_over(runs: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
     def end(*args: object) -> None:
         (runs / "digits" / RECORD_FILE).unlink(missing_ok=True)
         (runs / "digits" / "summary.json").write_text(json.dumps({"status": "done"}))

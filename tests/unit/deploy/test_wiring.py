@@ -91,7 +91,7 @@ async def killed_during_the_evaluation(folder: Path, interval: int = 5, has_eval
     return run
 
 
-async def test_a_step_that_was_trained_beside_an_evaluation_is_left_to_the_loop_until_the_evaluation_is_there(
+async def test_a_step_beside_an_evaluation_is_left_to_the_loop_until_the_evaluation_is_there(
     tmp_path: Path,
 ) -> None:
     found = recovered(await killed_during_the_evaluation(tmp_path / "a"), 5)

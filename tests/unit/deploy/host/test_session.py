@@ -191,9 +191,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[str
     return asked
 
 
-def test_a_token_comes_from_the_variable_its_file_or_the_file_that_ray_reads(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_comes_from_a_variable_its_file_or_that_of_ray(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PreflightError, match=r"needs a token, and ~/.ray/auth_token has none .*set RAY_AUTH_TOKEN, or"):
         set_auth("token")
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
@@ -217,9 +215,7 @@ def test_an_unknown_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_auth()
 
 
-def test_a_refused_client_learns_what_to_set_and_the_token_is_not_repeated(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_client_learns_what_to_set_but_no_token(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, AuthenticationError("InvalidAuthToken"))
     with pytest.raises(PreflightError, match=f"cluster at {address} asks for a token, and .*set RAY_AUTH_MODE=token"):
         check_admission(address)
@@ -231,9 +227,7 @@ def test_a_refused_client_learns_what_to_set_and_the_token_is_not_repeated(
 
 
 @pytest.mark.parametrize("error", [None, RpcError("busy")])
-def test_a_cluster_that_admits_or_is_busy_is_left_to_ray(
-    error: Exception | None, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_clusters_are_left_to_ray(error: Exception | None, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, error)
     check_admission(address)
 

@@ -134,9 +134,7 @@ def test_templates_of_released_structure_have_no_finding(text_model: Path, name:
         (DROPS_SYSTEM, "drops the text of the system turn"),
     ],
 )
-def test_a_system_prompt_that_the_template_does_not_take_is_refused(
-    text_model: Path, template: str, problem: str
-) -> None:
+def test_a_system_prompt_that_no_template_takes_is_refused(text_model: Path, template: str, problem: str) -> None:
     assert found(text_model, template) == []
     [(key, message)] = found(text_model, template, "data.system_prompt=Be brief.")
     assert key == "data.system_prompt"
@@ -433,9 +431,7 @@ def test_a_configuration_is_decided_once_and_stays_so(
     assert journal_identity(found) != journal_identity(config), "undecided, it is of another learner"
 
 
-def test_paths_are_those_of_the_folder_of_the_command_and_names_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_those_of_the_folder_here_and_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def reward(request):\n    return 0.0\n")
     (tmp_path / "rows").mkdir()

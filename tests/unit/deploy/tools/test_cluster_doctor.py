@@ -62,9 +62,7 @@ def test_a_node_that_is_like_the_first_is_fit() -> None:
         ({"free_shared_memory": 1024}, "disk", Verdict.WARNING, "/dev/shm 0.0 GiB"),
     ],
 )
-def test_what_differs_is_named_with_an_action(
-    changes: dict[str, object], title: str, verdict: Verdict, message: str
-) -> None:
+def test_differences_name_an_action(changes: dict[str, object], title: str, verdict: Verdict, message: str) -> None:
     every = found(**changes)
     assert every[title][0] is verdict and message in every[title][1] and every[title][2]
     assert all(verdict is Verdict.OK for name, (verdict, _, _) in every.items() if name != title)

@@ -132,9 +132,7 @@ def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("command", [("convert", "new"), ("inspect",)])
-def test_an_option_of_another_reader_is_refused_before_the_data_are_opened(
-    tmp_path: Path, command: tuple[str, ...]
-) -> None:
+def test_an_option_of_another_reader_is_refused_before_data_are_read(tmp_path: Path, command: tuple[str, ...]) -> None:
     for word in ("data.huggingface.subset=hard", "data.huggingface.streamed_rows=5"):
         found = run(*command, "data=jsonl", f"data.path={tmp_path / 'none'}", word)
         assert found.exit_code == 2

@@ -394,9 +394,7 @@ def png(colour: int) -> bytes:
     return content.getvalue()
 
 
-def test_pictures_of_the_data_are_evidence_with_paths_in_json_and_embedded_in_the_report(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_pictures_of_the_data_are_evidence_in_json_and_in_the_report(config: RunConfig, tmp_path: Path) -> None:
     shown = [checks.PicturedRow("row-3", (png(1), png(2)))]
     found = findings(replace(material(config), read_data=lambda: survey(num_blank=200, blank=shown)))["pictures"]
     [written] = with_files([found], tmp_path)

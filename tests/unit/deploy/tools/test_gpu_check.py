@@ -138,9 +138,7 @@ def test_without_a_gpu_only_the_first_stage_runs_and_says_why(machine: Path) -> 
     ids=" ".join,
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_configurations_of_the_stages_are_valid_on_each_device(
-    own: tuple[str, ...], device: str, tmp_path: Path
-) -> None:
+def test_configurations_of_stages_are_valid_on_each_device(own: tuple[str, ...], device: str, tmp_path: Path) -> None:
     context = Context(device, tmp_path)
     words = own if "experiment=glyphs_grpo" in own else overrides(*own)
     if device == "cpu" and own == ("sampler=vllm", *training.SPLIT):

@@ -239,9 +239,7 @@ def test_without_its_environment_nothing_runs(asked: LmmsEval) -> None:
         evaluate(asked, lambda line: None)
 
 
-def test_the_artifact_holds_scores_samples_and_versions(
-    play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_artifact_has_scores_samples_versions(play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"mini": {"alias": "mini", "anls,none": 0.5}, "other": {"exact_match,none": 1.0}}
     leave(play, monkeypatch, rows, {"mini": [sample("a"), sample("")], "other": [sample("b")]})
     path, artifact = evaluate(asked, lambda line: None)

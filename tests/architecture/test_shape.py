@@ -11,9 +11,7 @@ import pytest
 from sources import ROOT, Source, parse, sources
 
 NAMES_OF_MODELS = ("learner/policies/families/", "learner/policies/tiny/")
-TOP_FOLDERS = {"actors", "benchmarks", "cluster", "configs", "deploy", "docs", "examples", "learner", "rewards"} | {
-    "tests"
-}
+TOP_FOLDERS = {*"actors benchmarks cluster configs deploy docs examples learner rewards tests".split()}
 
 
 def ignored_folders() -> set[str]:

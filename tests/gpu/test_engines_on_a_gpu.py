@@ -31,9 +31,8 @@ CLOSE = 0.2  # nat, largest, bfloat16
 
 
 async def started(folder: Path, index: int, *words: str) -> Engine:
-    engine = await asyncio.to_thread(
-        start_actor, open_model(folder, *WORDS, EAGER, *words), "vllm", index, SkippingActor
-    )
+    model = open_model(folder, *WORDS, EAGER, *words)
+    engine = await asyncio.to_thread(start_actor, model, "vllm", index, SkippingActor)
     await engine.client.start()
     return engine
 

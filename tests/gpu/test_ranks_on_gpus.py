@@ -42,10 +42,9 @@ pytestmark = [
 
 def _trained(num_ranks: int, words: tuple[str, ...], model: Path, out: Path) -> dict:
     out.mkdir()
-    multiprocessing.set_forkserver_preload(["backend_run"])
-    mp.start_processes(
-        train_on_gpu, args=(num_ranks, (*ON_GPUS, *words), model, out), nprocs=num_ranks, start_method="forkserver"
-    )
+    multiprocessing.set_forkserver_preload(["gpu_rank"])
+    args = (num_ranks, (*ON_GPUS, *words), model, out)
+    mp.start_processes(train_on_gpu, args=args, nprocs=num_ranks, start_method="forkserver")
     return torch.load(out / "seen.pt", map_location="cpu")
 
 

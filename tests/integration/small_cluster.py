@@ -263,9 +263,8 @@ class SmallRun:
 
     def _regenerator(self, dispatcher: RolloutDispatcher) -> GroupRegenerator:
         groups, on_lost = LiveGroups(self.prompts, ray.put), lambda kind: self._lost(f"group_{kind}")
-        regenerator = GroupRegenerator(
-            self.replay, groups, dispatcher.sample_again, timeout_s=OBJECT_S, on_lost=on_lost
-        )
+        again = dispatcher.sample_again
+        regenerator = GroupRegenerator(self.replay, groups, again, timeout_s=OBJECT_S, on_lost=on_lost)
         self._learner.lost_ranks.recall = regenerator.recall
         return regenerator
 

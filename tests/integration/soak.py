@@ -155,10 +155,7 @@ async def soak(folder: Path, seconds: float, seed: int) -> Outcome:
             raise _Over
 
     run = SmallRun(folder, SHAPE, on_version=until_over, metrics=outcome.ledger)
-    beside = [
-        asyncio.create_task(_sabotage(run, outcome, random.Random(seed))),
-        asyncio.create_task(_look(run, outcome)),
-    ]
+    beside = [*map(asyncio.create_task, (_sabotage(run, outcome, random.Random(seed)), _look(run, outcome)))]
     going = asyncio.create_task(run.go())
     try:
         await asyncio.wait({going, *beside}, return_when=asyncio.FIRST_COMPLETED)

@@ -89,9 +89,8 @@ def test_ranks_train_all_weights_as_one_process(ran: Path, name: str) -> None:
     out.mkdir()
     words = ("learner=fsdp2", f"resources.learner.num_workers={number}", *overrides)
     config = config_of(ran / "model", *words)
-    mp.start_processes(
-        follow_on_ranks, args=(config, number, out, ran / "one" / "state"), nprocs=number, start_method="forkserver"
-    )
+    args = (config, number, out, ran / "one" / "state")
+    mp.start_processes(follow_on_ranks, args=args, nprocs=number, start_method="forkserver")
     [one], ranks = seen_by(ran / "one", 1), seen_by(out, number)
     assert_equal_results(ranks, one, atol=1e-5)
     for rank in ranks:

@@ -175,9 +175,8 @@ def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(tmp_
     found = json.loads((tmp_path / "seen" / JSON_FILE).read_text())
     good, hung = ([e for e in found["episodes"] if bool(e["failure"]) is failed] for failed in (False, True))
     assert [episode["reward"] for episode in good] == [6.0, 6.0]  # turns 1, 2 and 3
-    assert [(e["reward"], e["failure"].partition(":")[0], len(e["turns"])) for e in hung] == [
-        (None, "timed_out", 1)
-    ] * 2
+    ends = [(e["reward"], e["failure"].partition(":")[0], len(e["turns"])) for e in hung]
+    assert ends == [(None, "timed_out", 1)] * 2
     assert all(len(e["turns"]) == 3 and len(e["turns"][0]["images"]) == 1 for e in good)
     named = {name for e in found["episodes"] for t in e["turns"] for name in t["images"]}
     assert named <= {path.name for path in (tmp_path / "seen" / IMAGES).iterdir()}

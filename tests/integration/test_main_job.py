@@ -206,9 +206,8 @@ def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resume
     assert recovered["steps"] >= 1
     assert recovered.keys() <= {"steps", "groups"}, "nothing was lost"
     # The checkpoint of version 2 is written beside training: the kill may have come before it was complete.
-    assert re.search(
-        r"recovered from version [02] to [3-5] by the journal", (resumed.run_folder / "run.log").read_text()
-    )
+    log = (resumed.run_folder / "run.log").read_text()
+    assert re.search(r"recovered from version [02] to [3-5] by the journal", log)
 
 
 @pytest.mark.exhaustive
@@ -241,9 +240,8 @@ def test_the_audit_holds_with_vllm_and_after_a_kill_with_staleness_1(on_policy: 
 
 def test_no_step_is_missing_or_twice_after_a_resume(resumed: Job) -> None:
     assert resumed.steps == list(range(1, RESUMED_STEPS + 1))
-    evaluated = [
-        r.version for r in read_records(resumed.run_folder / "metrics.jsonl") if isinstance(r, EvaluationRecord)
-    ]
+    records = read_records(resumed.run_folder / "metrics.jsonl")
+    evaluated = [record.version for record in records if isinstance(record, EvaluationRecord)]
     assert evaluated == [0, RESUMED_STEPS]
 
 

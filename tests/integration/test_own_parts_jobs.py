@@ -118,9 +118,8 @@ def test_a_run_of_relative_files_in_a_directory_outside_of_the_repository(tmp_pa
 def write_sums(folder: Path) -> Path:
     """Questions without images, in every split."""
     folder.mkdir()
-    lines = [
-        json.dumps({"question": f"What is the sum of {n} and {n % 7}?", "answer": n + n % 7}) + "\n" for n in range(20)
-    ]
+    rows = [{"question": f"What is the sum of {n} and {n % 7}?", "answer": n + n % 7} for n in range(20)]
+    lines = [json.dumps(row) + "\n" for row in rows]
     for split in ("train", "validation", "test"):
         (folder / f"{split}.jsonl").write_text("".join(lines))
     return folder

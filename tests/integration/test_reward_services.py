@@ -186,9 +186,7 @@ def test_a_judge_on_vllm_sees_and_scores(chat_url: str) -> None:
     made_to = evaluate_batch(build_function("judge", options, tools), requests)
     assert all(isinstance(outcome, Score) and 1 <= outcome.value <= 5 for outcome in made_to), made_to
     free_to = evaluate_batch(build_function("judge", {**options, "extra": {}}, tools), requests)
-    assert all(isinstance(outcome, ScoringFailure) and "gave no score" in outcome.reason for outcome in free_to), (
-        free_to
-    )
+    assert all(isinstance(it, ScoringFailure) and "gave no score" in it.reason for it in free_to), free_to
 
 
 PLUGIN = """

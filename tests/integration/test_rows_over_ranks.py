@@ -143,10 +143,8 @@ def _rank(rank: int, num_ranks: int, out: Path) -> None:
         kept = kept_bytes(partial(policy, long, PLAIN), policy.parameters())
         torch.save((policy(batch, PLAIN), kept), out / f"{name}-{num_ranks}-{rank}")
     for name in TREES:
-        torch.save(
-            _of_tree(ranks, out / name, out / f"{name}-media-{num_ranks}-{rank}"),
-            out / f"tree-{name}-{num_ranks}-{rank}",
-        )
+        of = f"{num_ranks}-{rank}"
+        torch.save(_of_tree(ranks, out / name, out / f"{name}-media-{of}"), out / f"tree-{name}-{of}")
     for is_frozen in (False, True):
         torch.save(_of_images(ranks, out / "images", is_frozen), out / f"images-{is_frozen}-{num_ranks}-{rank}")
     dist.destroy_process_group()
@@ -273,9 +271,8 @@ def filed(groups: Sequence[ScoredGroup], folder: Path) -> list[ScoredGroup]:
         logprobs = [rng.normal(-5, 0.1, size=t.num_steps).astype(np.float32) for t in scored.group.trajectories]
         for name, value in (("group", scored.group), ("logprobs", logprobs)):
             (folder / f"{n}-{name}").write_bytes(pickle.dumps(value))
-        found.append(
-            replace(scored, group=Filed(folder / f"{n}-group"), reference_logprobs=Filed(folder / f"{n}-logprobs"))
-        )
+        group, reference = Filed(folder / f"{n}-group"), Filed(folder / f"{n}-logprobs")
+        found.append(replace(scored, group=group, reference_logprobs=reference))
     return found
 
 

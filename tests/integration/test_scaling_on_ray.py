@@ -152,9 +152,8 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
         load = Load(run.rewards, num_at_a_time=24)
         await until(lambda: load.scored)
         assert await run.scale(reward=3) == (RoleOutcome("reward", 3, ""),)
-        await until(
-            lambda: list(states(run.rewards.services["reward"].pool.status()).values()) == [WorkerState.SERVING] * 3
-        )
+        pool = run.rewards.services["reward"].pool
+        await until(lambda: list(states(pool.status()).values()) == [WorkerState.SERVING] * 3)
         await until(lambda: all(worker.num_in_flight for worker in run.rewards.services["reward"].pool.status()))
         all_serving = {f"reward/{i}": WorkerState.SERVING for i in range(3)}
         async with asyncio.timeout(ASK_S):  # what is asked for was posted a while ago

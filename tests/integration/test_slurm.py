@@ -18,11 +18,8 @@ WHY_NOT = reason_against()
 SCRIPT = REPOSITORY / "deploy" / "slurm" / "mobula.sbatch"
 RUN_S = 900.0
 NUM_STEPS = 40
-pytestmark = [
-    pytest.mark.matrix,
-    pytest.mark.timeout(2400),
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+without_slurm = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(2400), without_slurm]
 
 
 def num_steps(folder: Path) -> int:

@@ -57,9 +57,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 def has_node(cluster: Guarded) -> bool:
-    request = urllib.request.Request(
-        f"{cluster.dashboard}/nodes?view=summary", headers={"Authorization": f"Bearer {TOKEN}"}
-    )
+    admitted = {"Authorization": f"Bearer {TOKEN}"}
+    request = urllib.request.Request(f"{cluster.dashboard}/nodes?view=summary", headers=admitted)
     with suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
         nodes = json.load(answer)["data"]["summary"]
         return any(node["raylet"].get("state") == "ALIVE" for node in nodes)

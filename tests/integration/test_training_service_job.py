@@ -386,9 +386,8 @@ def test_images_are_trained_and_sampled(tmp_path: Path, port: int, sampler: str)
             assert tokenizer.decode(sampled.tokens) == colour, "the text is the same, so the picture is read"
         train_captured(service, model, tmp_path / "captured")
         chunks = rows[0].model_input.chunks
-        many = types.Datum(
-            model_input=types.ModelInput(chunks=[chunks[1], *chunks]), loss_fn_inputs=rows[0].loss_fn_inputs
-        )
+        images = types.ModelInput(chunks=[chunks[1], *chunks])
+        many = types.Datum(model_input=images, loss_fn_inputs=rows[0].loss_fn_inputs)
         with pytest.raises(tinker.RequestFailedError, match="has 2 images, and the service takes 1"):
             training.forward([many], "cross_entropy").result()
 
@@ -426,9 +425,8 @@ def run_recipe(recipe: str, model: Path, folder: Path, port: int, timeout_s: flo
     return [json.loads(line) for line in lines]
 
 
-without_cookbook = pytest.mark.skipif(
-    not COOKBOOK.exists(), reason="no environment of tinker-cookbook: make tinker-cookbook"
-)
+NO_COOKBOOK = "no environment of tinker-cookbook: make tinker-cookbook"
+without_cookbook = pytest.mark.skipif(not COOKBOOK.exists(), reason=NO_COOKBOOK)
 
 
 @without_cookbook

@@ -25,11 +25,8 @@ from mobula.configs.overrides import overridden
 WHY_NOT = reason_against()
 START_S = 240.0
 PORT = 6399
-pytestmark = [
-    pytest.mark.matrix,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+without_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1800), without_hosts]
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,8 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     with two_hosts() as (head, other):
         found = Pair(head, other, tmp_path)
         try:
-            processes.append(
-                ray_node(head, "--head", f"--port={PORT}", f"--temp-dir={sessions}", "--include-dashboard=false")
-            )
+            words = ("--head", f"--port={PORT}", f"--temp-dir={sessions}", "--include-dashboard=false")
+            processes.append(ray_node(head, *words))
             wait_until(lambda: num_nodes(found) == 1, START_S, lambda: "the head")
             processes.append(ray_node(other, f"--address={found.address}", **request.param))
             wait_until(lambda: num_nodes(found) == 2, START_S, lambda: "two nodes")

@@ -82,9 +82,8 @@ class LocalRun:
         tools = self._tools = Tools.timed(1, timeouts.reward_s, timeouts.start_s, "cpu", "float32")
         self._rewards = RewardScoring(config.rewards, None, tools)
         self._source: PromptSource[Any, Prompt] = self._prepared.source()
-        self._log: TrajectoryLog | None = (
-            trajectory_log(config.run_folder, config) if config.replay.trajectory_log else None
-        )
+        is_kept = config.replay.trajectory_log
+        self._log: TrajectoryLog | None = trajectory_log(config.run_folder, config) if is_kept else None
         folder = config.run_folder
         samples = SampleKeeper(
             folder / SAMPLES_FILE,
@@ -96,9 +95,8 @@ class LocalRun:
             timeout_s=1.0,
         )
         sink = JsonlSink(folder / METRICS_FILE, version=0)
-        self._metrics = Metrics(
-            [sink], time.perf_counter, accuracy_component=config.rewards.accuracy_component, samples=[samples]
-        )
+        accuracy = config.rewards.accuracy_component
+        self._metrics = Metrics([sink], time.perf_counter, accuracy_component=accuracy, samples=[samples])
 
     async def run(self) -> None:
         """Warm start, then the steps of the run."""

@@ -122,9 +122,8 @@ def test_overtaken_stragglers_get_over_age_and_the_learner_waits_less() -> None:
     overtaking = simulate(load, max_staleness=1, max_concurrent=100, order=OvertakingOrder)
     assert waiting.max_age <= 1 < overtaking.max_age
     assert overtaking.step_s < waiting.step_s
-    assert (
-        len({prompt_id for step in overtaking.trained for prompt_id in step}) == load.num_steps * load.prompts_per_step
-    )
+    ids = {prompt_id for step in overtaking.trained for prompt_id in step}
+    assert len(ids) == load.num_steps * load.prompts_per_step
 
 
 def test_the_same_run_is_simulated_the_same_twice() -> None:

@@ -282,9 +282,8 @@ def test_a_resume_and_an_export_unpickle_no_name_at_all(model: Path, tmp_path: P
     """Python reports each name that a pickle of any library looks up, and each code object that is executed."""
     paths = [path for path in sys.path if path]
     script = f"import sys; sys.path[:0] = {paths!r}\n{WATCHED}"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), str(model)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", script, str(tmp_path), str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     names, files = map(json.loads, done.stdout.splitlines()[-2:])
     assert names == []

@@ -57,10 +57,8 @@ def test_a_family_that_conforms_has_a_row_and_no_note() -> None:
 
 def test_architectures_with_one_kind_of_embeddings_are_named() -> None:
     both = [comparison(), comparison(is_tied=True)]
-    always, never = (
-        comparison(name="gemma3", model_type="gemma3", is_tied=True),
-        comparison(name="llama", model_type="llama"),
-    )
+    always = comparison(name="gemma3", model_type="gemma3", is_tied=True)
+    never = comparison(name="llama", model_type="llama")
     text = page([*both, always, never])
     assert "always tied, whatever `tie_word_embeddings` says: `gemma3`." in text
     assert "always untied, whatever `tie_word_embeddings` says: `llama`." in text

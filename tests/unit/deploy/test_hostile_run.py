@@ -53,9 +53,8 @@ def run(tmp_path: Path) -> Path:
     for seq, row in enumerate(rows):
         if row["kind"] == "started":
             row["body"]["run"] = HOSTILE
-        row["body"] = (
-            row["body"] | {"status": HOSTILE} | ({"receivers": {HOSTILE: HOSTILE}} if row["kind"] == "pushed" else {})
-        )
+        receivers = {"receivers": {HOSTILE: HOSTILE}} if row["kind"] == "pushed" else {}
+        row["body"] = row["body"] | {"status": HOSTILE} | receivers
         line, previous = encode(seq, previous, row["at_s"], row["kind"] if seq % 5 else HOSTILE, row["body"])
         content += line
     (folder / AUDIT_FILE).write_bytes(content)
@@ -102,9 +101,7 @@ def test_diagnose_compare_and_report(tmp_path: Path) -> None:
 def test_errors_and_rows_that_quote_a_run(tmp_path: Path, words: list[str]) -> None:
     folder = tmp_path / "a\x1b]0;t\x07\x9b31mb"
     folder.mkdir()
-    row = json.dumps(
-        {"id": HOSTILE, "prompt": HOSTILE, HOSTILE: HOSTILE, "predictions": [HOSTILE], "references": HOSTILE}
-    )
+    row = json.dumps({**dict.fromkeys(("id", "prompt", HOSTILE, "references"), HOSTILE), "predictions": [HOSTILE]})
     (folder / "rows.jsonl").write_text(f"{row}\n{HOSTILE}\n", encoding="utf-8")
     for name in ("train", "validation", "test"):
         (folder / f"{name}.jsonl").write_text(f"{row}\n", encoding="utf-8")

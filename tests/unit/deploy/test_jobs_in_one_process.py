@@ -99,9 +99,8 @@ async def test_sft_lowers_the_loss_of_the_assistants_tokens(base: Path, tmp_path
 
 @pytest.mark.slow
 async def test_a_reward_model_ranks_held_out_pairs_and_scores_in_the_reward_pool(base: Path, tmp_path: Path) -> None:
-    config = offline_config(
-        "reward_model", *words(base, "forms", tmp_path, "num_steps=15", "learner.learning_rate=0.003")
-    )
+    own = words(base, "forms", tmp_path, "num_steps=15", "learner.learning_rate=0.003")
+    config = offline_config("reward_model", *own)
     run = OfflineRun(config)
     metrics = await run.go()
     assert metrics.totals.evaluations[-1].accuracy > 0.9
@@ -204,9 +203,8 @@ def test_rows_that_cannot_be_used_are_counted_and_named(base: Path, tmp_path: Pa
     shutil.copytree(base / "digits" / "images", tmp_path / "images")
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = offline_config(
-        "dpo", f"policy.model={base / 'model'}", f"data.path={tmp_path}", "data.max_skipped_fraction=1"
-    )
+    own = (f"policy.model={base / 'model'}", f"data.path={tmp_path}", "data.max_skipped_fraction=1")
+    config = offline_config("dpo", *own)
     prepared = prepare(config, lambda value: value)
     assert count_by_reason(prepared.splits["train"].skipped) == {"missing_pair": 1, "missing_file": 1, "too_long": 1}
 
@@ -524,7 +522,6 @@ def test_rows_that_cannot_be_used_are_named(folder: Path, tmp_path: Path) -> Non
 def test_sharded_weights_of_deepspeed_are_not_exchanged_with_the_initial_ones(folder: Path, tmp_path: Path) -> None:
     words = ("learner=deepspeed", "resources.learner.num_workers=2")
     config(folder, tmp_path, *words, "learner.zero_stage=2")
-    with pytest.raises(
-        ConfigError, match=r"offline\.job=dpo of a flow model .*set learner\.zero_stage=2, or use learner=fsdp2"
-    ):
+    message = r"offline\.job=dpo of a flow model .*set learner\.zero_stage=2, or use learner=fsdp2"
+    with pytest.raises(ConfigError, match=message):
         config(folder, tmp_path, *words, "learner.zero_stage=3")

@@ -229,9 +229,8 @@ def test_a_run_folder_that_cannot_be_written_is_named(shared: Path, tmp_path: Pa
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(
-        PreflightError, match=r"policy\.model=.*model is no checkpoint folder \(it has no config\.json\)"
-    ):
+    message = r"policy\.model=.*model is no checkpoint folder \(it has no config\.json\)"
+    with pytest.raises(PreflightError, match=message):
         ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
 
 

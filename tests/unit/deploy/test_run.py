@@ -313,10 +313,8 @@ def test_words_packages_and_data_that_differ_are_named(origin: Path, caplog: pyt
     config = load_config([f"reproduce={origin}", "seed=4"])
     now = was | {"packages": {"torch": "1", "ray": "3"}, "data": {"rows": "b"}}
     found = reproduction(config, now)["reproduces"]
-    assert found == {
-        "run": str(origin),
-        "differences": {"seed": [3, 4], "packages.ray": ["2", "3"], "data.rows": ["a", "b"]},
-    }
+    differences = {"seed": [3, 4], "packages.ray": ["2", "3"], "data.rows": ["a", "b"]}
+    assert found == {"run": str(origin), "differences": differences}
     assert all(text in caplog.text for text in ("seed=4 (was 3)", "packages.ray=3 (was 2)", "data.rows=b (was a)"))
     assert reproduction(load_config([f"reproduce={origin}"]), was)["reproduces"]["differences"] == {}
 
@@ -368,17 +366,14 @@ def test_a_chosen_interface_is_where_it_listens(endpoint: ProbeEndpoint, monkeyp
 
 
 def test_the_refusal_names_both_ends_and_the_remedy() -> None:
-    a, b = (
-        ListenAddress("a (10.0.0.1)", "10.0.0.1", 4000, "eth0"),
-        ListenAddress("b (10.0.0.2)", "127.0.0.1", 4001, "lo"),
-    )
+    a = ListenAddress("a (10.0.0.1)", "10.0.0.1", 4000, "eth0")
+    b = ListenAddress("b (10.0.0.2)", "127.0.0.1", 4001, "lo")
     refuse_unreached({a: [], b: []})
     with pytest.raises(PreflightError) as refused:
         refuse_unreached({a: [(b, "Connection refused")], b: []})
     message = str(refused.value)
-    assert (
-        "a (10.0.0.1) at 10.0.0.1 on eth0 does not reach b (10.0.0.2) at 127.0.0.1 on lo: Connection refused" in message
-    )
+    ends = "a (10.0.0.1) at 10.0.0.1 on eth0 does not reach b (10.0.0.2) at 127.0.0.1 on lo"
+    assert f"{ends}: Connection refused" in message
     assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in message and "--node-ip-address" in message
 
 
@@ -481,10 +476,8 @@ def test_adapters_are_written_alone_or_merged(model: Path, tmp_path: Path) -> No
 
 
 def test_what_cannot_be_exported_is_named_with_the_next_action(model: Path, tmp_path: Path) -> None:
-    message = refused(tmp_path / "nothing")
-    assert (
-        f"there is no run in {tmp_path / 'nothing'} or" in message and "give the run's FOLDER, or its NAME" in message
-    )
+    message, nothing = refused(tmp_path / "nothing"), tmp_path / "nothing"
+    assert f"there is no run in {nothing} or" in message and "give the run's FOLDER, or its NAME" in message
     run = run_folder(tmp_path, tiny_config(model))
     assert "holds no complete checkpoint: wait for the first one" in refused(run)
     assert "no checkpoint of step 7; it has these steps: none" in refused(run, "--step", 7)

@@ -162,9 +162,8 @@ async def test_agreement_passes_once_with_a_note(prompts: dict[str, Prompt], cap
         await gate(0)
         await gate(0)
     assert (learner.num_asked, engine.num_asked) == (3, 3)
-    assert (
-        "llava trains because engine and learner agree (text: 0 nat in the mean, 0 at most, one image: 0" in caplog.text
-    )
+    agreed = "engine and learner agree (text: 0 nat in the mean, 0 at most, one image: 0"
+    assert f"llava trains because {agreed}" in caplog.text
 
 
 @pytest.mark.parametrize("off", [0.03, np.nan])
@@ -303,9 +302,8 @@ async def test_rl_does_not_start_with_the_prompts_of_the_warm_start(prepared: Pr
     learner = WarmStartLearner(gain=0.01)
     await warm_start(prepared, learner)
     taught = [example.prompt.sample_id for batch in learner.batches for example in batch]
-    rl = PromptSource(
-        prepared.splits["train"].rows, prepared.preparation, seed=prepared.config.seed, split_name="train"
-    )
+    rows, seed = prepared.splits["train"].rows, prepared.config.seed
+    rl = PromptSource(rows, prepared.preparation, seed=seed, split_name="train")
     assert [rl.next().sample_id for _ in taught] != taught
 
 

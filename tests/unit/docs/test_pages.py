@@ -247,9 +247,8 @@ def test_a_room_has_a_readme_whose_names_exist(room: str) -> None:
     text = text_of(room)
     assert 8 <= len(text.splitlines()) <= 25
     assert text.startswith(f"# {room}\n")
-    assert [
-        part for part in ("Enters", "Leaves", "Nouns", "Read first", "One more") if f"**{part}:**" not in text
-    ] == []
+    parts = ("Enters", "Leaves", "Nouns", "Read first", "One more")
+    assert [part for part in parts if f"**{part}:**" not in text] == []
     assert NOUN.search(text), "it names no class or function with its module"
     assert missing(room, text) == []
 

@@ -183,9 +183,8 @@ def test_a_file_is_not_written_by_what_prints_to_a_closed_stream(tmp_path: Path,
 
 def test_a_command_whose_result_is_lost_does_not_end_with_0() -> None:
     with open("/dev/full", "w") as full:
-        shown = subprocess.run(
-            [sys.executable, "-m", "mobula.deploy.cli", "show-config"], stdout=full, stderr=subprocess.PIPE
-        )
+        command = [sys.executable, "-m", "mobula.deploy.cli", "show-config"]
+        shown = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
     assert shown.returncode != 0
 
 

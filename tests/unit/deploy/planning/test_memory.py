@@ -76,9 +76,8 @@ def test_blocks_of_the_language_model_keep_what_is_estimated(build: Callable[[],
     model = build().to(getattr(torch, dtype))
     hidden = model.config.get_text_config().hidden_size
     embeds = torch.randn(1, TOKENS, hidden, dtype=getattr(torch, dtype), requires_grad=True)
-    measured = kept_bytes(
-        lambda: model.get_decoder()(inputs_embeds=embeds, use_cache=False).last_hidden_state, model.parameters()
-    )
+    decoder = model.get_decoder()
+    measured = kept_bytes(lambda: decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state, model.parameters())
     shape = shape_of_config(model.config)
     width = 2 * (shape.text.hidden + shape.text.intermediate) * getattr(torch, dtype).itemsize
     estimated = training_bytes(config(dtype), shape, Microbatch(1, TOKENS, TOKENS, 0))[0] - TOKENS * width
@@ -90,9 +89,8 @@ def test_blocks_of_the_vision_tower_keep_what_is_estimated(dtype: str) -> None:
     model = vision_model().to(getattr(torch, dtype))
     pixels = torch.randn(256, 1176, dtype=getattr(torch, dtype), requires_grad=True)
     grid = torch.tensor([[1, 16, 16]])
-    measured = kept_bytes(
-        lambda: model.model.get_image_features(pixels, grid, return_dict=True).pooler_output, model.parameters()
-    )
+    features = model.model.get_image_features
+    measured = kept_bytes(lambda: features(pixels, grid, return_dict=True).pooler_output, model.parameters())
     shape = shape_of_config(model.config)
     width = 2 * (shape.vision.hidden + shape.vision.intermediate) * getattr(torch, dtype).itemsize
     estimated = training_bytes(config(dtype), shape, Microbatch(1, 0, 0, 256))[0] - 256 * width
@@ -254,9 +252,8 @@ def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None
     sequence = sequence_bytes(engine_config(*words), shape, 12288)
     assert engine.num_seqs == engine.kv_cache_bytes // sequence
     few = engine_config("resources=gpu_1", "algorithm.max_concurrent_groups=2")
-    assert plan_memory(few, shape, described_nodes("1x1x80GB")).engine.num_seqs == 2 * 8, (
-        "no more responses are under way"
-    )
+    found = plan_memory(few, shape, described_nodes("1x1x80GB"))
+    assert found.engine.num_seqs == 2 * 8, "no more responses are under way"
 
 
 def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:

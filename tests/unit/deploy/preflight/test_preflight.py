@@ -422,9 +422,8 @@ def test_a_configuration_is_decided_once_and_stays_so(
     found = with_decisions(config)
     assert found.learner.packing is False and config.learner.packing == "auto"
     assert found.data.prompt_suffix == config.question_suffix != config.data.prompt_suffix == "auto"
-    assert (found.data.path, found.data.cache_path, found.folder) == tuple(
-        tmp_path / n for n in ("data", "cache", "runs")
-    )
+    paths = (found.data.path, found.data.cache_path, found.folder)
+    assert paths == tuple(tmp_path / name for name in ("data", "cache", "runs"))
     num_lines = len(caplog.messages)
     monkeypatch.chdir("/")
     assert with_decisions(found) == found and len(caplog.messages) == num_lines

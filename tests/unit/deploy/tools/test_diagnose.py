@@ -260,10 +260,8 @@ def test_an_accuracy_that_is_high_while_answers_are_not_the_labels_is_a_warning(
 
 
 def evaluated(*accuracies: float, temperature: float = 0.0) -> tuple[EvaluationRecord, ...]:
-    identity = {"temperature": temperature}
-    return tuple(
-        EvaluationRecord(4 * n, a, a - 0.05, a + 0.05, 64, identity=identity) for n, a in enumerate(accuracies)
-    )
+    own = {"temperature": temperature}
+    return tuple(EvaluationRecord(4 * n, a, a - 0.05, a + 0.05, 64, identity=own) for n, a in enumerate(accuracies))
 
 
 @pytest.mark.parametrize(
@@ -366,10 +364,8 @@ def test_the_weight_of_the_kl_term_is_checked_before_the_first_step(config: RunC
         update={"kl": config.algorithm.kl.model_copy(update={"coef": 10.0})})})  # fmt: skip
     found = findings(checks.Material(strong))
     assert found["kl_weight"].verdict is RunVerdict.FAULT
-    assert (
-        found["uniform_groups"].verdict is RunVerdict.NOT_MEASURED
-        and "no finished step" in found["uniform_groups"].measured
-    )
+    uniform = found["uniform_groups"]
+    assert uniform.verdict is RunVerdict.NOT_MEASURED and "no finished step" in uniform.measured
 
 
 def test_duplicates_leaks_blank_pictures_and_one_label_are_found(config: RunConfig) -> None:
@@ -398,9 +394,8 @@ def test_pictures_of_the_data_are_evidence_in_json_and_in_the_report(config: Run
     shown = [checks.PicturedRow("row-3", (png(1), png(2)))]
     found = findings(replace(material(config), read_data=lambda: survey(num_blank=200, blank=shown)))["pictures"]
     [written] = with_files([found], tmp_path)
-    assert written.evidence[0] == Evidence(
-        "row-3 is blank", ("diagnosis/pictures-0-0.png", "diagnosis/pictures-0-1.png")
-    )
+    pictures = ("diagnosis/pictures-0-0.png", "diagnosis/pictures-0-1.png")
+    assert written.evidence[0] == Evidence("row-3 is blank", pictures)
     write_findings(tmp_path, [written])
     assert (tmp_path / "diagnosis/pictures-0-1.png").read_bytes() == png(2)
     assert base64.b64encode(png(2)).decode() in render_report(read_run_folder(tmp_path))
@@ -466,9 +461,8 @@ def test_a_verdict_without_a_number_is_refused() -> None:
 
 
 def test_findings_survive_the_file_and_the_worst_is_shown_first(tmp_path: Path) -> None:
-    fault = RunFinding(
-        "b", RunVerdict.FAULT, "3 of 4", {"share": float("inf")}, "change k.ey", (Evidence("a\x1b[0m", ("k",)),)
-    )
+    evidence = (Evidence("a\x1b[0m", ("k",)),)
+    fault = RunFinding("b", RunVerdict.FAULT, "3 of 4", {"share": float("inf")}, "change k.ey", evidence)
     given = [RunFinding("a", RunVerdict.OK, "1 of 4", {"share": 0.25}), fault]
     write_findings(tmp_path, causes_first(given))
     assert read_findings(tmp_path) == [fault, given[0]]

@@ -169,9 +169,8 @@ def test_an_unknown_stage_and_a_broken_file_are_named(tmp_path: Path) -> None:
 
 
 def test_the_tables_name_machine_figures_and_causes() -> None:
-    passed = StageResult(
-        Outcome.PASSED, figures={"step_s": 0.1234}, seconds=2.0, finished_at="2026-11-26T10:00:00+00:00"
-    )
+    at = "2026-11-26T10:00:00+00:00"
+    passed = StageResult(Outcome.PASSED, figures={"step_s": 0.1234}, seconds=2.0, finished_at=at)
     failed = StageResult(Outcome.FAILED, "AssertionError: no", finished_at="2026-11-27T10:00:00+00:00", commit="abc")
     card = replace(MACHINE, device="cuda", name="NVIDIA H100", num_gpus=2)
     one, two = CheckResults(MACHINE, {"learner": passed}), CheckResults(card, {"learner": failed})

@@ -38,9 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(model: Path, *words: str) -> RunConfig:
     given = ["policy=tiny_qwen2_5_vl", "sampler=huggingface", "sampler.max_tokens=8", "resources=laptop"]
-    return load_config(
-        [*given, f"policy.model={model}", "data=digits", "data.max_prompt_tokens=300", *words], is_complete=False
-    )
+    own = (f"policy.model={model}", "data=digits", "data.max_prompt_tokens=300")
+    return load_config([*given, *own, *words], is_complete=False)
 
 
 Served = tuple[TestClient, Path, LocalPolicy]
@@ -92,9 +91,8 @@ def test_a_session_is_sampled_behind_its_own_tokens_and_becomes_a_trajectory(ser
     for number, trajectory in enumerate(group.trajectories):
         ids = trajectory.actions.token_ids.tolist()
         assert group.prompt.expanded_ids.tolist() + ids == [*group.prompt.expanded_ids.tolist(), *ids]
-        assert (
-            ids[: len(first_seen[number]["choices"][0]["token_ids"])] == first_seen[number]["choices"][0]["token_ids"]
-        )
+        seen = first_seen[number]["choices"][0]["token_ids"]
+        assert ids[: len(seen)] == seen
         assert (
             trajectory.action_mask.sum()
             == trajectory.response.num_tokens

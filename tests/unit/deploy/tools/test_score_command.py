@@ -76,9 +76,8 @@ def test_a_file_of_an_evaluation_is_scored_response_by_response(tmp_path: Path) 
 def test_what_an_evaluation_saves_is_scored_with_its_token_counts(tmp_path: Path) -> None:
     prompt = replace(make_prompt("test/0/a"), references=("4",), metadata={"label": "sums"})
     responses = (Response("4", 9, is_truncated=False), Response("5", 2, is_truncated=True))
-    scored = ScoredPrompt(
-        prompt, [Reward(1.0, {"right": 1.0}), None], Generated(None, None, Answers(prompt, (0, 1), responses))
-    )
+    generated = Generated(None, None, Answers(prompt, (0, 1), responses))
+    scored = ScoredPrompt(prompt, [Reward(1.0, {"right": 1.0}), None], generated)
     files = ResponseFiles(tmp_path, accuracy_component="right", correct_from=1.0, timeout_s=1)
     asyncio.run(files.write("held_out", 3, [scored, ScoredPrompt(prompt, [None])]))
     [row, excluded] = map(json.loads, (tmp_path / "held_out-3.jsonl").read_text().splitlines())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -219,40 +220,25 @@ def test_a_run_whose_every_step_was_skipped_fails(tmp_path: Path, monkeypatch: p
         runtime.train(offline_config("sft", "policy.model=x", "data.path=x"))
 
 
-@pytest.mark.slow
-def test_a_reward_model_without_a_head_is_refused_by_the_pool(base: Path) -> None:
-    with pytest.raises(ValueError, match="lacks weights score.weight"):
-        RewardModel(
-            Tools(isolated=None, device="cpu", dtype="float32"),
-            model=str(base / "model"),
-            form="chat",
-            label=None,
-            output="logit",
-            question_pattern=None,
-            max_tokens=256,
-            batch_size=4,
-        )
-
-
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=8", "learner.learning_rate=0.005")
 
 
 @pytest.mark.parametrize("words", [(), LORA, (*LORA, "weight_sync.payload=adapters")], ids=["full", "lora", "factors"])
 async def test_steps_raise_the_reward_and_replay_is_exact(tmp_path: Path, words: tuple[str, ...]) -> None:
     run = await FlowRun(flow_config(tmp_path, *words)).start()
-    before = await rewards(run)
+    before = await redness_of(run, 4)
     for version in range(1, 7):
         metrics = await run.step(version)
         gap = metrics["logprob_gap_max"]
         assert gap == 0 if not words else gap < 1e-4, "merged adapters compute the same to rounding only"
-    after = await rewards(run)
+    after = await redness_of(run, 4)
     difference = after - before
     assert difference.mean() > 3 * difference.std() / np.sqrt(difference.size), (before.mean(), after.mean())
 
 
-async def rewards(run: FlowRun) -> np.ndarray:
+async def redness_of(run: FlowRun, num_prompts: int) -> np.ndarray:
     """[N]: of images with seeds that training does not use."""
-    groups = await run.groups(run.prompts(4), 1000)
+    groups = await run.groups(run.prompts(num_prompts), 1000)
     return np.array([redness(t.response.images[0]) for group in groups for t in group.trajectories])
 
 
@@ -320,42 +306,40 @@ def test_what_a_flow_model_cannot_do_is_refused(tmp_path: Path, words: tuple[str
         flow_config(tmp_path, *words)
 
 
+Janus = Callable[..., RunConfig]
 GAP = 1e-5  # of log-probs: sampled with a cache, replayed in one forward pass
 
 
-async def redness_of(run: FlowRun) -> np.ndarray:
-    """[N]: of images with seeds that training does not use."""
-    groups = await run.groups(run.prompts(6), 1000)
-    return np.array([redness(t.response.images[0]) for group in groups for t in group.trajectories])
+@pytest.fixture
+def janus(one_thread: None, tmp_path: Path) -> Janus:
+    """The run's config with further words."""
+    return partial(janus_config, tmp_path)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("words", [(), ("policy.lora.rank=8", "learner.learning_rate=0.005")], ids=["full", "lora"])
-async def test_training_raises_the_share_of_a_colour(tmp_path: Path, words: tuple[str, ...]) -> None:
-    run = await FlowRun(janus_config(tmp_path, *words)).start()
-    before = await redness_of(run)
+async def test_training_raises_the_share_of_a_colour(janus: Janus, words: tuple[str, ...]) -> None:
+    run = await FlowRun(janus(*words)).start()
+    before = await redness_of(run, 6)
     for version in range(1, 13):
         assert (await run.step(version))["logprob_gap_max"] < (1e-4 if words else GAP)
-    after = await redness_of(run)
+    after = await redness_of(run, 6)
     error = np.sqrt(before.var() / before.size + after.var() / after.size)
     assert after.mean() - before.mean() > 3 * error, (before.mean(), after.mean(), error)
 
 
-@pytest.mark.usefixtures("one_thread")
-async def test_adapters_are_held_to_the_model_without_them(tmp_path: Path) -> None:
+async def test_adapters_are_held_to_the_model_without_them(janus: Janus) -> None:
     """The reference is the policy with its adapters off: the KL term is 0 before the first step, and then above 0."""
     kl = ("algorithm.kl.coef=0.1", "policy.lora.rank=8", "reference.place=learner_ranks", "learner.learning_rate=0.005")
-    run = await FlowRun(janus_config(tmp_path, *kl)).start()
+    run = await FlowRun(janus(*kl)).start()
     first, second = [await run.step(version) for version in (1, 2)]
     assert abs(first["kl"]) < 1e-7 < 1e-5 < second["kl"]
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.coef \(set .* reference\.place=learner_ranks"):
-        janus_config(tmp_path, "algorithm.kl.coef=0.1", "policy.lora.rank=8")
+        janus("algorithm.kl.coef=0.1", "policy.lora.rank=8")
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("guidance", [2.0, 5.0])
-async def test_greedy_images_are_those_of_transformers(tmp_path: Path, guidance: float) -> None:
-    run = await FlowRun(janus_config(tmp_path, f"sampler.image_tokens.guidance={guidance}")).start()
+async def test_greedy_images_are_those_of_transformers(tmp_path: Path, janus: Janus, guidance: float) -> None:
+    run = await FlowRun(janus(f"sampler.image_tokens.guidance={guidance}")).start()
     [prompt] = run.prompts(1)
     [group] = await run.groups([prompt], 1, temperature=0.0)
     own = group.trajectories[0]
@@ -370,10 +354,9 @@ async def test_greedy_images_are_those_of_transformers(tmp_path: Path, guidance:
     assert own.response.text == "" and own.finish_reason == "stop"
 
 
-@pytest.mark.usefixtures("one_thread")
-async def test_a_sibling_does_not_depend_on_how_many_are_drawn_side_by_side(tmp_path: Path) -> None:
-    whole = await FlowRun(janus_config(tmp_path)).start()
-    parts = await FlowRun(janus_config(tmp_path, "sampler.image_tokens.batch_size=3")).start()
+async def test_a_sibling_does_not_depend_on_how_many_are_drawn_side_by_side(janus: Janus) -> None:
+    whole = await FlowRun(janus()).start()
+    parts = await FlowRun(janus("sampler.image_tokens.batch_size=3")).start()
     prompts = whole.prompts(1)
     [one], [other] = await whole.groups(prompts, 1), await parts.groups(prompts, 1)
     tokens = [t.actions.token_ids.tolist() for t in one.trajectories]
@@ -381,9 +364,8 @@ async def test_a_sibling_does_not_depend_on_how_many_are_drawn_side_by_side(tmp_
     assert len(set(map(tuple, tokens))) == len(tokens)
 
 
-@pytest.mark.usefixtures("one_thread")
-async def test_a_canary_proves_a_push_and_the_export_is_the_trained_model(tmp_path: Path) -> None:
-    run = await FlowRun(janus_config(tmp_path)).start()
+async def test_a_canary_proves_a_push_and_the_export_is_the_trained_model(tmp_path: Path, janus: Janus) -> None:
+    run = await FlowRun(janus()).start()
     [prompt] = run.prompts(1)
     before = await run.actor.prompt_logprobs(prompt)
     await run.step(1)
@@ -391,22 +373,20 @@ async def test_a_canary_proves_a_push_and_the_export_is_the_trained_model(tmp_pa
     np.testing.assert_allclose(after, run.learner.sequence_logprobs(prompt), atol=GAP)
     assert np.abs(after - before).max() > 1e-3
     run.learner.export(tmp_path / "policy")
-    again = await FlowRun(janus_config(tmp_path, f"policy.model={tmp_path / 'policy'}")).start()
+    again = await FlowRun(janus(f"policy.model={tmp_path / 'policy'}")).start()
     np.testing.assert_array_equal(await again.actor.prompt_logprobs(prompt), after)
 
 
-@pytest.mark.usefixtures("one_thread")
-async def test_guidance_changes_what_is_scored(tmp_path: Path) -> None:
+async def test_guidance_changes_what_is_scored(janus: Janus) -> None:
     found = []
     for guidance in (1.0, 5.0):
-        run = await FlowRun(janus_config(tmp_path, f"sampler.image_tokens.guidance={guidance}")).start()
+        run = await FlowRun(janus(f"sampler.image_tokens.guidance={guidance}")).start()
         found.append(await run.actor.prompt_logprobs(run.prompts(1)[0]))
     assert np.abs(found[0] - found[1]).max() > 1e-2
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_only_what_predicts_image_tokens_is_trained(tmp_path: Path) -> None:
-    run = FlowRun(janus_config(tmp_path))
+def test_only_what_predicts_image_tokens_is_trained(janus: Janus) -> None:
+    run = FlowRun(janus())
     run.learner.connect("")
     trained = {name for name, p in run.learner._policy.model.named_parameters() if p.requires_grad}
     assert {name.split(".")[1] for name in trained} == {
@@ -414,9 +394,8 @@ def test_only_what_predicts_image_tokens_is_trained(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_processor_worker_prepares_its_rows_and_skips_what_it_cannot(tmp_path: Path) -> None:
-    run = FlowRun(janus_config(tmp_path))
+def test_a_processor_worker_prepares_its_rows_and_skips_what_it_cannot(janus: Janus) -> None:
+    run = FlowRun(janus())
     [row, *_], worker = run.prepared.usable("train").rows, ProcessorWorker(run.config)
     [made] = worker.prepare(row, "0/0/x", frozenset())
     assert made.prompt is not None and run.prepared.processor.num_media(row) == 0
@@ -424,22 +403,19 @@ def test_a_processor_worker_prepares_its_rows_and_skips_what_it_cannot(tmp_path:
     assert skipped.prompt is None and "1 turns before the question" in skipped.detail
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", ["vllm", "huggingface"])
-def test_other_samplers_are_refused_by_name(tmp_path: Path, kind: str) -> None:
-    config = janus_config(tmp_path, f"sampler={kind}")
+def test_other_samplers_are_refused_by_name(janus: Janus, kind: str) -> None:
+    config = janus(f"sampler={kind}")
     with pytest.raises(PreflightError, match=rf"which sampler\.kind={kind} cannot sample: set sampler=image_tokens"):
         prepare(config, lambda value: value)
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_model_of_text_draws_nothing(tmp_path: Path) -> None:
-    config = janus_config(tmp_path, "policy=tiny_qwen3", f"policy.model={tmp_path / 'qwen'}")
+def test_a_model_of_text_draws_nothing(tmp_path: Path, janus: Janus) -> None:
+    config = janus("policy=tiny_qwen3", f"policy.model={tmp_path / 'qwen'}")
     with pytest.raises(PreflightError, match="draws no images, as sampler.kind=image_tokens asks: name a checkpoint"):
         prepare(config, lambda value: value)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -451,9 +427,9 @@ def test_a_model_of_text_draws_nothing(tmp_path: Path) -> None:
         ("sampler.stop_strings=[x]", r"set sampler\.stop_strings=\[\]"),
     ],
 )
-def test_what_image_tokens_cannot_do_is_refused(tmp_path: Path, words: str, message: str) -> None:
+def test_what_image_tokens_cannot_do_is_refused(janus: Janus, words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        janus_config(tmp_path, words)
+        janus(words)
 
 
 WORDS = (

@@ -269,12 +269,6 @@ def taught(shared: Path, tmp_path: Path, teacher: Path) -> RunConfig:
     return config(shared, tmp_path, "algorithm=distill", f"algorithm.distillation.teacher={teacher}")
 
 
-def edit(file: Path, change: Callable[[dict], None]) -> None:
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
-
-
 def test_a_teacher_of_the_same_family_is_served_in_the_place_of_the_reference(shared: Path, tmp_path: Path) -> None:
     run = taught(shared, tmp_path, write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1))
     assert run.needs_reference
@@ -292,51 +286,49 @@ def test_teachers_of_labels_are_checked_as_the_teacher_is(shared: Path, tmp_path
     refused(run, f"^{key}=.* set {key} to a checkpoint")
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(shared: Path, tmp_path: Path) -> None:
-    teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
-
-    def swap(content: dict) -> None:
-        vocabulary = content["model"]["vocab"]
-        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-
-    edit(teacher / "tokenizer.json", swap)
-    message = (
-        r"^algorithm\.distillation\.teacher=.*teacher has another vocabulary than policy\.model=.*model: 2 tokens "
-        r"differ, e\.g\. 'a' is id \d+ in the policy and id \d+ in the teacher; set algorithm\.distillation\.teacher to"
-    )
-    refused(taught(shared, tmp_path, teacher), message)
-
-
-def test_a_text_only_teacher_of_a_policy_that_sees_is_refused(shared: Path, tmp_path: Path) -> None:
-    teacher = write_text_policy(tmp_path / "teacher", "qwen2")
-    refused(
-        taught(shared, tmp_path, teacher),
-        r"takes no images and policy\.model=.* does: set algorithm\.distillation\.teacher to",
-    )
+def swap(vocabulary: dict) -> None:
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
 
 @pytest.mark.parametrize(
     ("name", "section", "change", "message"),
     [
-        ("processor_config.json", "image_processor", {"image_mean": [0.1] * 3}, r"images with image_mean=\[0\.1, "),
-        ("config.json", "text_config", {"max_position_embeddings": 64}, r"more than the 64 positions of algorithm"),
-        ("config.json", "text_config", {"vocab_size": 100}, r"computes 100 logits and policy\.model=.* so the policy"),
+        (
+            "tokenizer.json", "model", lambda model: swap(model["vocab"]),
+            r"^algorithm\.distillation\.teacher=.*teacher has another vocabulary than policy\.model=.*model: 2 tokens "
+            r"differ, e\.g\. 'a' is id \d+ in the policy and id \d+ in the teacher; "
+            r"set algorithm\.distillation\.teacher to",
+        ),
+        (
+            "processor_config.json", "image_processor", lambda content: content.update(image_mean=[0.1] * 3),
+            r"images with image_mean=\[0\.1, ",
+        ),
+        (
+            "config.json", "text_config", lambda content: content.update(max_position_embeddings=64),
+            r"more than the 64 positions of algorithm",
+        ),
+        (
+            "config.json", "text_config", lambda content: content.update(vocab_size=100),
+            r"computes 100 logits and policy\.model=.* so the policy",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_teacher_that_cannot_read_what_the_policy_reads_is_refused(
-    shared: Path, tmp_path: Path, name: str, section: str, change: dict, message: str
+    shared: Path, tmp_path: Path, name: str, section: str, change: Callable[[dict], None], message: str
 ) -> None:
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
-    edit(teacher / name, lambda content: content[section].update(change))
+    content = json.loads((teacher / name).read_text())
+    change(content[section])
+    (teacher / name).write_text(json.dumps(content))
     refused(taught(shared, tmp_path, teacher), message)
 
 
-def test_a_teacher_that_cannot_be_had_is_named(shared: Path, tmp_path: Path) -> None:
+def test_a_teacher_without_images_or_files_is_refused(shared: Path, tmp_path: Path) -> None:
+    key = r"algorithm\.distillation\.teacher"
+    text = write_text_policy(tmp_path / "text", "qwen2")
+    refused(taught(shared, tmp_path, text), rf"takes no images and policy\.model=.* does: set {key} to")
     (tmp_path / "teacher").mkdir()
-    refused(
-        taught(shared, tmp_path, tmp_path / "teacher"),
-        r"^algorithm\.distillation\.teacher=.*teacher is no checkpoint folder",
-    )
+    refused(taught(shared, tmp_path, tmp_path / "teacher"), f"^{key}=.*teacher is no checkpoint folder")
 
 
 def test_weights_that_are_cut_off_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from data_rows import read_split
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from mobula.actors.datasets.rows import Row
 from mobula.actors.processors import media
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
@@ -61,6 +63,20 @@ def test_converted_rows_are_read_again_with_their_images(folder: Path, tmp_path:
             np.testing.assert_array_equal(*pixels)
 
 
+def converted(data: Path, out: Path, rows: list[dict[str, Any]], bad: str) -> list[tuple[Row, Row]]:
+    """Each row before and after; the row `bad` has the broken file of this name, and is skipped."""
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = (f"data.path={data}", "data=jsonl", "data.max_skipped_fraction=0.5", "--split", "train")
+    result = run("convert", str(out), *words)
+    assert result.exit_code == 0, result.output
+    assert "skipped: bad_media 1" in result.output and bad in result.output
+    before = [row for row in read_split(data).rows if row.sample_id != "bad"]
+    after = read_split(out, "train", "messages").rows
+    assert [row.sample_id for row in after] == [row["id"] for row in rows if row["id"] != "bad"]
+    assert [row.question for row in after] == [row.question for row in before]
+    return list(zip(before, after, strict=True))
+
+
 def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path) -> None:
     data = tmp_path / "data"
     (data / "frames").mkdir(parents=True)
@@ -75,15 +91,7 @@ def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path) -> None:
         {"id": "bad", "question": "<video>Which?", "answer": "7", "video": "cut.mp4"},
         {"id": "text", "question": "1 + 1?", "answer": "2"},
     ]
-    (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = (f"data.path={data}", "data=jsonl", "data.max_skipped_fraction=0.5", "--split", "train")
-    result = run("convert", str(tmp_path / "out"), *words)
-    assert result.exit_code == 0, result.output
-    assert "skipped: bad_media 1" in result.output and "cut.mp4" in result.output
-    before, after = read_split(data), read_split(tmp_path / "out", "train", "messages")
-    assert [row.sample_id for row in after.rows] == ["file", "folder", "text"]
-    for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
-        assert new.question == old.question
+    for old, new in converted(data, tmp_path / "out", rows, bad="cut.mp4"):
         for video, wanted in zip(new.videos, old.videos, strict=True):
             found, expected = (media.load_video(each, LIMITS) for each in (video, wanted))
             assert found.measure == expected.measure
@@ -103,16 +111,8 @@ def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path) -> None
         {"id": "bad", "question": "<audio>Which?", "answer": "7", "audio": "cut.wav"},
         {"id": "text", "question": "1 + 1?", "answer": "2"},
     ]  # fmt: skip
-    (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = (f"data.path={data}", "data=jsonl", "data.max_skipped_fraction=0.5", "--split", "train")
-    result = run("convert", str(tmp_path / "out"), *words)
-    assert result.exit_code == 0, result.output
-    assert "skipped: bad_media 1" in result.output and "cut.wav" in result.output
-    before, after = read_split(data), read_split(tmp_path / "out", "train", "messages")
-    assert [row.sample_id for row in after.rows] == ["file", "array", "text"]
     limits = media.AudioLimits(load_config(["experiment=digits"]).data.audio, 16_000, 16_000)
-    for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
-        assert new.question == old.question
+    for old, new in converted(data, tmp_path / "out", rows, bad="cut.wav"):
         for sound, wanted in zip(new.audios, old.audios, strict=True):
             found, expected = (media.load_audio(each, limits) for each in (sound, wanted))
             assert found.contents == expected.contents, "a file is written as it is"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from engines import Engine, LocalSender, gaps, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
+from gpus import ON_A_GPU
 from one_learner import copied
 from skipping_engine import SkippingActor
 
@@ -17,13 +17,7 @@ from mobula.deploy.checks.parity import tolerance_of
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.alone,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use"),
-]
+pytestmark = [*ON_A_GPU, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]
 WORDS = ("resources=gpu_1", "sampler.vllm.kv_cache_bytes=1073741824", "weight_sync.bucket_bytes=1048576")
 EAGER = "sampler.vllm.enforce_eager=true"
 MATRIX, BIAS = "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.bias"

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpus import ON_A_GPU
 from learner_data import group, image, prompt
 from tiny_checkpoints import write_text_policy
 from torch import nn
@@ -25,10 +26,7 @@ from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use"),
-]
+pytestmark = [*ON_A_GPU]
 
 GPU = torch.device("cuda")
 WORDS = ("experiment=digits", "algorithm.kl.coef=0", "resources.reference.num_workers=0", "learner.packing=true")

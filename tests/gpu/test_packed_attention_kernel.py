@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpus import ON_A_GPU
 from learner_data import image, prompt
 from torch import Tensor, nn
 from transformers import AutoTokenizer
@@ -22,10 +23,7 @@ from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use"),
-]
+pytestmark = [*ON_A_GPU]
 
 GPU = torch.device("cuda")
 LENGTHS = (3, 70, 1, 129, 64)

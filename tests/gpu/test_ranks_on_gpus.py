@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import equal, train_on_gpu
+from backend_run import equal
+from gpu_rank import train_on_gpu
+from gpus import NUM_GPUS, two_gpus
 
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.transport import TransferGroup
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.weight_publisher import WeightPublisher
 
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TIMEOUT_S = 60.0  # the first communicator of a process takes seconds
 ON_GPUS = ("resources=two_gpu", "sampler.vllm.kv_cache_bytes=268435456", "sampler.vllm.max_num_seqs=8")
 FLOAT32 = ("resources.dtype=float32",)
@@ -32,12 +33,7 @@ AXES = {  # name -> number of ranks, and their overrides
 }
 BFLOAT16_ATOL = 0.1  # of log-probs; the weights move by 1e-3 a step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs: NCCL refuses two members on one"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900), two_gpus]
 
 
 def _trained(num_ranks: int, words: tuple[str, ...], model: Path, out: Path) -> dict:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from gpus import NUM_GPUS
 
 from mobula.deploy.checks.gpu_check.check import STAGES, CheckOptions, CheckStage, Outcome, check
 from mobula.deploy.checks.gpu_check.training import PRETRAINED_FOLDER
-
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 # Two engines would each ask for most of a card's memory.
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]

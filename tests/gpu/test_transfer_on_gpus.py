@@ -8,21 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transfer_members as transfer
+from gpus import NUM_GPUS, ON_A_GPU, two_gpus
 
 from mobula.cluster.weight_sync.shared_ring import RingWriter
 from mobula.cluster.weight_sync.transport import TransferGroup
 
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TIMEOUT_S = 20.0  # the first communicator of a process takes seconds
 KERNEL_CYCLES = 50_000_000  # some 30 ms: far longer than a bucket takes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU that torch can use"),
-]
-two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs: NCCL refuses two members on one")
+pytestmark = [*ON_A_GPU, pytest.mark.slow, pytest.mark.timeout(600)]
 three_gpus = pytest.mark.skipif(NUM_GPUS < 3, reason="needs three GPUs: one for the member that outlives another")
 
 

@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from engines import LocalSender, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
+from gpus import ON_A_GPU
 
 from mobula.learner.policies.base import on_device
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.rank import Offloader
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use"),
-]
+pytestmark = [*ON_A_GPU, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 KV_BYTES = 1 << 30
 CLOSE = 5e-3  # nat, largest, float32

@@ -99,6 +99,13 @@ class Hosts:
     async def release(self, index: int) -> None: ...
 
 
+def lasting_pool(spawn: Callable[[int], Awaitable[RolloutClient]]) -> RolloutPool:
+    """Two engines; one that is lost does not come back while a test runs."""
+    policy = RestartPolicy(max_restarts=5, window_s=600, backoff_s=60, max_backoff_s=60)
+    health = HealthChecks(interval_s=60, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=90)
+    return RolloutPool(spawn, 2, release=_forget, policy=policy, health=health, on_lost=lambda kind: None)
+
+
 class Visitor:
     """Looks at each version where an evaluation would; the loop waits for it."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import PROMPTS_PER_STEP, Job, none_left
+from jobs import PROMPTS_PER_STEP, Job, in_order, none_left, trained_places
 from poisoned import MESSAGE, POISON
 from runs import audited
 from sabotage import Saboteur
@@ -50,16 +50,7 @@ def test_whatever_happens_to_an_engines_core_costs_nothing_but_time(kind: signal
     assert len(audit.history.parts[0].losses) == found.restarts
     log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
     assert log.steps() == list(range(1, found.num_steps + 1))
-    trained = [sorted(_place(group.group.group_id) for group in log.read(step)) for step in log.steps()]
-    places = list(range(found.num_steps * PROMPTS_PER_STEP))
-    assert trained == [places[i : i + PROMPTS_PER_STEP] for i in range(0, len(places), PROMPTS_PER_STEP)]
-
-
-def _place(group_id: str) -> int:
-    """Of its prompt in the first epoch."""
-    epoch, place, _ = group_id.split("/", maxsplit=2)
-    assert epoch == "0"
-    return int(place)
+    assert trained_places(job.run_folder) == in_order(found.num_steps)
 
 
 REPLACED_SCRIPT = Path(__file__).with_name("replaced_job.py")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 from episode_data import Scripted, engine_settings, episode_config
-from small_cluster import start
+from small_cluster import lasting_pool, start
 
 from mobula.actors.environments.base import Action, Reset, Step
 from mobula.actors.environments.rows import ENVIRONMENT, environment_split
@@ -29,8 +29,6 @@ from mobula.cluster.records.trajectory import FinishReason, GroupSummary, Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, InFlightRequests
-from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.workers.status import RestartPolicy
 from mobula.deploy.serve.rollout import IMAGES, JSON_FILE, PAGE_FILE
 from mobula.learner.policies.tiny import TINY
 from mobula.rewards.contract import RewardRequest
@@ -56,14 +54,7 @@ class Rollouts:
         self.in_flight, self.retries = InFlightRequests(SETTINGS.max_tokens), Counter[str]()
         self.summaries: list[GroupSummary] = []
         self._engine = engine_settings(model, self.chat)
-        self.pool = RolloutPool(
-            self._spawn,
-            2,
-            release=nothing,
-            policy=RestartPolicy(max_restarts=5, window_s=600, backoff_s=60, max_backoff_s=60),
-            health=HealthChecks(interval_s=60, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=90),
-            on_lost=lambda kind: None,
-        )
+        self.pool = lasting_pool(self._spawn)
         self._rollouts = RetryingRollouts(
             self.pool,
             self.in_flight,
@@ -87,9 +78,6 @@ class Rollouts:
     async def group(self, name: str, **options: Any) -> TrajectoryGroup:
         generated = await self._rollouts.generate(self.prompt(name, **options), SETTINGS)
         return await generated.group
-
-
-async def nothing(index: int) -> Any: ...
 
 
 @pytest.fixture(params=["inline", "process"])

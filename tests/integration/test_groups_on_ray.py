@@ -18,7 +18,7 @@ import ray
 from fakes import make_group, make_prompt, make_scored
 from interrupted import token_at
 from known_roles import KnownRollout
-from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun, start
+from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun, lasting_pool, start
 from test_faults import expected
 
 from mobula.actors.rollout.client import RolloutClient
@@ -29,10 +29,8 @@ from mobula.cluster.replay.journal_writer import JournalWriter
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequests
-from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.runtime.ray_actors import kill, with_attachments
-from mobula.cluster.workers.status import RestartPolicy
 
 NUM_STEPS, RESTORED_AT = 7, 5  # the newest checkpoint is of version 3 then
 
@@ -138,14 +136,7 @@ async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_r
         handles.append(start(KnownRollout, f"rollout/{index}", *role, max_concurrency=8, options={}))
         return RolloutClient(handles[-1], f"rollout/{index}", in_flight_requests=in_flight_requests, **DEADLINES_S)
 
-    pool = RolloutPool(
-        spawn,
-        2,
-        release=nothing,
-        policy=RestartPolicy(max_restarts=5, window_s=600, backoff_s=60, max_backoff_s=60),
-        health=HealthChecks(interval_s=60, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=90),
-        on_lost=lambda kind: None,
-    )
+    pool = lasting_pool(spawn)
     await pool.start()
     rollouts = RetryingRollouts(pool, in_flight_requests, max_retries=1, on_retry=lambda kind: retries.update([kind]))
     reference, summary, _ = await rollouts.generate(PROMPT, SETTINGS)
@@ -170,9 +161,6 @@ async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_r
     [first, *others] = ended  # the shortest one, before the actor was killed; it is not reported again
     assert (first.sibling, first.response) == (1, group.trajectories[1].response)
     assert [(it.sibling, it.response) for it in others] in ([], [(2, group.trajectories[2].response)])
-
-
-async def nothing(index: int) -> Any: ...
 
 
 BYTES = 4 << 20  # of a value that lives in the object store

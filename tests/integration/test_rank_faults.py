@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import PROMPTS_PER_STEP, Job, none_left
+from jobs import Job, in_order, none_left, trained_places
 from runs import audited
 from sabotage import Saboteur
 from safetensors.torch import load_file
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.recovery.checkpoints import newest_learner_state
-from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.learner.rank import load_algorithm
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
@@ -79,7 +78,6 @@ class Ended:
 
 
 def ended(job: Job) -> Ended:
-    log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
     newest = newest_learner_state(job.run_folder / "checkpoints")
     assert newest[0] == NUM_STEPS
     folder = newest[1]
@@ -91,7 +89,7 @@ def ended(job: Job) -> Ended:
     return Ended(
         job,
         read_run_folder(job.run_folder),
-        [sorted(_place(group.group.group_id) for group in log.read(step)) for step in log.steps()],
+        trained_places(job.run_folder),
         load_file(job.run_folder / "policy" / "model.safetensors"),
         {**parts, "algorithm": load_algorithm(folder)},
     )
@@ -101,12 +99,6 @@ def _loaded(folder: Path, file: Path) -> dict[str, Any]:
     """The weights and the optimizer's state that all ranks wrote to `folder`."""
     dcp_to_torch_save(folder, file)
     return torch.load(file)
-
-
-def _place(group_id: str) -> int:
-    epoch, place, _ = group_id.split("/", maxsplit=2)
-    assert epoch == "0"
-    return int(place)
 
 
 def job_in(folder: Path, ranks: str = CRITIC) -> Job:
@@ -127,8 +119,7 @@ def unharmed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def assert_is_the_same(found: Ended, expected: Ended) -> None:
     assert (found.report.summary.status, found.report.summary.version) == ("done", NUM_STEPS)
-    places = list(range(NUM_STEPS * PROMPTS_PER_STEP))
-    assert found.trained == [places[i : i + PROMPTS_PER_STEP] for i in range(0, len(places), PROMPTS_PER_STEP)]
+    assert found.trained == in_order(NUM_STEPS)
     assert found.job.steps == list(range(1, NUM_STEPS + 1))
     assert _values(found) == _values(expected)
     assert found.policy.keys() == expected.policy.keys()

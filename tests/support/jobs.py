@@ -16,6 +16,7 @@ from waiting import wait_until
 
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.configs.overrides import overridden
 
 REPOSITORY = Path(__file__).parents[2]
@@ -143,3 +144,20 @@ def marked(mark: str) -> dict[int, str]:
 
 def none_left(mark: str) -> None:
     wait_until(lambda: not marked(mark), GONE_DEADLINE_S, lambda: marked(mark))
+
+
+def trained_places(run_folder: Path) -> list[list[int]]:
+    """Of the prompts of each step in the first epoch, as the trajectory log has them."""
+    log = TrajectoryLog(run_folder / "trajectories", timeout_s=1.0)
+    return [sorted(_place(group.group.group_id) for group in log.read(step)) for step in log.steps()]
+
+
+def _place(group_id: str) -> int:
+    epoch, place, _ = group_id.split("/", maxsplit=2)
+    assert epoch == "0"
+    return int(place)
+
+
+def in_order(num_steps: int) -> list[list[int]]:
+    """Places of the prompts of each step when none is lost or repeated."""
+    return [list(range(n, n + PROMPTS_PER_STEP)) for n in range(0, num_steps * PROMPTS_PER_STEP, PROMPTS_PER_STEP)]

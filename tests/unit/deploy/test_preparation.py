@@ -234,15 +234,15 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
 
 
+NO_HUB_NAME = "no hub name, which looks like HuggingFaceTB/"
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        (
-            "/nonexist/model",
-            r"no such folder \(/ has no nonexist.*\), and it is no hub name, which looks like HuggingFaceTB/",
-        ),
-        ("a/b/c", r"no such folder \(.* has no a.*\), and it is no hub name, which looks like HuggingFaceTB/"),
-        ("no name", r"no such folder \(.* has no no name.*\), and it is no hub name, which looks like HuggingFaceTB/"),
+        ("/nonexist/model", rf"no such folder \(/ has no nonexist.*\), and it is {NO_HUB_NAME}"),
+        ("a/b/c", rf"no such folder \(.* has no a.*\), and it is {NO_HUB_NAME}"),
+        ("no name", rf"no such folder \(.* has no no name.*\), and it is {NO_HUB_NAME}"),
         (
             "no-owner/no-model",
             r"no such folder \(.*\), and no hub name that can be had, as HuggingFaceTB/.* is one \(.*\)",

@@ -228,6 +228,7 @@ MINE = (
     "rewards.components=[{name: mine, function: f.py:f, weight: 1.0, options: {}, service: reward, "
     "needs_images: false, retries: 0, cache_entries: 0}]"
 )
+BY_MINE = [*OWN, MINE, "rewards.accuracy_component=mine"]
 
 
 def measured(before: float | None, after: float | None, tokens: tuple[float, float] | None = None) -> Summary:
@@ -243,16 +244,8 @@ def measured(before: float | None, after: float | None, tokens: tuple[float, flo
     [
         (OWN, measured(0.15, 0.833), "held-out accuracy 15.0% before RL, 83.3% after RL"),
         (OWN, measured(None, None), "held-out accuracy not measured before RL, not measured after RL"),
-        (
-            [*OWN, MINE, "rewards.accuracy_component=mine"],
-            measured(-0.97, 0.5),
-            "held-out mean of mine -0.97 before RL, 0.5 after RL",
-        ),
-        (
-            [*OWN, MINE, "rewards.accuracy_component=mine"],
-            measured(0.2, 7.25),
-            "held-out mean of mine 0.2 before RL, 7.25 after RL",
-        ),
+        (BY_MINE, measured(-0.97, 0.5), "held-out mean of mine -0.97 before RL, 0.5 after RL"),
+        (BY_MINE, measured(0.2, 7.25), "held-out mean of mine 0.2 before RL, 7.25 after RL"),
         (
             ["experiment=sft", "policy.model=m", "data.path=d"],
             measured(0.0, 0.0, (0.47, 0.78)),

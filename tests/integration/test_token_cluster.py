@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import REPOSITORY, REWARD, SMALL
+from jobs import MOBULA, REPOSITORY, REWARD, SMALL
 from ray_apart import dashboard_head
 from waiting import wait_until
 
@@ -70,15 +71,16 @@ def environment(auth: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "RAY_USAGE_STATS_ENABLED": "0", **auth}
 
 
+def started(auth: Mapping[str, str], *words: str, **pipes: Any) -> subprocess.Popen[str]:
+    """Python with these words, in the repository."""
+    command = [sys.executable, *words]
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment(auth), text=True, **pipes)
+
+
 def mobula(auth: Mapping[str, str], *words: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mobula.deploy.cli", *words],
-        cwd=REPOSITORY,
-        env=environment(auth),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+    command = [sys.executable, *MOBULA, *words]
+    env = environment(auth)
+    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout_s)
 
 
 def is_refused(auth: Mapping[str, str], reason: str, *words: str) -> None:
@@ -115,13 +117,7 @@ def test_with_the_token_a_run_trains_is_asked_and_scaled(cluster: Guarded) -> No
     words += [f"folder={folder / 'runs'}", f"data.path={folder / 'data'}", f"policy.model={folder / 'model'}"]
     words = overridden(SMALL, [*words, f"rewards.components.0.function={folder / 'job_reward.py'}:score"])
     with (folder / "output.txt").open("w") as output:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "mobula.deploy.cli", "train", *words],
-            cwd=REPOSITORY,
-            env=environment(from_file),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        run = started(from_file, *MOBULA, "train", *words, stdout=output, stderr=subprocess.STDOUT)
     steps = folder / "runs" / "guarded" / "metrics.jsonl"
     place = ["guarded", "--address", cluster.address]
     try:
@@ -146,14 +142,8 @@ def test_with_the_token_a_run_trains_is_asked_and_scaled(cluster: Guarded) -> No
 
 
 def test_a_private_cluster_admits_the_token_alone(tmp_path: Path) -> None:
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(tmp_path)],
-        cwd=REPOSITORY,
-        env=environment(RIGHT),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    pipe = subprocess.PIPE
+    driver = started(RIGHT, "-c", DRIVER, str(tmp_path), stdin=pipe, stdout=pipe)
     try:
         address = driver.stdout.readline().strip()
         is_refused(NONE, "asks for a token", "status", "any", "--address", address)

@@ -114,26 +114,19 @@ def readers_of_models(folder: Path) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("model_type", [None, "planted"])
 def test_code_of_a_models_repository_is_neither_run_nor_offered(
-    model: Path, tmp_path: Path, mark: Path, model_type: str | None
+    model: Path, reward_model: Path, tmp_path: Path, mark: Path, model_type: str | None
 ) -> None:
-    folder = shutil.copytree(model, tmp_path / "model")
-    plant_modules(folder, mark, model_type)
+    folder, rewards = shutil.copytree(model, tmp_path / "model"), shutil.copytree(reward_model, tmp_path / "rewards")
+    for planted in (folder, rewards):
+        plant_modules(planted, mark, model_type)
     for name, read in readers_of_models(folder).items():
         try:
             read()
         except Exception as error:
             assert model_type, f"{name}: {error}"  # transformers has the classes of the other one
         assert_not_run(mark)
-
-
-@pytest.mark.parametrize("model_type", [None, "planted"])
-def test_code_of_a_reward_models_repository_is_neither_run_nor_offered(
-    reward_model: Path, tmp_path: Path, mark: Path, model_type: str | None
-) -> None:
-    folder = shutil.copytree(reward_model, tmp_path / "model")
-    plant_modules(folder, mark, model_type)
     with suppress(ValueError):
-        build_function("reward_model", {"model": str(folder), **CONVERSATION}, TOOLS)
+        build_function("reward_model", {"model": str(rewards), **CONVERSATION}, TOOLS)
     assert_not_run(mark)
 
 

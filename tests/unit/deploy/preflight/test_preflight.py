@@ -435,19 +435,11 @@ def test_paths_are_those_of_the_folder_here_and_names_stay(tmp_path: Path, monke
     (tmp_path / "mine.py").write_text("def reward(request):\n    return 0.0\n")
     (tmp_path / "rows").mkdir()
     component = "{name: mine, function: mine.py:reward, weight: 1.0, options: {}, service: reward}"
-    found = with_absolute_paths(
-        load_config(
-            [
-                "experiment=own",
-                "policy.model=org/name",
-                "data.path=rows",
-                f"rewards.components=[{component}]",
-                "rewards.accuracy_component=mine",
-                "algorithm.supervised.path=rows",
-                "algorithm.supervised.coef=0.1",
-            ]
-        )  # fmt: skip
-    )
+    words = [
+        "experiment=own", "policy.model=org/name", "data.path=rows", f"rewards.components=[{component}]",
+        "rewards.accuracy_component=mine", "algorithm.supervised.path=rows", "algorithm.supervised.coef=0.1",
+    ]  # fmt: skip
+    found = with_absolute_paths(load_config(words))
     assert (found.policy.model, found.data.path) == ("org/name", tmp_path / "rows")
     assert found.rewards.components[0].function == f"{tmp_path}/mine.py:reward"
     assert found.algorithm.supervised.path == str(tmp_path / "rows")

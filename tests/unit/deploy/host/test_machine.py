@@ -20,7 +20,6 @@ from mobula.configs.load import load_config
 from mobula.deploy.cli import app
 from mobula.deploy.doctor import this_machine as doctor
 from mobula.deploy.host import machine
-from mobula.deploy.host import machine as host
 from mobula.deploy.preflight.findings import check_engine_build, engine_build
 
 
@@ -90,17 +89,17 @@ def test_a_folder_that_ray_cannot_use_is_named_with_its_variable(
     if name != "absent":
         Path(name).mkdir()
     with pytest.raises(PreflightError, match=f"TMPDIR={name} {fault}.*set RAY_TMPDIR"):
-        host.ray_folder({"TMPDIR": name}, fallback=Path("nowhere"))
+        machine.ray_folder({"TMPDIR": name}, fallback=Path("nowhere"))
     Path("t").mkdir()
-    assert host.ray_folder({"TMPDIR": name}, fallback=Path("t")) == Path("t/ray")
+    assert machine.ray_folder({"TMPDIR": name}, fallback=Path("t")) == Path("t/ray")
     assert f"TMPDIR={name} {fault}" in caplog.text
 
 
 def test_a_short_folder_is_left_to_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t").mkdir()
-    assert host.ray_folder({}) is None and host.ray_folder({"TMPDIR": "t"}) is None
-    assert host.ray_folder({"RAY_TMPDIR": "t", "TMPDIR": "x" * 80}) is None, "Ray reads RAY_TMPDIR first"
+    assert machine.ray_folder({}) is None and machine.ray_folder({"TMPDIR": "t"}) is None
+    assert machine.ray_folder({"RAY_TMPDIR": "t", "TMPDIR": "x" * 80}) is None, "Ray reads RAY_TMPDIR first"
 
 
 def test_a_full_disk_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,13 +108,13 @@ def test_a_full_disk_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch,
     Path("t").mkdir()
     free = {"full": 1 << 20, "t": 1 << 30}
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
-    assert host.ray_folder({"TMPDIR": "full"}, fallback=Path("t")) == Path("t/ray")
-    assert host.ray_folder({"TMPDIR": "t"}, fallback=Path("full")) is None
+    assert machine.ray_folder({"TMPDIR": "full"}, fallback=Path("t")) == Path("t/ray")
+    assert machine.ray_folder({"TMPDIR": "t"}, fallback=Path("full")) is None
     for environment in ({}, {"TMPDIR": "full"}):
         with pytest.raises(
             PreflightError, match="full is on a disk with 1 MiB free, .*free the disk, or set RAY_TMPDIR"
         ):
-            host.ray_folder(environment, fallback=Path("full"))
+            machine.ray_folder(environment, fallback=Path("full"))
 
 
 @pytest.mark.parametrize("text", [":b:c", "[red]", "a:smile:b"])
@@ -198,7 +197,7 @@ def test_letters_that_the_locale_lacks_are_escaped() -> None:
     assert shown.stdout == "gr\\xfcn\n", shown.stderr
 
 
-GOOD = host.CudaSoftware(
+GOOD = machine.CudaSoftware(
     gpus=("NVIDIA H100", "NVIDIA H100"), gpu_bytes=80 * 2**30, driver="580.65.06", torch="2.13.0+cu130",
     torch_cuda="13.0", torch_gpus=2, compiler="/usr/bin/gcc", headers="/usr/include/python3.12",
     shared_memory_bytes=16 * 2**30,
@@ -220,19 +219,19 @@ GOOD = host.CudaSoftware(
     ],
 )
 def test_each_flaw_is_named_with_the_next_action(change: dict[str, object], title: str, words: str) -> None:
-    assert list(host.flaws(GOOD)) == []
+    assert list(machine.flaws(GOOD)) == []
     bad = replace(GOOD, **change)
-    [flaw] = host.flaws(bad)
+    [flaw] = machine.flaws(bad)
     assert flaw.title == title and words in flaw.action
     with pytest.raises(PreflightError, match=f"node-1: {title}"):
-        host.refuse_flaws({"node-0": GOOD, "node-1": bad})
+        machine.refuse_flaws({"node-0": GOOD, "node-1": bad})
     [finding] = doctor.check_cuda_software(bad)
     assert finding.verdict is doctor.Verdict.MISSING and words in finding.action
 
 
 def test_an_older_driver_that_torch_works_with_is_no_flaw() -> None:
     """NVIDIA's cuda-compat lets drivers of data centres run a later CUDA."""
-    assert list(host.flaws(replace(GOOD, driver="570.86.15"))) == []
+    assert list(machine.flaws(replace(GOOD, driver="570.86.15"))) == []
     [finding] = doctor.check_cuda_software(GOOD)
     assert finding.verdict is doctor.Verdict.OK and "driver 580.65.06" in finding.detail
 
@@ -241,22 +240,22 @@ def test_the_compiler_is_the_one_that_triton_takes(tmp_path: Path) -> None:
     for name in ("gcc", "clang", "mine"):
         (tmp_path / name).touch(mode=0o755)
     path = {"PATH": str(tmp_path)}
-    assert host.c_compiler(path) == str(tmp_path / "gcc")
-    assert host.c_compiler({**path, "CC": "mine -O2"}) == str(tmp_path / "mine")
+    assert machine.c_compiler(path) == str(tmp_path / "gcc")
+    assert machine.c_compiler({**path, "CC": "mine -O2"}) == str(tmp_path / "mine")
     (tmp_path / "gcc").unlink()
-    assert host.c_compiler(path) == str(tmp_path / "clang")
-    assert host.c_compiler({"PATH": str(tmp_path / "none")}) == ""
+    assert machine.c_compiler(path) == str(tmp_path / "clang")
+    assert machine.c_compiler({"PATH": str(tmp_path / "none")}) == ""
 
 
 def test_headers_are_looked_for_where_this_python_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
-    assert host.python_headers() == ""
+    assert machine.python_headers() == ""
     (tmp_path / "Python.h").touch()
-    assert host.python_headers() == str(tmp_path)
+    assert machine.python_headers() == str(tmp_path)
 
 
 def test_a_process_apart_finds_what_this_one_does() -> None:
-    assert host.examine_apart() == host.examine()
+    assert machine.examine_apart() == machine.examine()
 
 
 def test_a_process_that_crashes_is_a_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

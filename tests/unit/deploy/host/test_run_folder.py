@@ -20,7 +20,6 @@ from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host import run_folder as folders
-from mobula.deploy.host import run_folder as locking
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.report.diagnose import command
 from mobula.deploy.training_service.store import Database, Session
@@ -122,7 +121,7 @@ def test_of_several_that_take_over_one_lock_one_holds_it(tmp_path: Path) -> None
 
 
 def test_a_holder_whose_lock_was_taken_stops_and_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locking, "BEAT_S", 0.05)
+    monkeypatch.setattr(folders, "BEAT_S", 0.05)
     stopped = threading.Event()
     with folders.run_lock(tmp_path, stop=stopped.set):
         leave(tmp_path, OTHER)
@@ -131,7 +130,7 @@ def test_a_holder_whose_lock_was_taken_stops_and_leaves_it(tmp_path: Path, monke
 
 
 def test_the_holder_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locking, "BEAT_S", 0.05)
+    monkeypatch.setattr(folders, "BEAT_S", 0.05)
     with folders.run_lock(tmp_path):
         before = (tmp_path / folders.LOCK_FILE).stat().st_mtime_ns
         wait_until(lambda: (tmp_path / folders.LOCK_FILE).stat().st_mtime_ns > before)

@@ -7,7 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import Engine, LocalSender, gaps, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
+from engines import (
+    Engine,
+    LocalSender,
+    Stale,
+    StaleOnTheWay,
+    gaps,
+    new_learner,
+    open_model,
+    perturb,
+    probe_gap,
+    start_actor,
+    weight_sync,
+)
 from gpus import ON_A_GPU
 from one_learner import copied
 from skipping_engine import SkippingActor

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import equal
-from gpu_rank import train_on_gpu
+from backend_run import equal, train_on_gpu
 from gpus import NUM_GPUS, two_gpus
 
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
@@ -38,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900), two_g
 
 def _trained(num_ranks: int, words: tuple[str, ...], model: Path, out: Path) -> dict:
     out.mkdir()
-    multiprocessing.set_forkserver_preload(["gpu_rank"])
+    multiprocessing.set_forkserver_preload(["backend_run"])
     args = (num_ranks, (*ON_GPUS, *words), model, out)
     mp.start_processes(train_on_gpu, args=args, nprocs=num_ranks, start_method="forkserver")
     return torch.load(out / "seen.pt", map_location="cpu")

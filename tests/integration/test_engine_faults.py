@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_cores import MESSAGE, POISON
 from jobs import PROMPTS_PER_STEP, Job, in_order, none_left, trained_places
-from poisoned import MESSAGE, POISON
 from runs import audited
 from sabotage import Saboteur
 from test_faults import KINDS, MOMENTS
@@ -70,7 +70,7 @@ def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_e
 ) -> None:
     monkeypatch.setenv(POISON, PROMPT)
     with Job(tmp_path, (*POISONED_WORDS, f"data.path={tmp_path / 'digits'}")) as job:
-        job.finish(job.start(str(REPLACED_SCRIPT), "RolloutActor=poisoned:Poisoned"))
+        job.finish(job.start(str(REPLACED_SCRIPT), "RolloutActor=engine_cores:Poisoned"))
         none_left(job.marks[0])
 
     found = read_run_folder(job.run_folder)

@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -67,9 +68,9 @@ def by_group(formula: Callable[[list[float], list[int], str], list[float]]) -> R
     ]
 
 
-def reference_grpo(rewards: list[float], lengths: list[int], std: str) -> list[float]:
+def reference_grpo(rewards: list[float], lengths: list[int], std: str, floor: float = STD_FLOOR) -> list[float]:
     mean = statistics.fmean(rewards)
-    return [(r - mean) / (spread(rewards, std) + STD_FLOOR) for r in rewards]
+    return [(r - mean) / (spread(rewards, std) + floor) for r in rewards]
 
 
 def reference_dr_grpo(rewards: list[float], lengths: list[int], std: str) -> list[float]:
@@ -84,11 +85,6 @@ def reference_rloo(rewards: list[float], lengths: list[int], std: str) -> list[f
 def reference_opo(rewards: list[float], lengths: list[int], std: str) -> list[float]:
     baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
     return [r - baseline for r in rewards]
-
-
-def reference_cpgd(rewards: list[float], lengths: list[int], std: str) -> list[float]:
-    mean = statistics.fmean(rewards)
-    return [(r - mean) / (spread(rewards, std) + 1e-6) for r in rewards]
 
 
 def reference_pass_at_k(rewards: list[float], lengths: list[int], std: str) -> list[float]:
@@ -139,7 +135,7 @@ REFERENCES: dict[str, Reference] = {
         by_group(reference_dr_grpo)(groups, lengths, std), std
     ),
     "opo": by_group(reference_opo),
-    "cpgd": by_group(reference_cpgd),
+    "cpgd": by_group(partial(reference_grpo, floor=1e-6)),
     "cpgd_clip_filter": reference_clip_filter,
     "gdpo": lambda groups, lengths, std: standardised(by_group(reference_grpo)(groups, lengths, std), std),
     "pass_at_k": by_group(reference_pass_at_k),
@@ -148,13 +144,10 @@ REFERENCES: dict[str, Reference] = {
 }
 
 
-def test_every_advantage_has_a_reference() -> None:
-    assert REFERENCES.keys() == ADVANTAGES.keys()
-
-
 @pytest.mark.parametrize("std", ["population", "unbiased"])
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_advantage_equals_its_reference(name: str, std: str) -> None:
+    """LightRFT defect B2: CPGD's rewards were summed to one number before they were standardised, so A was always 0."""
     rng = random.Random(7)
     for _ in range(30):
         sizes = [rng.randint(1, 6) for _ in range(rng.randint(1, 5))]
@@ -258,18 +251,6 @@ def test_no_included_response_gives_zeros(name: str) -> None:
     assert found.tolist() == [0.0, 0.0]
 
 
-def test_cpgd_is_not_zero() -> None:
-    """LightRFT defect B2: rewards were summed to one number before they were standardised, so A was always 0."""
-    found = ADVANTAGES["cpgd"](step([[1.0, 0.0], [0.0, 0.5]]), AdvantageOptions("population", 2, 1.0))
-    assert found.tolist() == pytest.approx([1.0, -1.0, -1.0, 1.0], abs=1e-4)
-
-
-def test_reinforce_pp_has_mean_zero_and_deviation_one_over_the_step_but_not_over_a_group() -> None:
-    found = ADVANTAGES["reinforce_pp"](step([[5.0, 6.0], [0.0, 1.0, 3.0]]), OPTIONS)
-    assert found.mean().abs() < 1e-6 and found.std().item() == pytest.approx(1, abs=1e-3)
-    assert found[:2].min() > 0
-
-
 def test_the_opo_baseline_has_the_least_length_weighted_variance() -> None:
     """The paper's derivation: b minimises sum_i L_i (r_i - b)^2."""
     rewards, lengths = [1.0, 0.0, 0.3], [10, 50, 3]
@@ -304,11 +285,8 @@ def test_length_rewards_are_kimis_within_each_group() -> None:
     groups = torch.tensor([0, 0, 0, 1, 1, 1])
     # of the longest in group 0: 0.5 - 1; an unsolved response gains nothing from being short
     assert length_rewards(lengths, solved, included, groups).tolist() == [0.5, 0.0, -0.5, 0.0, -0.5, 0.0]
-
-
-def test_equal_lengths_give_no_length_reward() -> None:
-    ones = torch.ones(3, dtype=torch.bool)
-    assert length_rewards(torch.tensor([5, 5, 5]), ones, ones, torch.zeros(3)).tolist() == [0.0] * 3
+    equal = torch.full_like(lengths, 5)
+    assert length_rewards(equal, solved, included, groups).tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -326,11 +304,6 @@ def test_the_return_of_a_token_is_the_discounted_sum_of_what_follows(gamma: floa
         rewards = [(-float(costs[t]) if mask[t] else 0.0) + (2.0 if t == last else 0.0) for t in range(num)]
         expected = [sum(gamma ** (k - t) * rewards[k] for k in range(t, num)) for t in range(num)]
         assert found.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_without_costs_and_discount_every_token_has_the_advantage_of_its_response() -> None:
-    mask = np.array([True, False, True, False])
-    assert credit_by_token(0.3, np.zeros(4, dtype=np.float32), mask, 1.0)[:3].tolist() == pytest.approx([0.3] * 3)
 
 
 def test_running_moments_are_those_of_everything_so_far() -> None:

@@ -267,16 +267,6 @@ def test_a_ratio_at_the_clip_is_not_counted_as_clipped() -> None:
     assert not out.is_clipped.any()
 
 
-def test_the_trade_between_lengths_is_that_of_the_aggregation() -> None:
-    """A token of a long response weighs as much as any other in a token mean, and less in a mean over responses."""
-    logprobs = torch.full((2, 4), -1.0, dtype=torch.float64, requires_grad=True)
-    mask = torch.tensor([[True] * 4, [True, False, False, False]])
-    loss = loss_of("ppo_clip")(logprobs, logprobs.detach(), torch.ones(2, 4).double(), mask).loss
-    [by_token] = torch.autograd.grad(token_mean(loss, mask, Totals(5, 2)), logprobs, retain_graph=True)
-    [by_response] = torch.autograd.grad(sequence_mean(loss, mask, Totals(5, 2)), logprobs)
-    assert by_token[0, 0] == by_token[1, 0] and by_response[1, 0] == pytest.approx(4 * by_response[0, 0])
-
-
 def test_truncated_importance_is_reinforce_weighted_by_a_capped_constant_ratio() -> None:
     now, old, advantages = [-1.0, -0.5, -3.0], [-1.5, -2.5, -1.0], 0.7
     logprobs = torch.tensor([now], requires_grad=True)
@@ -321,65 +311,50 @@ def ipo(chosen: float, rejected: float, tau: float) -> float:
     return math.pow(h - math.pow(tau, -1) / 2, 2)
 
 
-@pytest.mark.parametrize("beta", [0.01, 0.1, 2.0])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.49])
-def test_the_logistic_loss_is_that_of_dpo(beta: float, smoothing: float) -> None:
-    found = PREFERENCE_LOSSES["sigmoid"](CHOSEN, REJECTED, beta=beta, label_smoothing=smoothing)
-    expected = [dpo(c, r, beta, smoothing) for c, r in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+def bradley_terry(chosen: float, rejected: float) -> float:
+    """-log P(chosen wins) with P = exp(s_c) / (exp(s_c) + exp(s_r))."""
+    top = max(chosen, rejected)
+    return top + math.log(math.exp(chosen - top) + math.exp(rejected - top)) - chosen
 
 
-@pytest.mark.parametrize("beta", [0.01, 0.1, 2.0])
-def test_the_squared_loss_is_that_of_ipo(beta: float) -> None:
-    found = PREFERENCE_LOSSES["ipo"](CHOSEN, REJECTED, beta=beta, label_smoothing=0.0)
-    expected = [ipo(c, r, beta) for c, r in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+BETAS = (0.01, 0.1, 2.0)
+OFFLINE: dict[str, tuple[Callable[..., Tensor], Callable[[float, float], float]]] = {
+    **{
+        f"dpo, beta {beta}, smoothing {smoothing}": (
+            partial(PREFERENCE_LOSSES["sigmoid"], beta=beta, label_smoothing=smoothing),
+            partial(dpo, beta=beta, smoothing=smoothing),
+        )
+        for beta in BETAS
+        for smoothing in (0.0, 0.1, 0.49)
+    },
+    **{
+        f"ipo, beta {beta}": (partial(PREFERENCE_LOSSES["ipo"], beta=beta, label_smoothing=0.0), partial(ipo, tau=beta))
+        for beta in BETAS
+    },
+    "bradley_terry": (SCORE_LOSSES["bradley_terry"], bradley_terry),
+    "margin": (partial(SCORE_LOSSES["bradley_terry"], margin=0.7), lambda c, r: -log_sigmoid(c - r - 0.7)),
+    "regression": (SCORE_LOSSES["regression"], lambda score, label: (score - label) ** 2),
+}
 
 
-def test_the_pairwise_loss_is_the_likelihood_of_bradley_and_terry() -> None:
-    """P(chosen wins) = exp(s_c) / (exp(s_c) + exp(s_r))."""
-    found = SCORE_LOSSES["bradley_terry"](CHOSEN, REJECTED)
-    expected = []
-    for chosen, rejected in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True):
-        top = max(chosen, rejected)
-        expected.append(top + math.log(math.exp(chosen - top) + math.exp(rejected - top)) - chosen)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("name", OFFLINE)
+def test_an_offline_loss_equals_its_reference(name: str) -> None:
+    loss, reference = OFFLINE[name]
+    expected = [reference(c, r) for c, r in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)]
+    torch.testing.assert_close(
+        loss(CHOSEN, REJECTED), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
 
 
-def test_a_margin_moves_the_point_of_even_odds() -> None:
-    found = SCORE_LOSSES["bradley_terry"](CHOSEN, REJECTED, margin=0.7)
-    pairs = zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)
-    assert found.tolist() == pytest.approx([-log_sigmoid(chosen - rejected - 0.7) for chosen, rejected in pairs])
-
-
-def test_regression_is_the_squared_distance_from_the_label() -> None:
-    found = SCORE_LOSSES["regression"](CHOSEN, REJECTED)
-    pairs = zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)
-    assert found.tolist() == pytest.approx([(score - label) ** 2 for score, label in pairs])
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda a, b: PREFERENCE_LOSSES["sigmoid"](a, b, beta=0.3, label_smoothing=0.1),
-        lambda a, b: PREFERENCE_LOSSES["ipo"](a, b, beta=0.3, label_smoothing=0.0),
-        SCORE_LOSSES["bradley_terry"],
-        lambda a, b: SCORE_LOSSES["bradley_terry"](a, b, margin=0.4),
-        SCORE_LOSSES["regression"],
-    ],
-    ids=["sigmoid", "ipo", "bradley_terry", "margin", "regression"],
-)
-def test_gradients_are_those_of_finite_differences(loss) -> None:
+@pytest.mark.parametrize("name", OFFLINE)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
     chosen, rejected = (5 * torch.randn(8, generator=RNG, dtype=torch.float64) for _ in range(2))
-    assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
+    assert torch.autograd.gradcheck(OFFLINE[name][0], (chosen.requires_grad_(), rejected.requires_grad_()))
 
 
-def test_losses_and_gradients_stay_finite_at_huge_margins() -> None:
-    for loss in (
-        lambda a, b: PREFERENCE_LOSSES["sigmoid"](a, b, beta=1.0, label_smoothing=0.1),
-        *SCORE_LOSSES.values(),
-    ):
-        a, b = torch.tensor([1e4, -1e4]).requires_grad_(), torch.tensor([-1e4, 1e4]).requires_grad_()
-        value = loss(a, b)
-        value.sum().backward()
-        assert value.isfinite().all() and a.grad.isfinite().all() and b.grad.isfinite().all()
+@pytest.mark.parametrize("name", OFFLINE)
+def test_losses_and_gradients_stay_finite_at_huge_margins(name: str) -> None:
+    a, b = torch.tensor([1e4, -1e4]).requires_grad_(), torch.tensor([-1e4, 1e4]).requires_grad_()
+    value = OFFLINE[name][0](a, b)
+    value.sum().backward()
+    assert value.isfinite().all() and a.grad.isfinite().all() and b.grad.isfinite().all()

@@ -89,7 +89,8 @@ def random_response(rng: random.Random) -> TokenValues:
 @pytest.mark.parametrize("gamma", [1.0, 0.99, 0.5])
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.3, 0.95, 1.0])
 def test_gae_equals_its_definition_on_random_responses(reference, gamma: float, gae_lambda: float) -> None:
-    """LightRFT defect B11: gamma was used on the first micro-batch only. Here it is an argument of each response."""
+    """LightRFT defects B11, B15: gamma was used on the first micro-batch only, and the finish reason was lost, so that
+    responses that were cut off and that ended were treated alike."""
     rng = random.Random(0)
     for _ in range(60):
         of = random_response(rng)
@@ -104,20 +105,6 @@ def test_a_long_response_is_exact() -> None:
     of = response(rng.normal(size=3000).tolist(), rng.normal(size=3001).tolist())
     expected = by_differences(of, 0.999, 0.99)
     assert gae(of, 0.999, 0.99).tolist() == pytest.approx(expected, abs=1e-10)
-
-
-def test_lambda_1_is_the_return_less_the_value_and_lambda_0_the_next_difference() -> None:
-    of = response([0.0, 0.0, 1.0], [0.2, 0.4, 0.6, 9.0])
-    assert gae(of, 1.0, 1.0).tolist() == pytest.approx([0.8, 0.6, 0.4])
-    assert gae(of, 1.0, 0.0).tolist() == pytest.approx([0.2, 0.2, 0.4])
-
-
-def test_a_response_that_was_cut_off_goes_on_from_its_last_value_and_one_that_ended_does_not() -> None:
-    """LightRFT defect B15: the finish reason was lost, so both were treated alike."""
-    rewards, values = [0.0, 1.0], [0.5, 0.25, 3.0]
-    assert gae(response(rewards, values), 0.5, 1.0).tolist() == pytest.approx([0.5 - 0.5, 1 - 0.25])
-    cut = gae(response(rewards, values, is_truncated=True), 0.5, 1.0)
-    assert cut.tolist() == pytest.approx([0.5 * 1 + 0.25 * 3 - 0.5, 1 + 0.5 * 3 - 0.25])
 
 
 def test_what_an_environment_wrote_between_two_turns_is_no_decision() -> None:
@@ -137,18 +124,6 @@ def test_what_an_environment_wrote_between_two_turns_is_no_decision() -> None:
 def test_a_response_without_a_trained_token_has_advantages_of_zero(mask: list[bool], is_truncated: bool) -> None:
     of = response([1.0] * len(mask), [1.0] * (len(mask) + 1), mask, is_truncated=is_truncated)
     assert gae(of, 0.9, 0.9).tolist() == [0.0] * len(mask)
-
-
-def test_huge_rewards_and_values_stay_exact() -> None:
-    huge = 2.0**40
-    assert gae(response([0.0, huge], [-huge, huge, 0.0]), 1.0, 0.5).tolist() == [2 * huge, 0.0]
-
-
-def test_a_perfect_critic_leaves_nothing_to_credit() -> None:
-    """Values that are the discounted returns have temporal differences of 0."""
-    gamma, rewards = 0.9, [0.5, -1.0, 2.0]
-    values = [sum(gamma ** (j - k) * rewards[j] for j in range(k, 3)) for k in range(3)]
-    assert gae(response(rewards, [*values, 7.0]), gamma, 0.7).tolist() == pytest.approx([0.0] * 3, abs=1e-6)
 
 
 def test_every_advantage_that_reads_values_has_a_formula_for_tokens() -> None:
@@ -321,12 +296,6 @@ def test_a_value_at_the_bound_has_a_gradient() -> None:
     found = value_loss(value, torch.zeros(1, 1), torch.tensor([[1.0]]), clip=0.25)
     [gradient] = torch.autograd.grad(found.loss.sum(), value)
     assert gradient.item() == -0.75 and not found.is_clipped.item()
-
-
-def test_a_return_that_was_reached_has_no_loss() -> None:
-    same = torch.full((1, 3), 0.7)
-    found = value_loss(same, same, same, clip=0.2)
-    assert not found.loss.any() and not found.is_clipped.any()
 
 
 def test_explained_variance_is_that_of_scikit_learn() -> None:

@@ -131,6 +131,13 @@ class Bench:
             on_lost=self.lost.append,
         )
 
+    @classmethod
+    async def saved(cls, *args: Any) -> Bench:
+        """With a checkpoint of version 0."""
+        bench = cls(*args)
+        await bench.save()
+        return bench
+
     async def save(self) -> None:
         folder = Path(f"step-{self.ranks.version}")
         version = self.ranks.version
@@ -143,51 +150,59 @@ class Bench:
     async def meet(self, epoch: int) -> None:
         await self.learner.join_transfer(await self.learner.open_transfer(epoch, 1))
 
-    async def train(self, *prompt_ids: str) -> int:
-        return (await self.learner.update([make_scored(prompt_id) for prompt_id in prompt_ids])).version
+    async def train(self, *numbers: int) -> int:
+        """One step after the other, each on a group of the number; the version of the last one."""
+        for number in numbers:
+            version = (await self.learner.update([make_scored(f"0/{number}/s")])).version
+        return version
+
+    async def ends(self, match: str, error: type[Exception] = WorkerDiedError) -> None:
+        """The next step ends the run."""
+        with pytest.raises(error, match=match):
+            async with asyncio.timeout(5):
+                await self.train(0)
+
+
+def trained_on(*numbers: int) -> list[str]:
+    return [f"0/{number}/s" for number in numbers]
 
 
 @pytest.mark.parametrize("method", ["update", "save", "sequence_logprobs"])
 async def test_a_rank_that_dies_costs_nothing_but_time(method: str) -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     for n in range(4):
         if n == 2:
             bench.ranks.dies_in[method] = 1
-        assert await bench.train(f"0/{n}/s") == n + 1
+        assert await bench.train(n) == n + 1
         if n in (0, 2):
             await bench.save()
         await bench.scored()
-    assert bench.ranks.weights == [f"0/{n}/s" for n in range(4)]
+    assert bench.ranks.weights == trained_on(0, 1, 2, 3)
     assert (bench.ranks.num_respawns, bench.lost) == (1, ["learner_died"])
 
 
 async def test_only_steps_after_the_checkpoint_are_taken_again() -> None:
-    bench = Bench()
+    bench = await Bench.saved()
+    await bench.train(0, 1, 2)
     await bench.save()
-    for n in range(3):
-        await bench.train(f"0/{n}/s")
-    await bench.save()
-    await bench.train("0/3/s")
+    await bench.train(3)
     bench.ranks.dies_in["update"] = 1
-    await bench.train("0/4/s")
+    await bench.train(4)
     assert bench.policy.num_steps_repeated == 1
-    assert bench.ranks.weights == [f"0/{n}/s" for n in range(5)]
+    assert bench.ranks.weights == trained_on(0, 1, 2, 3, 4)
 
 
 async def test_a_death_while_it_is_restored_is_restored_again() -> None:
-    bench = Bench()
-    await bench.save()
-    await bench.train("0/0/s")
+    bench = await Bench.saved()
+    await bench.train(0)
     bench.ranks.dies_in = {"update": 2}  # the next step, and the one that is taken again
-    assert await bench.train("0/1/s") == 2
-    assert bench.ranks.weights == ["0/0/s", "0/1/s"]
+    assert await bench.train(1) == 2
+    assert bench.ranks.weights == trained_on(0, 1)
     assert bench.ranks.num_respawns == 2
 
 
 async def test_a_push_ends_in_an_error_that_asks_for_a_new_epoch() -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     await bench.meet(1)
     bench.ranks.dies_in["send_weights"] = 1
     with pytest.raises(WeightSyncError, match="not in transfer group 1"):
@@ -197,8 +212,7 @@ async def test_a_push_ends_in_an_error_that_asks_for_a_new_epoch() -> None:
 
 
 async def test_a_learner_that_waits_in_vain_for_a_receiver_is_not_lost() -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     bench.ranks.is_alone = True
     with pytest.raises(WeightSyncError, match="transfer group of epoch 1 did not form"):
         await bench.meet(1)
@@ -206,8 +220,7 @@ async def test_a_learner_that_waits_in_vain_for_a_receiver_is_not_lost() -> None
 
 
 async def test_a_transfer_group_that_went_with_its_ranks_is_not_joined_by_the_new_ones() -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     bench.ranks.dies_in["join_transfer"] = 1
     with pytest.raises(WeightSyncError, match="epoch 1 was lost with the learner ranks that had opened it"):
         await bench.meet(1)
@@ -216,50 +229,44 @@ async def test_a_transfer_group_that_went_with_its_ranks_is_not_joined_by_the_ne
 
 
 async def test_a_silent_rank_is_not_waited_for_once_it_is_reported_lost() -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     bench.ranks.is_silent = True
-    step = asyncio.create_task(bench.train("0/0/s"))
+    step = asyncio.create_task(bench.train(0))
     await asyncio.sleep(0.01)
     assert not step.done()
     bench.policy.lose(DeadlineError("learner/0 did not answer a ping"))
     async with asyncio.timeout(5):
         assert await step == 1
-    assert (bench.ranks.weights, bench.lost) == (["0/0/s"], ["learner_hung"])
+    assert (bench.ranks.weights, bench.lost) == (trained_on(0), ["learner_hung"])
 
 
 async def test_a_loss_that_is_noticed_between_calls_is_made_good_at_the_next_call() -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     bench.policy.lose(WorkerDiedError("learner/0 died"))
-    assert await bench.train("0/0/s") == 1
+    assert await bench.train(0) == 1
     assert bench.ranks.num_respawns == 1
 
 
 async def test_calls_that_fail_together_restore_once() -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     bench.ranks.dies_in = {"update": 1, "sequence_logprobs": 1}
-    version, weights = await asyncio.gather(bench.train("0/0/s"), bench.scored())
+    version, weights = await asyncio.gather(bench.train(0), bench.scored())
     assert version == 1
-    assert bench.ranks.weights == ["0/0/s"]
-    assert set(weights) <= {"0/0/s"}
+    assert bench.ranks.weights == trained_on(0)
+    assert set(weights) <= set(trained_on(0))
     assert bench.ranks.num_respawns == 1
 
 
 async def test_without_a_checkpoint_the_loss_ends_the_run() -> None:
     bench = Bench()
     bench.ranks.dies_in["update"] = 1
-    with pytest.raises(WorkerDiedError, match="before its first checkpoint: learner/1 died"):
-        await bench.train("0/0/s")
+    await bench.ends("before its first checkpoint: learner/1 died")
 
 
 async def test_the_budget_ends_it() -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     bench.ranks.dies_in["update"] = 99
-    with pytest.raises(WorkerDiedError, match=r"lost 4 times, .*resume=auto"):
-        await bench.train("0/0/s")
+    await bench.ends(r"lost 4 times, .*resume=auto")
     assert bench.ranks.num_respawns == POLICY.max_restarts
 
 
@@ -269,11 +276,8 @@ async def test_a_step_that_always_hangs_ends_the_run_although_each_try_outlasts_
             await asyncio.sleep(0.02)
             raise DeadlineError
 
-    bench = Bench(Slow(), replace(POLICY, window_s=0.01))
-    await bench.save()
-    with pytest.raises(WorkerDiedError, match="or at one step; last: waited 300 s for learner/0 to make version 1"):
-        async with asyncio.timeout(5):
-            await bench.train("0/0/s")
+    bench = await Bench.saved(Slow(), replace(POLICY, window_s=0.01))
+    await bench.ends("or at one step; last: waited 300 s for learner/0 to make version 1")
     assert bench.ranks.num_respawns == POLICY.max_restarts
 
 
@@ -284,44 +288,39 @@ async def test_a_node_that_never_returns_ends_the_run_although_each_try_outlasts
             await asyncio.sleep(0.02)
             raise WorkerDiedError("the learner has no place: waited 30 s for the cluster to reserve learner/0")
 
-    bench = Bench(None, replace(POLICY, window_s=0.01), Unplaced)
-    await bench.save()
+    bench = await Bench.saved(None, replace(POLICY, window_s=0.01), Unplaced)
     bench.ranks.dies_in["update"] = 1
-    with pytest.raises(WorkerDiedError, match=r"or at one step; last: .* for the cluster to reserve learner/0"):
-        async with asyncio.timeout(5):
-            await bench.train("0/0/s")
+    await bench.ends(r"or at one step; last: .* for the cluster to reserve learner/0")
     assert bench.ranks.num_respawns == POLICY.max_restarts
 
 
+def crash() -> WorkerDiedError:
+    error = WorkerDiedError("its actor died: its process 7 crashed with SIGSEGV")
+    error.failure = Failure("its process 7 crashed with SIGSEGV", fingerprint="SIGSEGV|model.py:7")
+    return error
+
+
 async def test_ranks_that_crash_again_and_again_in_one_step_end_the_run_before_the_budget() -> None:
-    bench = Bench()
-    await bench.save()
-    crash = WorkerDiedError("its actor died: its process 7 crashed with SIGSEGV")
-    crash.failure = Failure("its process 7 crashed with SIGSEGV", fingerprint="SIGSEGV|model.py:7")
-    bench.ranks.dies_in["update"], bench.ranks.dies_of = 99, crash
-    with pytest.raises(RestartLoopError, match=r"lost 3 times in a row at the same step .*SIGSEGV.*resume=auto"):
-        await bench.train("0/0/s")
+    bench = await Bench.saved()
+    bench.ranks.dies_in["update"], bench.ranks.dies_of = 99, crash()
+    await bench.ends(r"lost 3 times in a row at the same step .*SIGSEGV.*resume=auto", RestartLoopError)
     assert bench.ranks.num_respawns == MAX_EQUAL - 1 < POLICY.max_restarts
 
 
 async def test_crashes_in_different_steps_are_no_loop() -> None:
     bench = Bench()
-    bench.ranks.dies_of = WorkerDiedError("its actor died")
-    bench.ranks.dies_of.failure = Failure("its process 7 crashed with SIGSEGV", fingerprint="SIGSEGV|model.py:7")
+    bench.ranks.dies_of = crash()
     for n in range(MAX_EQUAL):
         await bench.save()
         bench.ranks.dies_in["update"] = 1
-        assert await bench.train(f"0/{n}/s") == n + 1
+        assert await bench.train(n) == n + 1
 
 
 async def test_a_checkpoint_of_another_version_is_refused() -> None:
-    bench = Bench()
-    await bench.save()
-    assert bench.checkpoint
-    bench.checkpoint = (7, bench.checkpoint[1])
+    bench = await Bench.saved()
+    bench.checkpoint = (7, Path("step-0"))
     bench.ranks.dies_in["update"] = 1
-    with pytest.raises(CheckpointError, match="holds version 0 instead of 7"):
-        await bench.train("0/0/s")
+    await bench.ends("holds version 0 instead of 7", CheckpointError)
 
 
 async def test_an_error_of_the_learner_itself_is_not_a_loss() -> None:
@@ -329,24 +328,21 @@ async def test_an_error_of_the_learner_itself_is_not_a_loss() -> None:
         async def update(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
             raise ValueError("the loss needs reference log-probs")
 
-    bench = Bench(Broken())
-    await bench.save()
-    with pytest.raises(ValueError, match="needs reference"):
-        await bench.train("0/0/s")
+    bench = await Bench.saved(Broken())
+    await bench.ends("needs reference", ValueError)
     assert bench.ranks.num_respawns == 0
 
 
 async def test_a_copy_that_ranks_had_before_they_were_restored_is_lost() -> None:
-    bench = Bench()
-    await bench.save()
+    bench = await Bench.saved()
     assert await bench.learner.finish_save()
-    await bench.train("0/0/s")
+    await bench.train(0)
     await bench.learner.save(Path("step-1"))
     bench.ranks.dies_in["finish_save"] = 1
     assert not await bench.learner.finish_save()
     await bench.learner.save(Path("step-1"))
     bench.ranks.dies_in["update"] = 1
-    await bench.train("0/1/s")
+    await bench.train(1)
     assert not await bench.learner.finish_save(), "an update had them restored meanwhile"
     await bench.learner.save(Path("step-2"))
     assert await bench.learner.finish_save()
@@ -354,35 +350,33 @@ async def test_a_copy_that_ranks_had_before_they_were_restored_is_lost() -> None
 
 @pytest.mark.parametrize("method", ["restore", "update"])
 async def test_restored_weights_survive_a_lost_rank_although_a_newer_checkpoint_was_discarded(method: str) -> None:
-    bench = Bench()
-    await bench.save()
-    await bench.train("0/0/s")
+    bench = await Bench.saved()
+    await bench.train(0)
     await bench.save()
     good = Path("step-1")
-    await bench.train("0/1/s")
+    await bench.train(1)
     await bench.save()  # version 2, which the rollback discards
-    await bench.train("0/2/s")
+    await bench.train(2)
     if method == "restore":
         bench.ranks.dies_in["restore"] = 1
     await bench.learner.restore(good, 3)
-    assert (bench.ranks.version, bench.ranks.weights) == (3, ["0/0/s"])
-    await bench.train("0/3/s")
+    assert (bench.ranks.version, bench.ranks.weights) == (3, trained_on(0))
+    await bench.train(3)
     if method == "update":
         bench.ranks.dies_in["update"] = 1
-    assert await bench.train("0/4/s") == 5
-    assert bench.ranks.weights == ["0/0/s", "0/3/s", "0/4/s"]
+    assert await bench.train(4) == 5
+    assert bench.ranks.weights == trained_on(0, 3, 4)
     await bench.save()
     bench.ranks.dies_in["update"] = 1
-    assert await bench.train("0/5/s") == 6
-    assert (bench.ranks.weights[-2:], bench.ranks.num_respawns) == (["0/4/s", "0/5/s"], 2)
+    assert await bench.train(5) == 6
+    assert (bench.ranks.weights[-2:], bench.ranks.num_respawns) == (trained_on(4, 5), 2)
 
 
 async def test_the_loss_of_ranks_that_are_not_restarted_is_raised() -> None:
     rank = FakeRank()
-    group = FakeGroup(rank)
     rank.dies_in["update"] = 1
     with pytest.raises(WorkerDiedError, match="learner/1 died in update"):
-        await group.update([make_scored("0/0/s")])
+        await FakeGroup(rank).update([make_scored("0/0/s")])
     assert rank.num_respawns == 0
 
 
@@ -397,11 +391,10 @@ async def test_observers_see_each_step_once_and_each_restart() -> None:
         def restored(self, version: int) -> None:
             self.append(("restored", version))
 
-    bench, seen = Bench(), Seen()
+    bench, seen = await Bench.saved(), Seen()
     bench.learner.lost_ranks.observers.append(seen)
-    await bench.save()
-    await bench.train("0/0/s")
+    await bench.train(0)
     bench.ranks.dies_in["update"] = 1
-    await bench.train("0/1/s")
+    await bench.train(1)
     assert seen == [("trained", 1), ("restored", 0), ("repeated", 1), ("trained", 2)]
     assert bench.learner.num_restarts == 1

@@ -17,7 +17,7 @@ from mobula.cluster.records.trajectory import Prompt, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec, LossCall, LossResult, LossRow
 from mobula.learner.adapters.adapter import PartialResult
-from mobula.learner.adapters.ranks import AdapterRank
+from mobula.learner.adapters.ranks import AdapterRank, FullWeightsRank
 from mobula.learner.learner import Learner
 from mobula.learner.policy_weights import export_state
 
@@ -29,10 +29,12 @@ SPEC = AdapterSpec(rank=4, alpha=8.0, seed=3)
 OTHER = AdapterSpec(rank=2, alpha=16.0, seed=5, trains_mlp=False)
 
 
-def connected(model: Path, *overrides: str, tokens: int = 60) -> AdapterRank:
-    """The only rank; `tokens` of a micro-batch are less than those of a call."""
+def rank_with(model: Path, *overrides: str, tokens: int = 60, **specs: AdapterSpec) -> AdapterRank:
+    """The only rank, with an adapter of each name; `tokens` of a micro-batch are less than those of a call."""
     rank = AdapterRank(tiny_config(model, f"learner.tokens_per_microbatch={tokens}", *overrides), 0, 1)
     rank.connect("")
+    for name, spec in specs.items():
+        rank.create(name, spec)
     return rank
 
 
@@ -61,6 +63,17 @@ def whole(part: PartialResult | Exception) -> LossResult:
     """The result of a rank that computes all rows."""
     assert isinstance(part, PartialResult), part
     return PartialResult.joined([part])
+
+
+def computed(rank: AdapterRank | FullWeightsRank, call: LossCall) -> LossResult:
+    [part] = rank.compute([call])
+    return whole(part)
+
+
+def logprobs_of(model: torch.nn.Module, row: LossRow) -> torch.Tensor:
+    """float32 [T], of a row's targets by transformers' own forward."""
+    logits = model(torch.from_numpy(row.prompt.expanded_ids.astype(np.int64))[None]).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(row.inputs["target_tokens"])[:, None])[:, 0]
 
 
 def factors_of(rank: AdapterRank, adapter: str) -> dict[str, torch.Tensor]:

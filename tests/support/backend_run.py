@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 from learner_data import group, image, prompt, random_groups, tiny_config
-from one_learner import copied
-from taught import at_hand
+from one_learner import at_hand, copied
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.actions import TokenActions

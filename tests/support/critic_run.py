@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import torch
 from backend_run import met_at, steps, weights
-from learner_data import image, prompt
-from taught import at_hand
+from learner_data import cut_off, image, prompt
+from one_learner import at_hand
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.actions import TokenActions
-from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
+from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.schema import RunConfig
 from mobula.learner.batch import fetch_items
 from mobula.learner.examples import Example
@@ -60,10 +59,3 @@ def values(learner: Learner, groups: list[ScoredGroup]) -> torch.Tensor:
     """Of every token of these groups, one after the other; every rank has all of them."""
     valued = learner._critic.valued(fetch_items(groups, 0, 1.0))
     return torch.from_numpy(np.concatenate([item.values for row in valued for item in row]))
-
-
-def cut_off(scored: ScoredGroup) -> ScoredGroup:
-    """The same group, whose first response hit the length limit."""
-    first, *others = scored.group.trajectories
-    rows = (dataclasses.replace(first, finish_reason=FinishReason.LENGTH), *others)
-    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=rows))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from pathlib import Path
 
 import torch
-from learner_data import random_groups, tiny_config
+from learner_data import random_groups, tiny_config, with_reference
+from one_learner import connected_learner, saved
 from transformers import AutoTokenizer
-
-from mobula.learner.learner import Learner
 
 NUM_STEPS = 5
 INTERVAL = 2  # steps between two checkpoints
@@ -25,41 +23,22 @@ WORDS = (
 
 def follow(model: Path, folder: Path, kill_after: int) -> None:
     """All steps from the newest checkpoint in `folder` on; this process kills itself after step `kill_after`, unless
-    that is 0. Leaves what it came to in `end.pt`."""
+    that is 0. Leaves what it came to in `end.pt` and its state in `end`."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    words = [word for word in WORDS if not word.startswith("algorithm.kl.coef")]
-    learner = Learner(tiny_config(model, *words, "algorithm.kl.coef=0.1"), 0, 1, (250,))
-    learner.connect("")
+    learner = connected_learner(tiny_config(model, *WORDS), (250,))
     found = sorted(folder.glob("step-*"))
     begun_at = learner.load(found[-1]) if found else 0
     if not found:
         learner.begin_rl()
-        save(learner, folder)
+        saved(learner, folder / "draft").rename(folder / "step-0")  # a checkpoint is complete or does not exist
     metrics = {}
     for version in range(begun_at + 1, NUM_STEPS + 1):
-        metrics[version] = dict(learner.update(groups(tokenizer, version), version).metrics)
+        groups = [with_reference(g, gap=0.1) for g in random_groups(tokenizer, 3, 3, seed=10 * version)]
+        metrics[version] = dict(learner.update(groups, version).metrics)
         if version % INTERVAL == 0:
-            save(learner, folder)
+            saved(learner, folder / "draft").rename(folder / f"step-{version}")
         if version == kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
-    critic = learner._critic
-    states = [opt.state_dict()["state"] for opt in (learner._optimizer, critic._optimizer)]
-    models = [model.state_dict() for model in (learner._policy, critic._model)]
-    torch.save({"models": models, "optimizers": states, "metrics": metrics, "begun_at": begun_at}, folder / "end.pt")
-
-
-def save(learner: Learner, folder: Path) -> None:
-    """A checkpoint is complete or does not exist."""
-    draft = folder / "draft"
-    learner.save(draft)
-    learner.finish_save()
-    draft.rename(folder / f"step-{learner.version}")
-
-
-def groups(tokenizer, version: int) -> list:
-    """Those of one step, a function of its version; the reference is another policy."""
-    return [
-        dataclasses.replace(scored, reference_logprobs=[t.behavior_logprobs - 0.1 for t in scored.group.trajectories])
-        for scored in random_groups(tokenizer, 3, 3, seed=10 * version)
-    ]
+    saved(learner, folder / "end")
+    torch.save({"metrics": metrics, "begun_at": begun_at}, folder / "end.pt")

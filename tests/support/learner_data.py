@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -92,13 +93,34 @@ def group(
     return ScoredGroup(summary, made, tuple(None if r is None else Reward(r) for r in rewards))
 
 
+def edited(scored: ScoredGroup, **columns: Sequence[Any]) -> ScoredGroup:
+    """The group with other fields of its trajectories; each of `columns` has one value for every sibling."""
+    siblings = zip(scored.group.trajectories, *columns.values(), strict=True)
+    rows = tuple(dataclasses.replace(t, **dict(zip(columns, fields, strict=True))) for t, *fields in siblings)
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=rows))
+
+
+def changed(scored: ScoredGroup, sibling: int, **fields: Any) -> ScoredGroup:
+    """The group with other fields of one trajectory."""
+    rows = list(scored.group.trajectories)
+    rows[sibling] = dataclasses.replace(rows[sibling], **fields)
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=tuple(rows)))
+
+
+def cut_off(scored: ScoredGroup, sibling: int = 0) -> ScoredGroup:
+    """The group, one of whose responses hit the length limit."""
+    return changed(scored, sibling, finish_reason=FinishReason.LENGTH)
+
+
 def with_logprobs(scored: ScoredGroup, logprobs: Sequence[np.ndarray]) -> ScoredGroup:
     """The same group as if an engine had sampled it with these log-probs."""
-    trajectories = tuple(
-        dataclasses.replace(t, behavior_logprobs=behavior)
-        for t, behavior in zip(scored.group.trajectories, logprobs, strict=True)
-    )
-    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=trajectories))
+    return edited(scored, behavior_logprobs=logprobs)
+
+
+def with_reference(scored: ScoredGroup, gap: float = 0.0) -> ScoredGroup:
+    """The group with log-probs of a reference, which are lower by `gap`."""
+    rows = [t.behavior_logprobs - np.float32(gap) for t in scored.group.trajectories]
+    return dataclasses.replace(scored, reference_logprobs=rows)
 
 
 def random_groups(tokenizer, num_groups: int, num_siblings: int, seed: int = 0, longest: int = 8) -> list[ScoredGroup]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from learner_data import prompt
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.records.actions import KeptSets
@@ -19,7 +22,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig, RunConfig
 from mobula.deploy.checks.parity import MOST_VIDEOS, SOUND_RATE, Case, cases
 from mobula.deploy.preflight.decisions import with_row_layout
-from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.families.base import AudioFamily, VideoFamily
 from mobula.learner.policies.head import Distribution
@@ -57,20 +60,44 @@ def text_prompts(folder: Path) -> list[Prompt]:
     return [prompt(tokenizer, text, text=text) for text in ("Which digit is this? " * 5, "Which number?", "Hello")]
 
 
+def reader() -> MediaReader:
+    return MediaReader(timeout_s=1, max_items=64)
+
+
+def collated(rows: Sequence[TokenSequence]) -> TokenBatch:
+    return collate(rows, reader(), torch.device("cpu"))
+
+
+def policy_at(folder: Path, *overrides: str) -> TokenPolicy:
+    """The model in `folder`, in the state that `from_pretrained` leaves it in; the words are for the learner."""
+    return TokenPolicy(load_model(str(folder), torch.float32, "sdpa"), learner_config(*overrides))
+
+
+def plain_logprobs(model: PreTrainedModel, row: TokenSequence) -> torch.Tensor:
+    """float32 [T], of the targets of a row: by transformers' own forward of this row alone."""
+    ids = torch.from_numpy(row.token_ids).long()[None]
+    inputs = {}
+    if row.media:
+        media = [handle.reference.inputs for handle in row.media]
+        inputs = {name: torch.from_numpy(np.concatenate([m[name] for m in media])) for name in media[0]}
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+        for span in row.media_spans:
+            inputs["mm_token_type_ids"][0, span.start : span.end] = 1
+    logits = model(input_ids=ids, **inputs).logits[0, row.num_context - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[0, row.num_context :, None])[:, 0]
+
+
 def learner_config(*overrides: str) -> LearnerConfig:
     return load_config(["experiment=digits", *overrides]).learner
 
 
 def scores_of(folder: Path, batches: list[list[TokenSequence]], *overrides: str, recomputed: str = "none"):
     """Log-probs, entropies and gradients of a mean in which each token has a weight of its own."""
-    config = learner_config(*overrides)
-    model = load_model(str(folder), torch.float32, "sdpa").train()
-    recompute_blocks(model, recomputed)
-    policy = TokenPolicy(model, config)
+    policy = policy_at(folder, *overrides).train()
+    recompute_blocks(policy.model, recomputed)
     outputs, num_targets = [], sum(row.num_targets for batch in batches for row in batch)
     for batch in batches:
-        tokens = collate(batch, MediaReader(timeout_s=1, max_items=8), torch.device("cpu"))
-        output = policy(tokens, HOT, entropy_has_gradient=True)
+        output = policy(collated(batch), HOT, entropy_has_gradient=True)
         loss = torch.zeros(())
         for row, sequence in enumerate(batch):
             logprobs, entropy = (part[row, : sequence.num_targets] for part in (output.logprobs, output.entropy))
@@ -141,15 +168,25 @@ class FamilyPrompts:
         return {name: value for name, value in made.items() if name not in unused}
 
 
+def model_type(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text())["model_type"]
+
+
+def chat_of(config: RunConfig, **options: Any) -> ChatProcessor:
+    store = MediaStore(lambda media: media, config.data.media_cache_bytes)
+    return ChatProcessor(config.policy.model, config.data, config.sampler, store, **{"keep_files": False, **options})
+
+
 def family_prompts(folder: Path, data: Path) -> FamilyPrompts:
     """Of the checkpoint in `folder`, as a run on a GPU has them; images are written to `data`."""
     family = family_at(str(folder))
+    if model_type(folder) == "smolvlm":
+        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
     config = load_config([
         "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_images_per_prompt=3",
         "data.max_prompt_tokens=512", "sampler.max_model_len=1024",
         f"sampler.max_audios_per_prompt={2 * isinstance(family, AudioFamily)}",
         f"sampler.max_videos_per_prompt={MOST_VIDEOS * isinstance(family, VideoFamily)}",
     ])  # fmt: skip
-    store = MediaStore(lambda media: media, config.data.media_cache_bytes)
-    processor = ChatProcessor(str(folder), config.data, config.sampler, store, keep_files=False, device="cuda")
+    processor = chat_of(config, device="cuda")
     return FamilyPrompts(folder, config, processor, cases(processor, data))

@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from flow_run import FlowRun, made_loud
 from PIL import Image
-from taught import at_hand
+from one_learner import at_hand
 
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.flow import FlowProcessor

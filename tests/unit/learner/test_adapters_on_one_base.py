@@ -14,9 +14,11 @@ from adapter_rows import (
     OTHER,
     SPEC,
     call_of,
-    connected,
+    computed,
     factors_of,
     largest_difference,
+    logprobs_of,
+    rank_with,
     rows_of,
     text_row,
     weighted,
@@ -47,88 +49,83 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rank(base: Path) -> AdapterRank:
-    rank = connected(base)
-    rank.create("a", SPEC)
-    rank.create("b", OTHER)
-    return rank
+    return rank_with(base, a=SPEC, b=OTHER)
 
 
 def gradients_of(rank: AdapterRank, adapter: str) -> torch.Tensor:
     return rank._adapters[adapter].gradient()
 
 
+def clipped(p: float, q: float, a: float, low: float, high: float) -> float:
+    ratio = math.exp(p - q)
+    return -min(ratio * a, min(max(ratio, low), high) * a)
+
+
 @pytest.mark.parametrize(
     ("loss", "options", "formula"),
     [
         ("importance_sampling", {}, lambda p, q, a: -math.exp(p - q) * a),
-        ("ppo", {}, lambda p, q, a: -min(math.exp(p - q) * a, min(max(math.exp(p - q), 0.8), 1.2) * a)),
-        (
-            "ppo",
-            {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
-            lambda p, q, a: -min(math.exp(p - q) * a, min(max(math.exp(p - q), 0.9), 1.05) * a),
-        ),
+        ("ppo", {}, lambda p, q, a: clipped(p, q, a, 0.8, 1.2)),
+        ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}, lambda p, q, a: clipped(p, q, a, 0.9, 1.05)),
         ("cispo", {"clip_high_threshold": 1.01}, lambda p, q, a: -min(math.exp(p - q), 1.01) * a * p),
         ("dro", {"beta": 0.5}, lambda p, q, a: -(p * a - 0.25 * (p - q) ** 2)),
     ],
 )
 def test_loss_is_the_sum_of_its_formula(rank: AdapterRank, loss: str, options: dict, formula) -> None:
-    result = whole(rank.compute([LossCall("a", [text_row(IDS, **POLICY)], loss, options)])[0])
+    result = computed(rank, LossCall("a", [text_row(IDS, **POLICY)], loss, options))
     columns = (result.outputs[0]["logprobs"], POLICY["logprobs"], POLICY["advantages"])
     expected = sum(formula(*token) for token in zip(*(column.tolist() for column in columns), strict=True))
     assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
-def bad_calls() -> dict[str, tuple[LossCall, str]]:
-    good, policy = weighted(IDS), text_row(IDS, **POLICY)
-    weights = good.inputs["weights"]
-    inputs = good.inputs
-    return {
-        "no such adapter": (LossCall("c", [good], "cross_entropy"), "no adapter 'c'"),
-        "no such loss": (LossCall("a", [good], "mse"), "no loss 'mse'.*cross_entropy"),
-        "no rows": (LossCall("a", [], "cross_entropy"), "no rows"),
-        "no beta": (LossCall("a", [policy], "dro"), "dro needs the option beta"),
-        "unknown option": (LossCall("a", [good], "cross_entropy", {"beta": 1.0}), "no option 'beta'"),
-        "option of no number": (LossCall("a", [policy], "dro", {"beta": math.nan}), "beta is nan"),
-        "no weights": (LossCall("a", [text_row(IDS)], "cross_entropy"), "target_tokens, weights"),
-        "few targets": (
-            LossCall("a", [replace(good, inputs={**inputs, "target_tokens": IDS[:2]})], "cross_entropy"),
-            r"5 tokens and targets of shape \(2,\)",
-        ),
-        "few weights": (
-            LossCall("a", [replace(good, inputs={**inputs, "weights": weights[:2]})], "cross_entropy"),
-            r"weights of shape \(2,\)",
-        ),
-        "unknown target": (
-            LossCall("a", [replace(good, inputs={**inputs, "target_tokens": IDS[1:] + 10**6})], "cross_entropy"),
-            "row 0.*ids from 0 to",
-        ),
-        "unknown token": (LossCall("a", [good, weighted(IDS - 6)], "cross_entropy"), "row 1 .*tokens from -"),
-        "several targets of ppo": (
-            LossCall("a", [text_row(IDS, **{n: np.stack([v] * 2, 1) for n, v in POLICY.items()})], "ppo"),
-            "logprobs of shape",
-        ),
-        "too long": (LossCall("a", [weighted(np.ones(40_000, int))], "cross_entropy"), "39999 tokens"),
-        "infinite weight": (
-            LossCall("a", [replace(good, inputs={**inputs, "weights": weights + np.float32(np.inf)})], "cross_entropy"),
-            "loss of the call is inf",
-        ),
-        "not a number": (
-            LossCall("a", [policy, text_row(IDS, **{**POLICY, "advantages": np.full(5, np.nan, np.float32)})], "ppo"),
-            "loss of the call is nan",
-        ),
-    }
+def policy_with(**inputs: np.ndarray) -> LossRow:
+    return text_row(IDS, **{**POLICY, **inputs})
 
 
-@pytest.mark.parametrize("name", bad_calls())
+def weighted_with(**inputs: np.ndarray) -> LossRow:
+    row = weighted(IDS)
+    return replace(row, inputs={**row.inputs, **inputs})
+
+
+GOOD = weighted(IDS)
+INFINITE = GOOD.inputs["weights"] + np.float32(np.inf)
+BAD_ROWS: dict[str, tuple[str, list[LossRow], str]] = {
+    "no such loss": ("mse", [GOOD], "no loss 'mse'.*cross_entropy"),
+    "no rows": ("cross_entropy", [], "no rows"),
+    "no beta": ("dro", [policy_with()], "dro needs the option beta"),
+    "no weights": ("cross_entropy", [text_row(IDS)], "target_tokens, weights"),
+    "few targets": ("cross_entropy", [weighted_with(target_tokens=IDS[:2])], r"5 tokens and targets of shape \(2,\)"),
+    "few weights": ("cross_entropy", [weighted_with(weights=np.ones(2, np.float32))], r"weights of shape \(2,\)"),
+    "unknown target": ("cross_entropy", [weighted_with(target_tokens=IDS[1:] + 10**6)], "row 0.*ids from 0 to"),
+    "unknown token": ("cross_entropy", [GOOD, weighted(IDS - 6)], "row 1 .*tokens from -"),
+    "several targets of ppo": (
+        "ppo",
+        [policy_with(**{name: np.stack([column] * 2, 1) for name, column in POLICY.items()})],
+        "logprobs of shape",
+    ),
+    "too long": ("cross_entropy", [weighted(np.ones(40_000, int))], "39999 tokens"),
+    "infinite weight": ("cross_entropy", [weighted_with(weights=INFINITE)], "loss of the call is inf"),
+    "not a number": (
+        "ppo",
+        [policy_with(), policy_with(advantages=np.full(5, np.nan, np.float32))],
+        "loss of the call is nan",
+    ),
+}
+BAD_CALLS = {name: (LossCall("a", rows, loss), message) for name, (loss, rows, message) in BAD_ROWS.items()} | {
+    "no such adapter": (LossCall("c", [GOOD], "cross_entropy"), "no adapter 'c'"),
+    "unknown option": (LossCall("a", [GOOD], "cross_entropy", {"beta": 1.0}), "no option 'beta'"),
+    "option of no number": (LossCall("a", [policy_with()], "dro", {"beta": math.nan}), "beta is nan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
 def test_a_failed_call_fails_alone(base: Path, rank: AdapterRank, name: str) -> None:
-    bad, message = bad_calls()[name]
+    bad, message = BAD_CALLS[name]
     good, same_adapter = call_of("b", 1), call_of("a", 2)
     failed, *others = rank.compute([bad, good, same_adapter])
     with pytest.raises(ValueError, match=message):
         raise failed if isinstance(failed, Exception) else AssertionError(failed)
-    alone = connected(base)
-    alone.create("a", SPEC)
-    alone.create("b", OTHER)
+    alone = rank_with(base, a=SPEC, b=OTHER)
     for found, expected in zip(others, alone.compute([good, same_adapter]), strict=True):
         assert whole(found).metrics == pytest.approx(whole(expected).metrics, rel=1e-6)
     for adapter in ("a", "b"):
@@ -139,8 +136,7 @@ def test_calls_of_one_adapter_add_up(base: Path, rank: AdapterRank) -> None:
     rows = rows_of(4, num=4)
     rank.compute([LossCall("a", rows[:1], "cross_entropy"), LossCall("a", rows[1:3], "cross_entropy")])
     rank.compute([LossCall("a", rows[3:], "cross_entropy")])
-    once = connected(base)
-    once.create("a", SPEC)
+    once = rank_with(base, a=SPEC)
     once.compute([LossCall("a", rows, "cross_entropy")])
     torch.testing.assert_close(gradients_of(rank, "a"), gradients_of(once, "a"), atol=1e-5, rtol=1e-5)
 
@@ -152,15 +148,12 @@ def test_several_targets_at_a_position(base: Path, packing: str) -> None:
     weights = rng.normal(size=(5, 3)).astype(np.float32)
     row = text_row(IDS)
     many = LossRow(row.prompt, {"target_tokens": targets, "weights": weights})
-    one_by_one = [
-        LossRow(row.prompt, {"target_tokens": targets[:, k], "weights": weights[:, k].copy()}) for k in range(3)
-    ]
+    columns = [{"target_tokens": targets[:, k], "weights": weights[:, k].copy()} for k in range(3)]
+    one_by_one = [LossRow(row.prompt, inputs) for inputs in columns]
     found = {}
     for name, rows in (("many", [many, weighted(IDS)]), ("one by one", [*one_by_one, weighted(IDS)])):
-        rank = connected(base, f"learner.packing={packing}")
-        rank.create("a", SPEC)
-        result = whole(rank.compute([LossCall("a", rows, "cross_entropy")])[0])
-        found[name] = result, gradients_of(rank, "a")
+        rank = rank_with(base, f"learner.packing={packing}", a=SPEC)
+        found[name] = computed(rank, LossCall("a", rows, "cross_entropy")), gradients_of(rank, "a")
     logits = AutoModelForCausalLM.from_pretrained(base)(torch.from_numpy(IDS[None, :-1])).logits[0]
     expected = logits.log_softmax(-1).gather(1, torch.from_numpy(targets)).detach().numpy()
     np.testing.assert_allclose(found["many"][0].outputs[0]["logprobs"], expected, atol=1e-5, rtol=0)
@@ -169,24 +162,18 @@ def test_several_targets_at_a_position(base: Path, packing: str) -> None:
 
 
 def test_rows_with_images(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    asked = [
-        prompt(tokenizer, "t"),
-        prompt(tokenizer, "i", [image(1), image(2, 2, 4)]),
-        prompt(tokenizer, "j", [image(3)]),
-    ]
+    shown = {"t": [], "i": [image(1), image(2, 2, 4)], "j": [image(3)]}
+    asked = [prompt(tokenizer, name, images) for name, images in shown.items()]
     rows = []
     for one in asked:
         targets = np.append(one.expanded_ids[1:], 7).astype(np.int64)
         rows.append(LossRow(one, {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}))
-    rank = connected(folder)
-    rank.create("a", SPEC)
-    rank.create("b", OTHER)
+    rank = rank_with(folder, a=SPEC, b=OTHER)
     both = rank.compute([LossCall("a", rows, "cross_entropy"), LossCall("b", rows[1:], "cross_entropy")])
     learner = connected_learner(tiny_config(folder))
     for one, output in zip(asked, whole(both[0]).outputs, strict=True):
         np.testing.assert_allclose(output["logprobs"][:-1], learner.sequence_logprobs(one), atol=1e-5, rtol=0)
-    alone = connected(folder)
-    alone.create("b", OTHER)
+    alone = rank_with(folder, b=OTHER)
     alone.compute([LossCall("b", rows[1:], "cross_entropy")])
     torch.testing.assert_close(gradients_of(rank, "b"), gradients_of(alone, "b"), atol=1e-5, rtol=1e-4)
 
@@ -196,7 +183,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(rank: AdapterRank) -> None
     before = factors_of(rank, "a")
     rank._adapters["a"].parameters[0].grad.fill_(math.inf)
     assert rank.step("a", ADAM)["skipped"] == 1.0
-    assert all(torch.equal(before[name], factor) for name, factor in factors_of(rank, "a").items())
+    assert largest_difference(before, factors_of(rank, "a")) == 0
     rank.compute([call_of("a", 0)])
     metrics = rank.step("a", ADAM)
     assert (metrics["skipped"], metrics["optimizer_steps"]) == (0.0, 1.0)
@@ -207,15 +194,13 @@ def test_a_loaded_state_goes_on_bit_equal(base: Path, rank: AdapterRank, tmp_pat
     rank.step("a", ADAM)
     rank.compute([call_of("a", 1)])
     rank.save("a", tmp_path)
-    resumed = connected(base)
-    resumed.create("a", replace(SPEC, seed=99))
+    resumed = rank_with(base, a=replace(SPEC, seed=99))
     resumed.load("a", tmp_path, with_optimizer=True)
     for one in (rank, resumed):
         one.step("a", ADAM)
         one.compute([call_of("a", 2)])
         one.step("a", ADAM)
-    left, right = factors_of(rank, "a"), factors_of(resumed, "a")
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert largest_difference(factors_of(rank, "a"), factors_of(resumed, "a")) == 0
 
 
 def test_a_state_loaded_without_the_optimizer_has_no_gradient(base: Path, rank: AdapterRank, tmp_path: Path) -> None:
@@ -238,15 +223,13 @@ def test_what_does_not_fit_is_refused(base: Path, rank: AdapterRank, tmp_path: P
         rank.load("a", tmp_path / "elsewhere", with_optimizer=True)
     with pytest.raises(ValueError, match="there is an adapter 'a'"):
         rank.create("a", SPEC)
-    nothing = replace(SPEC, trains_attention=False, trains_mlp=False)
-    specs: dict[str, AdapterSpec] = {
-        "train_unembed=False": replace(SPEC, trains_unembedding=True),
-        "fits no linear layer": nothing,
-        "rank of 1 or more": replace(SPEC, rank=0),
-    }
-    for message, spec in specs.items():
+    for message, changed in {
+        "train_unembed=False": {"trains_unembedding": True},
+        "fits no linear layer": {"trains_attention": False, "trains_mlp": False},
+        "rank of 1 or more": {"rank": 0},
+    }.items():
         with pytest.raises(ValueError, match=message):
-            rank.create("c", spec)
+            rank.create("c", replace(SPEC, **changed))
     rank.drop("a")
     with pytest.raises(ValueError, match=r"no adapter 'a'.*\['b'\]"):
         rank.step("a", ADAM)
@@ -266,13 +249,10 @@ async def test_the_group_answers_as_its_ranks(base: Path, tmp_path: Path) -> Non
     group = AdapterGroup(lambda: [LocalHandle(AdapterRank(config, 0, 1))], config.timeouts, lambda value: value)
     await group.start()
     await group.create("a", SPEC)
-    bad = LossCall("a", [], "cross_entropy")
-    failed, result = await group.compute([bad, call_of("a", 0)])
-    assert isinstance(failed, ValueError)
-    alone = connected(base)
-    alone.create("a", SPEC)
-    expected = whole(alone.compute([call_of("a", 0)])[0])
-    assert not isinstance(result, Exception)
+    failed, result = await group.compute([LossCall("a", [], "cross_entropy"), call_of("a", 0)])
+    assert isinstance(failed, ValueError) and not isinstance(result, Exception)
+    alone = rank_with(base, a=SPEC)
+    expected = computed(alone, call_of("a", 0))
     assert result.metrics == pytest.approx(expected.metrics, rel=1e-6)
     assert len(result.outputs) == len(expected.outputs)
     await group.save("a", tmp_path / "state")
@@ -317,66 +297,47 @@ async def test_lost_ranks_are_started_again_before_the_next_call(base: Path, mon
 STEPS = 5
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_two_adapters_in_one_batch_equal_each_alone(base: Path, packing: bool) -> None:
-    layout = f"learner.packing={str(packing).lower()}"
-    both = connected(base, layout)
-    both.create("a", SPEC)
-    both.create("b", OTHER)
-    alone = {}
-    for name, spec in (("a", SPEC), ("b", OTHER)):
-        alone[name] = connected(base, layout)
-        alone[name].create(name, spec)
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_two_adapters_in_one_batch_equal_each_alone(base: Path, packing: str) -> None:
+    layout, specs = f"learner.packing={packing}", {"a": SPEC, "b": OTHER}
+    both = rank_with(base, layout, **specs)
+    alone = {name: rank_with(base, layout, **{name: spec}) for name, spec in specs.items()}
+    before = factors_of(both, "a")
     for n in range(STEPS):
         calls = [call_of("a", n), call_of("b", 100 + n)]
         for call, part in zip(calls, both.compute(calls), strict=True):
-            [expected] = alone[call.adapter].compute([call])
-            for mine, single in zip(whole(part).outputs, whole(expected).outputs, strict=True):
+            expected = computed(alone[call.adapter], call)
+            for mine, single in zip(whole(part).outputs, expected.outputs, strict=True):
                 np.testing.assert_allclose(mine["logprobs"], single["logprobs"], atol=1e-5, rtol=0)
         for name, single_rank in alone.items():
             assert both.step(name, ADAM) == pytest.approx(single_rank.step(name, ADAM), rel=1e-4)
     for name, single_rank in alone.items():
         assert largest_difference(factors_of(both, name), factors_of(single_rank, name)) < 1e-5
-    assert largest_difference(factors_of(both, "a"), _fresh(base, "a")) > 1e-3, "the adapters have moved"
+    assert largest_difference(factors_of(both, "a"), before) > 1e-3, "the adapters have moved"
 
 
 def test_training_lowers_the_loss_and_a_forward_pass_adds_no_gradient(base: Path) -> None:
-    rank = connected(base)
-    rank.create("a", SPEC)
-    losses = []
+    rank, losses = rank_with(base, a=SPEC), []
     for _ in range(STEPS):
-        losses.append(whole(rank.compute([call_of("a", 0)])[0]).metrics["loss:sum"])
+        losses.append(computed(rank, call_of("a", 0)).metrics["loss:sum"])
         rank.step("a", ADAM)
-    assert losses == sorted(losses, reverse=True)
-    last = whole(rank.compute([call_of("a", 0, has_backward=False)])[0])
-    assert last.metrics["loss:sum"] < losses[-1]
+    losses.append(computed(rank, call_of("a", 0, has_backward=False)).metrics["loss:sum"])
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[-2]
     with pytest.raises(ValueError, match="no gradient"):
         rank.step("a", ADAM)
 
 
+@torch.no_grad()
 def test_loss_is_the_weighted_sum_of_log_probs_of_the_base_model_at_first(base: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    rank = connected(base)
-    rank.create("a", SPEC)
-    call: LossCall = call_of("a", 0)
-    result = whole(rank.compute([call])[0])
+    call, total = call_of("a", 0), 0.0
+    with torch.enable_grad():
+        result = computed(rank_with(base, a=SPEC), call)
     model = AutoModelForCausalLM.from_pretrained(base)
-    total = 0.0
     for row, output in zip(call.rows, result.outputs, strict=True):
-        with torch.no_grad():
-            logits = model(torch.from_numpy(row.prompt.expanded_ids.astype(np.int64))[None]).logits[0]
-        targets = torch.from_numpy(row.inputs["target_tokens"])
-        expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].numpy()
+        expected = logprobs_of(model, row).numpy()
         np.testing.assert_allclose(output["logprobs"], expected, atol=1e-5, rtol=0)
         total -= float((expected * row.inputs["weights"]).sum())
     assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
-
-
-def _fresh(base: Path, name: str) -> dict[str, torch.Tensor]:
-    rank = connected(base)
-    rank.create(name, SPEC)
-    return factors_of(rank, name)
 
 
 def test_rows_share_prefixes_within_a_call_alone(base: Path) -> None:
@@ -386,10 +347,8 @@ def test_rows_share_prefixes_within_a_call_alone(base: Path) -> None:
     rows = [weighted(np.append(prefix, rng.integers(0, 250, size=n))) for n in (3, 5, 5)]
     found = {}
     for shares in ("true", "false"):
-        rank = connected(base, f"learner.share_prompts={shares}", tokens=200)
+        rank = rank_with(base, f"learner.share_prompts={shares}", tokens=200, a=SPEC, b=OTHER)
         assert rank._shares_prefixes is (shares == "true")
-        rank.create("a", SPEC)
-        rank.create("b", OTHER)
         for _ in range(2):
             parts = rank.compute([LossCall(name, rows, "cross_entropy") for name in ("a", "b")])
             for name in ("a", "b"):
@@ -408,15 +367,15 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.fixture(scope="module")
-def base_of_adapters_and_peft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def peft_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_policy(tmp_path_factory.mktemp("base") / "model", "qwen2")
 
 
-def peft_twin(base_of_adapters_and_peft: Path, rank: AdapterRank, spec: AdapterSpec) -> PeftModel:
+def peft_twin(peft_base: Path, rank: AdapterRank, spec: AdapterSpec) -> PeftModel:
     """PEFT's model with the factors of the adapter `a`."""
     kinds = ATTENTION + (MLP if spec.trains_mlp else [])
     config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, lora_dropout=0.0, target_modules=kinds)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base_of_adapters_and_peft), config)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(peft_base), config)
     own = factors_of(rank, "a")
     with torch.no_grad():
         for name, parameter in twin_factors(model).items():
@@ -434,24 +393,16 @@ def twin_factors(model: PeftModel) -> dict[str, Tensor]:
     return found
 
 
-def logprobs_of(model: torch.nn.Module, row: LossRow) -> Tensor:
-    logits = model(torch.from_numpy(row.prompt.expanded_ids.astype(np.int64))[None]).logits[0]
-    return logits.log_softmax(-1).gather(1, torch.from_numpy(row.inputs["target_tokens"])[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["all layers", "attention"])
-def test_steps_equal_peft_with_adamw_of_torch(base_of_adapters_and_peft: Path, spec: AdapterSpec) -> None:
-    rank = connected(base_of_adapters_and_peft)
-    rank.create("a", spec)
-    rank.create("b", SPEC)
-    model = peft_twin(base_of_adapters_and_peft, rank, spec)
+def test_steps_equal_peft_with_adamw_of_torch(peft_base: Path, spec: AdapterSpec) -> None:
+    rank = rank_with(peft_base, a=spec, b=SPEC)
+    model = peft_twin(peft_base, rank, spec)
     optimizer = torch.optim.AdamW(
         twin_factors(model).values(), lr=ADAM.learning_rate, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps,
         weight_decay=ADAM.weight_decay,
     )  # fmt: skip
     for n in range(4):
-        rate = ADAM.learning_rate / (n + 1)
-        call = call_of("a", n)
+        rate, call = ADAM.learning_rate / (n + 1), call_of("a", n)
         result = whole(rank.compute([call_of("b", 50 + n), call])[1])
         for row, output in zip(call.rows, result.outputs, strict=True):
             logprobs = logprobs_of(model, row)
@@ -463,29 +414,24 @@ def test_steps_equal_peft_with_adamw_of_torch(base_of_adapters_and_peft: Path, s
         optimizer.step()
         optimizer.zero_grad()
         metrics = rank.step("a", replace(ADAM, learning_rate=rate))
-        assert metrics == pytest.approx(
-            {"grad_norm": norm.item(), "skipped": 0.0, "optimizer_steps": n + 1.0}, rel=1e-4
-        )
+        expected = {"grad_norm": norm.item(), "skipped": 0.0, "optimizer_steps": n + 1.0}
+        assert metrics == pytest.approx(expected, rel=1e-4)
     own = factors_of(rank, "a")
     for name, factor in twin_factors(model).items():
         torch.testing.assert_close(own[name], factor.detach(), atol=1e-5, rtol=0)
 
 
-def test_a_custom_loss_has_the_gradient_of_its_weights(base_of_adapters_and_peft: Path) -> None:
+def test_a_custom_loss_has_the_gradient_of_its_weights(peft_base: Path) -> None:
     """Log-probs first, then cross-entropy with weights of minus the gradient of the loss by the log-probs."""
-    rank = connected(base_of_adapters_and_peft)
-    rank.create("a", SPEC)
-    model = peft_twin(base_of_adapters_and_peft, rank, SPEC)
+    rank = rank_with(peft_base, a=SPEC)
+    model = peft_twin(peft_base, rank, SPEC)
     rows = rows_of(0)
-    forward = whole(rank.compute([LossCall("a", rows, "cross_entropy", has_backward=False)])[0])
+    forward = computed(rank, LossCall("a", rows, "cross_entropy", has_backward=False))
     leaves = [torch.from_numpy(output["logprobs"].copy()).requires_grad_() for output in forward.outputs]
     torch.cat(leaves).var().backward()
-    weighed = [
-        LossRow(row.prompt, {**row.inputs, "weights": -leaf.grad.numpy()})
-        for row, leaf in zip(rows, leaves, strict=True)
-        if leaf.grad is not None
-    ]
-    whole(rank.compute([LossCall("a", weighed, "cross_entropy")])[0])
+    pairs = zip(rows, leaves, strict=True)
+    weighed = [LossRow(row.prompt, {**row.inputs, "weights": -leaf.grad.numpy()}) for row, leaf in pairs]
+    computed(rank, LossCall("a", weighed, "cross_entropy"))
     torch.cat([logprobs_of(model, row) for row in rows]).var().backward()
     own = rank._adapters["a"].factors
     for name, factor in twin_factors(model).items():
@@ -493,16 +439,13 @@ def test_a_custom_loss_has_the_gradient_of_its_weights(base_of_adapters_and_peft
         torch.testing.assert_close(own[module][int(number)].grad, factor.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_peft_loads_an_export(base_of_adapters_and_peft: Path, tmp_path: Path) -> None:
-    rank = connected(base_of_adapters_and_peft)
-    rank.create("a", SPEC)
+def test_peft_loads_an_export(peft_base: Path, tmp_path: Path) -> None:
+    rank = rank_with(peft_base, a=SPEC)
     rank.compute([call_of("a", 0)])
     rank.step("a", ADAM)
     rank.export("a", tmp_path / "export")
-    model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base_of_adapters_and_peft), tmp_path / "export"
-    )
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(peft_base), tmp_path / "export")
     call = call_of("a", 1, has_backward=False)
-    for row, output in zip(call.rows, whole(rank.compute([call])[0]).outputs, strict=True):
+    for row, output in zip(call.rows, computed(rank, call).outputs, strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(output["logprobs"], logprobs_of(model, row).numpy(), atol=1e-5, rtol=0)

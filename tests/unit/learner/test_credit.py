@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from learner_data import group, prompt, random_groups, tiny_config
+from learner_data import changed, cut_off, edited, group, prompt, random_groups, tiny_config
 
-from mobula.cluster.records.trajectory import EpisodeTurn, FinishReason, Reward, ScoredGroup
+from mobula.cluster.records.trajectory import EpisodeTurn, Reward, ScoredGroup
 from mobula.learner.batch import LearnerItem, fetch_items, minibatches_of, select_by_entropy, totals
 from mobula.learner.credit import Credit
 
@@ -29,13 +28,15 @@ def advantages(folder: Path, groups: list[ScoredGroup], *overrides: str) -> list
 
 
 def test_every_token_of_a_response_has_its_advantage_and_uniform_groups_are_counted(folder, tokenizer) -> None:
+    """A response without a reward is neither trained nor compared."""
     groups = [
-        group(prompt(tokenizer, "a"), [[1, 2, 3], [4]], [1.0, 0.0]),
+        group(prompt(tokenizer, "a"), [[1, 2, 3], [7], [4]], [1.0, None, 0.0]),
         group(prompt(tokenizer, "b"), [[1], [2]], [0.5, 0.5]),
         group(prompt(tokenizer, "c"), [[1], [2]], [0.5, None]),
     ]
     items, metrics = credited(folder, groups, "algorithm=dr_grpo")
-    assert [item.advantages.tolist() for item in items] == [[0.5] * 3, [-0.5], [0.0], [0.0], [0.0], [0.0]]
+    assert [i.advantages.tolist() for i in items] == [[0.5] * 3, [0.0], [-0.5], [0.0], [0.0], [0.0], [0.0]]
+    assert [i.num_trained for i in items] == [3, 0, 1, 1, 1, 1, 0]
     assert metrics["uniform_groups"] == 2
 
 
@@ -93,14 +94,8 @@ def test_running_moments_come_before_the_group_is_compared_and_last_for_the_run(
 def test_whitening_is_over_trained_tokens_and_once(folder, tokenizer) -> None:
     """LightRFT defect B14: advantages were normalised up to three times, and masked tokens were in the mean."""
     scored = group(prompt(tokenizer, "a"), [[1, 2, 3], [4, 5]], [1.0, 0.0])
-    masked = dataclasses.replace(scored.group.trajectories[0], action_mask=np.array([True, False, True]))
-    whole = dataclasses.replace(scored.group, trajectories=(masked, scored.group.trajectories[1]))
-    items, _ = credited(
-        folder,
-        [dataclasses.replace(scored, group=whole)],
-        "algorithm.advantage=reinforce",
-        "algorithm.shaping.whiten=true",
-    )
+    masked = changed(scored, 0, action_mask=np.array([True, False, True]))
+    items, _ = credited(folder, [masked], "algorithm.advantage=reinforce", "algorithm.shaping.whiten=true")
     trained = np.concatenate([item.advantages[item.loss_mask] for item in items])
     values = np.array([1.0, 1.0, 0.0, 0.0])
     assert trained.tolist() == pytest.approx(((values - 0.5) / (values.std(ddof=1) + 1e-4)).tolist(), abs=1e-6)
@@ -112,7 +107,7 @@ def test_kl_in_the_reward_reaches_every_response_and_every_token_before_it(folde
     scored = group(prompt(tokenizer, "a"), [[1, 2, 3], [4, 5]], [1.0, 0.0])
     gaps = [np.array([0.1, 0.2, 0.4], np.float32), np.array([0.5, -0.3], np.float32)]
     references = [t.behavior_logprobs - gap for t, gap in zip(scored.group.trajectories, gaps, strict=True)]
-    scored = dataclasses.replace(scored, reference_logprobs=references)
+    scored = replace(scored, reference_logprobs=references)
     words = ["algorithm.advantage=reinforce", "algorithm.kl.coef=0.5", "resources.reference.num_workers=1"]
     words += ["algorithm.kl.estimator=k1", "algorithm.kl.place=reward"]
     items, _ = credited(folder, [scored], *words)
@@ -131,10 +126,10 @@ def test_gamma_discounts_every_response(folder, tokenizer) -> None:
 
 
 def test_gdpo_reads_components_with_the_weights_of_the_label(folder, tokenizer) -> None:
-    asked = dataclasses.replace(prompt(tokenizer, "a"), metadata={"label": "short"})
+    asked = replace(prompt(tokenizer, "a"), metadata={"label": "short"})
     scored = group(asked, [[1], [2], [3]], [0.0, 0.0, 0.0])
     rewards = tuple(Reward(0.0, {"accuracy": a, "format": f}) for a, f in ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)))
-    scored = dataclasses.replace(scored, rewards=rewards)
+    scored = replace(scored, rewards=rewards)
     by_weight = advantages(folder, [scored], "algorithm=gdpo")
     assert by_weight[0] > 0 and by_weight[1] == pytest.approx(by_weight[2]), "the format weighs nothing"
     recipe = (
@@ -188,17 +183,15 @@ def test_a_fixed_coefficient_is_the_configured_one_after_a_resume(folder) -> Non
     assert credit.kl.value == 0.1
 
 
-def truncated(scored: ScoredGroup, sibling: int) -> ScoredGroup:
-    rows = list(scored.group.trajectories)
-    rows[sibling] = dataclasses.replace(rows[sibling], finish_reason=FinishReason.LENGTH)
-    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=tuple(rows)))
-
-
-def test_a_response_that_was_cut_off_is_known_as_such(tokenizer) -> None:
+def test_a_sampled_eos_is_trained_and_a_response_that_was_cut_off_is_known_as_such(tokenizer) -> None:
     """LightRFT defect B15: the finish reason was lost, and the last token was overwritten by an EOS."""
-    [[whole, cut]] = fetch_items([truncated(group(prompt(tokenizer, "a"), [[1], [2]], [1.0, 0.0]), 1)], 0, 1.0)
+    eos = tokenizer.eos_token_id
+    scored = cut_off(group(prompt(tokenizer, "a"), [[7, eos], [7, 8]], [1.0, 0.0]), 1)
+    [[whole, cut]] = fetch_items([scored], 0, 1.0)
     assert (whole.is_truncated, cut.is_truncated) == (False, True)
-    assert cut.response_ids.tolist() == [2]
+    for item, ids in ((whole, [7, eos]), (cut, [7, 8])):
+        assert item.response_ids.tolist() == item.sequence.token_ids[-2:].tolist() == ids
+        assert item.loss_mask.tolist() == [True, True]
 
 
 def test_a_response_without_loss_counts_where_a_mean_is_taken(tokenizer) -> None:
@@ -228,27 +221,23 @@ def test_later_epochs_hold_the_same_groups_in_an_order_of_the_seed(folder, token
     assert places_of((5, 2))[1] != second
 
 
-def with_entropies(items: list[LearnerItem], values: list[list[float]]) -> list[LearnerItem]:
+def chosen(items: list[LearnerItem], values: list[list[float]], share: float) -> list[list[bool]]:
+    """Which tokens of these entropies are selected."""
     pairs = zip(items, values, strict=True)
-    return [dataclasses.replace(item, entropies=np.array(row, np.float32)) for item, row in pairs]
+    scored = [replace(item, entropies=np.array(row, np.float32)) for item, row in pairs]
+    selected = select_by_entropy(scored, share)
+    assert all((a.loss_mask == b.loss_mask).all() for a, b in zip(selected, items, strict=True))
+    return [item.policy_mask.tolist() for item in selected]
 
 
 def test_the_highest_entropies_of_the_whole_minibatch_are_selected(tokenizer) -> None:
-    """LightRFT selected within each response, and never: the ratio did not reach its trainer."""
+    """LightRFT selected within each response, and never: the ratio did not reach its trainer. A filtered response has
+    no part in the selection."""
     [items] = fetch_items([group(prompt(tokenizer, "a"), [[1, 2, 3], [4, 5]], [1.0, 0.0])], 0, 1.0)
-    scored = with_entropies(items, [[0.9, 0.8, 0.1], [0.2, 0.3]])
-    chosen = select_by_entropy(scored, 0.4)
-    assert [item.policy_mask.tolist() for item in chosen] == [[True, True, False], [False, False]]
-    assert all((a.loss_mask == b.loss_mask).all() for a, b in zip(chosen, items, strict=True))
-    least = select_by_entropy(scored, 0.01)
-    assert sum(int(item.policy_mask.sum()) for item in least) == 1
-
-
-def test_a_filtered_response_has_no_part_in_the_selection(tokenizer) -> None:
-    [items] = fetch_items([group(prompt(tokenizer, "a"), [[1, 2], [4, 5]], [1.0, 0.0])], 0, 1.0)
-    scored = with_entropies([items[0].without_loss(), items[1]], [[9.0, 9.0], [0.2, 0.3]])
-    chosen = select_by_entropy(scored, 0.5)
-    assert [item.policy_mask.tolist() for item in chosen] == [[False, False], [False, True]]
+    entropies = [[0.9, 0.8, 0.1], [0.2, 0.3]]
+    assert chosen(items, entropies, 0.4) == [[True, True, False], [False, False]]
+    assert chosen(items, entropies, 0.01) == [[True, False, False], [False, False]]
+    assert chosen([items[0].without_loss(), items[1]], entropies, 0.5) == [[False] * 3, [False, True]]
 
 
 EPISODES = ("data=environment", "environment=calculator", "warm_start=none")
@@ -265,13 +254,10 @@ def episodes(tokenizer) -> ScoredGroup:
     mask = np.array([True, True, False, False, True])
     turns = (EpisodeTurn(0, 2, "", "", {"a": 1.0, "b": 0.5}, "none"), EpisodeTurn(4, 5, "", "", {"a": 3.0}, "none"))
     found = group(prompt(tokenizer, "e"), [[1, 2, 9, 9, 3], [4, 5], [6]], [9.0 + 0.25, 2.0 + 0.5, None])
-    responses = [(mask, turns), (mask[:2], (replace(turns[0], rewards={"a": 1.0}),)), (mask[:1], ())]
-    trajectories = tuple(
-        replace(t, action_mask=m, response=replace(t.response, turns=own))
-        for t, (m, own) in zip(found.group.trajectories, responses, strict=True)
-    )
+    of_each = [turns, (replace(turns[0], rewards={"a": 1.0}),), ()]
+    responses = [replace(t.response, turns=own) for t, own in zip(found.group.trajectories, of_each, strict=True)]
     rewards = (Reward(9.25, {"paid": 4.5, "brief": 0.25}), Reward(2.5, {"paid": 1.0, "brief": 0.5}), None)
-    return replace(found, group=replace(found.group, trajectories=trajectories), rewards=rewards)
+    return replace(edited(found, action_mask=[mask, mask[:2], mask[:1]], response=responses), rewards=rewards)
 
 
 def test_return_to_go_credits_each_turn_with_what_followed_it(folder, tokenizer) -> None:

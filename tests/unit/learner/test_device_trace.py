@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 import torch
 from learner_data import group, prompt
-from scored_rows import family_prompts
+from scored_rows import family_prompts, policy_at, reader
 from tiny_checkpoints import families, write_text_policy
 from transformers import AutoTokenizer, masking_utils
 
 from mobula.cluster.records.actions import KeptSets, LatentActions
-from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
 from mobula.learner.batch import collate_items, fetch_items, tokens_by_age, totals
 from mobula.learner.meter import Meter
@@ -33,7 +32,6 @@ from mobula.learner.policies.flow.families import flow_family_at
 from mobula.learner.policies.flow.policy import FlowPolicy, LatentSequence, StepRescoring, collate_latents
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.head import Distribution
-from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import TINY, write_tiny
 from mobula.learner.policies.token import TokenPolicy
 
@@ -71,13 +69,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_has_kernel", lambda device: device == META)
 
 
-def reader() -> MediaReader:
-    return MediaReader(timeout_s=1, max_items=64)
-
-
 def policy(folder: Path, packs: bool) -> TokenPolicy:
-    config = load_config([*WORDS, f"learner.packing={str(packs).lower()}"]).learner
-    return TokenPolicy(load_model(str(folder), torch.float32, "sdpa"), config).train().to(META, torch.bfloat16)
+    own = policy_at(folder, *WORDS[1:], f"learner.packing={str(packs).lower()}")
+    return own.train().to(META, torch.bfloat16)
 
 
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
@@ -107,8 +101,6 @@ def test_kept_sets_are_cut_without_the_host(tmp_path: Path) -> None:
 @pytest.mark.families
 @pytest.mark.parametrize("name", families(IMAGES, ["qwen2.5-vl"]))
 def test_images_and_sounds_are_computed_without_the_host_but_for_transformers(tmp_path: Path, name: str) -> None:
-    if name == "smolvlm":
-        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
     folder = write_tiny(name, tmp_path / name, seed=0)
     asked = family_prompts(folder, tmp_path).cases.values()
     rows = [TokenSequence.of_response(case.prompt, np.arange(20, 24 + n)) for n, case in enumerate(asked)]
@@ -131,13 +123,13 @@ def test_denoising_steps_are_computed_without_the_host(tmp_path: Path, name: str
     asked = encoded_prompts(folder, ["71", "8"], with_negative=checkpoint.takes_negatives(DENOISING.guidance))
     schedule = checkpoint.schedule(DENOISING)
     shape = checkpoint.latent_shape(DENOISING)
-    rows = [LatentSequence.of_response(one, steps(n + 2, shape, schedule)) for n, one in enumerate(asked)]
+    rows = [LatentSequence.of_response(one, first_steps(n + 2, shape, schedule)) for n, one in enumerate(asked)]
     own = FlowPolicy(checkpoint.transformer(torch.float32).train(), flow_family_at(folder)).to(META)
     own(collate_latents(rows, reader(), META), StepRescoring(DENOISING, "none")).logprobs.sum().backward()
 
 
-def steps(num_steps: int, shape: tuple[int, ...], schedule: Any) -> LatentActions:
-    """The first steps of a schedule, between latents of zeros."""
+def first_steps(num_steps: int, shape: tuple[int, ...], schedule: Any) -> LatentActions:
+    """Of a schedule, between latents of zeros."""
     index = np.arange(num_steps, dtype=np.int32)
     latents = np.zeros((num_steps + 1, *shape), dtype=np.float32)
     return LatentActions(latents, index, schedule.timesteps.numpy()[index], schedule.sigmas.numpy())

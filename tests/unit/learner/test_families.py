@@ -1,29 +1,38 @@
-"""Model families: support, prompts, recomputed blocks and experts."""
+"""Model families: support, prompts, recomputed blocks, experts, and images in tiles."""
 
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from learner_data import tiny_config
+from one_learner import Tensors, largest, largest_difference
 from PIL import Image
 from safetensors.torch import load_file
-from scored_rows import FamilyPrompts, family_prompts, kept_bytes, learner_of
+from scored_rows import (
+    FamilyPrompts,
+    chat_of,
+    collated,
+    family_prompts,
+    kept_bytes,
+    learner_of,
+    plain_logprobs,
+    policy_at,
+)
 from tiny_checkpoints import families, write_text_policy
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.errors import PreflightError, PromptError
-from mobula.cluster.records.media import MediaReader, MediaStore
 from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
@@ -31,9 +40,10 @@ from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.backends.native import SingleBackend
-from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
+from mobula.learner.policies.batch import TokenBatch, TokenSequence
 from mobula.learner.policies.checkpoint import load_policy_model, save_policy
 from mobula.learner.policies.families import TextFamily, family_at, max_positions, takes_images
+from mobula.learner.policies.families.base import ImageFamily
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import disable_dropout, load_model, recompute_blocks
 from mobula.learner.policies.tiny import QWEN3_VL_MOE, TINY, write_tiny, write_tiny_qwen2_5_vl
@@ -47,24 +57,20 @@ def config(model: Path, data: Path, *words: str) -> RunConfig:
 
 
 def processor(run: RunConfig) -> ChatProcessor:
-    store = MediaStore(lambda media: media, run.data.media_cache_bytes)
-    suffix = run.question_suffix
-    return ChatProcessor(run.policy.model, run.data, run.sampler, store, keep_files=False, suffix=suffix)
+    return chat_of(run, suffix=run.question_suffix)
 
 
 @pytest.mark.parametrize("family", TextFamily.model_types)
+@torch.no_grad()
 def test_the_policy_of_a_text_family_equals_its_plain_forward(tmp_path: Path, family: str) -> None:
-    model = load_model(str(write_text_policy(tmp_path, family)), torch.float32, "sdpa").eval()
-    rows = [np.random.default_rng(n).integers(0, 250, size).astype(np.int32) for n, size in enumerate((50, 33))]
-    reader = MediaReader(timeout_s=1, max_items=1)
-    batch = collate([TokenSequence(row, 10, (), ()) for row in rows], reader, torch.device("cpu"))
-    with torch.no_grad():
-        found = TokenPolicy(deepcopy(model), load_config(["experiment=digits"]).learner)(batch, PLAIN).logprobs
-        for row, ids in zip(found, map(torch.from_numpy, rows), strict=True):
-            logits = model(ids.long()[None]).logits[0, 9:-1]
-            expected = logits.log_softmax(-1).gather(-1, ids.long()[10:, None])[:, 0]
-            assert expected.min() < -3
-            torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
+    policy = policy_at(write_text_policy(tmp_path, family)).eval()
+    plain = load_model(str(tmp_path), torch.float32, "sdpa").eval()
+    ids = [np.random.default_rng(n).integers(0, 250, size).astype(np.int32) for n, size in enumerate((50, 33))]
+    rows = [TokenSequence(own, 10, (), ()) for own in ids]
+    for found, row in zip(policy(collated(rows), PLAIN).logprobs, rows, strict=True):
+        expected = plain_logprobs(plain, row)
+        assert expected.min() < -3
+        torch.testing.assert_close(found[: len(expected)], expected, atol=1e-5, rtol=0)
 
 
 def test_a_text_model_takes_prompts_without_images(tmp_path: Path) -> None:
@@ -109,17 +115,14 @@ def test_another_family_is_refused_by_its_name_with_those_that_there_are(
 
 def test_precision_and_packing_that_do_not_fit_a_family_are_refused(tmp_path: Path) -> None:
     model = write_tiny("qwen3.5", tmp_path / "model")
-    run = config(model, tmp_path)
-    with pytest.raises(
-        PreflightError, match=r"qwen3_5, which vLLM on CPU computes in bfloat16 alone.*dtype is float32"
-    ):
-        prepare(run, lambda media: media)
+    message = r"qwen3_5, which vLLM on CPU computes in bfloat16 alone.*dtype is float32"
+    with pytest.raises(PreflightError, match=message):
+        prepare(config(model, tmp_path), lambda media: media)
     for words in (["resources.dtype=bfloat16"], ["sampler=huggingface"]):
         with pytest.raises(PreflightError, match="train"):  # the data is what is missing next
             prepare(config(model, tmp_path, *words), lambda media: media)
     with pytest.raises(ValueError, match=r"qwen3_5, whose layers run through rows.*set learner\.packing=false"):
-        words = ["experiment=digits", "learner.packing=true"]
-        TokenPolicy(load_model(str(model), torch.float32, "sdpa"), load_config(words).learner)
+        policy_at(model, "learner.packing=true")
 
 
 def test_a_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
@@ -135,23 +138,20 @@ def test_a_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
     assert max_positions(str(model)) is None, "the engine works it out"
 
 
-ANSWER = range(20, 36)
+ANSWER = np.arange(20, 36, dtype=np.int32)
 
 
 @pytest.mark.parametrize("name", families(TINY))
 def test_recomputed_blocks_keep_less_and_give_the_same_gradients(name: str, tmp_path: Path) -> None:
-    if name == "smolvlm":
-        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
     folder = write_tiny(name, tmp_path / name, seed=1)
     prompts = [case.prompt for case in family_prompts(folder, tmp_path).cases.values()]
-    rows = [TokenSequence.of_response(prompt, torch.tensor(ANSWER, dtype=torch.int32).numpy()) for prompt in prompts]
-    batch = collate(rows, MediaReader(timeout_s=1, max_items=12), torch.device("cpu"))
+    batch = collated([TokenSequence.of_response(prompt, ANSWER) for prompt in prompts])
     (kept, expected), (kept_less, found) = (backward(folder, batch, kind) for kind in ("none", "blocks"))
     assert kept_less < kept / 2
     assert expected.keys() == found.keys()
     for parameter, gradient in expected.items():
         torch.testing.assert_close(found[parameter], gradient, atol=1e-6, rtol=1e-6, msg=lambda m, n=parameter: n + m)
-    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
+    assert largest(expected) > 1e-3
 
 
 def backward(folder: Path, batch: TokenBatch, kind: str) -> tuple[int, dict[str, torch.Tensor]]:
@@ -174,12 +174,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("qwen3-vl-moe", tmp_path_factory.mktemp("tiny") / "moe", seed=1)
 
 
-def config_of_experts(folder: Path, *words: str) -> RunConfig:
-    return load_config(["experiment=digits", f"policy.model={folder}", "policy.tiny=none", *words])
-
-
 def test_what_is_pushed_is_what_the_checkpoint_holds(folder: Path) -> None:
-    asked = config_of_experts(folder)
+    asked = run_of(folder)
     model = load_policy_model(asked.policy, torch.float32)
     weights = PolicyWeights(model, asked)
     weights.manifest.check_against(checkpoint_manifest(folder, "float32"))
@@ -211,20 +207,17 @@ def test_experts_whose_shape_does_not_say_how_they_lie_are_refused(tmp_path: Pat
 
 
 def test_routers_can_be_frozen(folder: Path) -> None:
-    frozen = load_policy_model(config_of_experts(folder, "policy.freeze=[router]").policy, torch.float32)
+    frozen = load_policy_model(run_of(folder, "policy.freeze=[router]").policy, torch.float32)
     fixed = {name for name, parameter in frozen.named_parameters() if not parameter.requires_grad}
     assert fixed == {f"model.language_model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
 
 
-EAGER = "eager"
-
-
-def model(folder: Path) -> PreTrainedModel:
-    return load_policy_model(tiny_config(folder).policy, torch.float32)
-
-
-def trained(policy: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Log-probs [1, 24] of random tokens, gradients of their sum, and the weights after one step of AdamW."""
+def trained(folder: Path, experts: str) -> tuple[Tensor, Tensors, Tensors]:
+    """Log-probs [1, 24] of random tokens, gradients of their mean, and the weights after one step of AdamW."""
+    policy = load_policy_model(tiny_config(folder).policy, torch.float32)
+    assert policy.config.get_text_config()._experts_implementation == "grouped_mm"
+    policy.set_experts_implementation(experts)
+    assert policy.config.get_text_config()._experts_implementation == experts
     ids = torch.randint(0, 200, (1, 25), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-3)
     logits = policy(input_ids=ids).logits[:, :-1]  # [1, 24, V]
@@ -235,70 +228,50 @@ def trained(policy: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor], dict[st
     return logprobs.detach(), gradients, {name: p.detach() for name, p in policy.named_parameters()}
 
 
-def test_grouped_products_equal_the_loop_over_experts(tmp_path: Path) -> None:
-    folder = write_tiny("qwen3-vl-moe", tmp_path / "moe", seed=1)
-    grouped, loop = model(folder), model(folder)
-    assert grouped.config.get_text_config()._experts_implementation == "grouped_mm"
-    loop.set_experts_implementation(EAGER)
-    assert loop.config.get_text_config()._experts_implementation == EAGER
-    ours, expected = trained(grouped), trained(loop)
+def test_grouped_products_equal_the_loop_over_experts(folder: Path) -> None:
+    ours, expected = trained(folder, "grouped_mm"), trained(folder, "eager")
     torch.testing.assert_close(ours[0], expected[0], rtol=0, atol=1e-6)
     for found, wanted in zip(ours[1:], expected[1:], strict=True):
-        assert found.keys() == wanted.keys()
         assert any(".experts." in name for name in found)
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        assert largest_difference(found, wanted) < 1e-6
 
 
-def test_the_experts_of_a_layer_are_in_its_own_unit(tmp_path: Path) -> None:
-    config = tiny_config(write_tiny("qwen3-vl-moe", tmp_path / "moe", seed=1))
-    policy = TokenPolicy(load_policy_model(config.policy, torch.float32), config.learner)
-    blocks = list(policy.blocks())
+def test_the_experts_of_a_layer_are_in_its_own_unit(folder: Path) -> None:
+    policy = policy_at(folder)
     experts = [module for module in policy.modules() if hasattr(module, "gate_up_proj")]
-    holding = [[block for block in blocks if any(one is module for one in block.modules())] for module in experts]
+    holding = [[block for block in policy.blocks() if module in set(block.modules())] for module in experts]
     assert len(experts) == policy.model.config.get_text_config().num_hidden_layers
     assert [len(found) for found in holding] == [1] * len(experts)
     assert len({id(found[0]) for found in holding}) == len(experts)
     assert all(isinstance(found[0], GradientCheckpointingLayer) for found in holding)
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.fixture(scope="module")
-def gemma3_folder(tmp_path_factory) -> Path:
+def gemma3(tmp_path_factory) -> Path:
     return write_tiny("gemma3", tmp_path_factory.mktemp("tiny") / "gemma3", seed=1)
 
 
 @pytest.fixture(scope="module")
-def asked(gemma3_folder: Path) -> FamilyPrompts:
-    return family_prompts(gemma3_folder, gemma3_folder.parent)
+def asked(gemma3: Path) -> FamilyPrompts:
+    return family_prompts(gemma3, gemma3.parent)
 
 
-def logprobs(gemma3_folder: Path, asked: FamilyPrompts, case: str, *words: str) -> np.ndarray:
+@torch.no_grad()
+def logprobs(folder: Path, asked: FamilyPrompts, case: str, *words: str) -> np.ndarray:
     """The learner's, of a case's prompt."""
-    policy = TokenPolicy(
-        load_model(str(gemma3_folder), torch.float32, "sdpa"),
-        with_row_layout(run_of(gemma3_folder, *words)).learner,
-    )
-    batch = collate([TokenSequence.of_prompt(asked.cases[case].prompt)], MediaReader(timeout_s=1, max_items=8), CPU)
-    with torch.no_grad():
-        return policy(batch, PLAIN).logprobs[0].numpy()
+    config = with_row_layout(run_of(folder, *words)).learner
+    policy = TokenPolicy(load_model(str(folder), torch.float32, "sdpa"), config)
+    return policy(collated([TokenSequence.of_prompt(asked.cases[case].prompt)]), PLAIN).logprobs[0].numpy()
 
 
-def chat_of(run: RunConfig, device: str = "cpu") -> ChatProcessor:
-    store = MediaStore(lambda media: media, run.data.media_cache_bytes)
-    return ChatProcessor(run.policy.model, run.data, run.sampler, store, keep_files=False, device=device)
+def run_of(folder: Path, *words: str) -> RunConfig:
+    return load_config(["experiment=digits", f"policy.model={folder}", "policy.tiny=none", *words])
 
 
-def run_of(gemma3_folder: Path, *words: str) -> RunConfig:
-    return load_config(["experiment=digits", f"policy.model={gemma3_folder}", "policy.tiny=none", *words])
-
-
-def test_tokens_of_an_image_see_each_other(gemma3_folder: Path, asked: FamilyPrompts, monkeypatch) -> None:
-    both_ways = logprobs(gemma3_folder, asked, "two images")
+def test_tokens_of_an_image_see_each_other(gemma3: Path, asked: FamilyPrompts, monkeypatch) -> None:
+    both_ways = logprobs(gemma3, asked, "two images")
     monkeypatch.setattr("mobula.learner.policies.families.vision_models.Gemma3.decoder_inputs", lambda *_: {})
-    assert np.abs(both_ways - logprobs(gemma3_folder, asked, "two images")).max() > 1e-3
+    assert np.abs(both_ways - logprobs(gemma3, asked, "two images")).max() > 1e-3
 
 
 def test_a_blank_line_is_one_token_with_the_line_end_before_it(asked: FamilyPrompts) -> None:
@@ -309,53 +282,113 @@ def test_a_blank_line_is_one_token_with_the_line_end_before_it(asked: FamilyProm
 
 @pytest.mark.parametrize("words", [["learner.packing=true"], ["learner.packing=true", "policy.attention=sdpa"]])
 def test_images_in_packed_rows_are_refused_and_text_is_not(
-    gemma3_folder: Path, asked: FamilyPrompts, words: list[str]
+    gemma3: Path, asked: FamilyPrompts, words: list[str]
 ) -> None:
-    np.testing.assert_allclose(
-        logprobs(gemma3_folder, asked, "text", *words),
-        logprobs(gemma3_folder, asked, "text"),
-        atol=1e-5,
-    )
+    expected = logprobs(gemma3, asked, "text")
+    np.testing.assert_allclose(logprobs(gemma3, asked, "text", *words), expected, atol=1e-5)
     with pytest.raises(ValueError, match=r"Gemma 3, .* mask .*policy\.attention=sdpa, learner\.packing=false"):
-        logprobs(gemma3_folder, asked, "one image", *words)
+        logprobs(gemma3, asked, "one image", *words)
 
 
-def test_images_are_refused_with_vllm_on_cpu_alone(gemma3_folder: Path, asked: FamilyPrompts, tmp_path: Path) -> None:
+def test_images_are_refused_with_vllm_on_cpu_alone(gemma3: Path, asked: FamilyPrompts, tmp_path: Path) -> None:
     asked.cases["one image"].images[0].save(tmp_path / "a.png")
     row = Row("r", "<image>?", "4", "4", (tmp_path / "a.png",))
-    on_cpu = chat_of(run_of(gemma3_folder))
+    on_cpu = chat_of(run_of(gemma3))
     with pytest.raises(PromptError, match=r"resources\.device=cpu and sampler=vllm.*use a GPU, or sampler=huggingface"):
         on_cpu.check(row)
     assert on_cpu.check(Row("r", "What?", "4", "4")) > 0
     assert not on_cpu.takes_images
-    for chat in (
-        chat_of(run_of(gemma3_folder), "cuda"),
-        chat_of(run_of(gemma3_folder, "sampler=huggingface")),
-    ):
+    for chat in (chat_of(run_of(gemma3), device="cuda"), chat_of(run_of(gemma3, "sampler=huggingface"))):
         assert chat.check(row) > 10
-    assert family_at(str(gemma3_folder)).needs_gate
+    assert family_at(str(gemma3)).needs_gate
 
 
-async def test_the_transformers_sampler_sees_images_as_the_learner_does(
-    gemma3_folder: Path, asked: FamilyPrompts
-) -> None:
-    run = run_of(gemma3_folder, "sampler=huggingface")
+async def test_the_transformers_sampler_sees_images_as_the_learner_does(gemma3: Path, asked: FamilyPrompts) -> None:
+    run = run_of(gemma3, "sampler=huggingface")
     chat = chat_of(run)
-    prepared = Prepared(run, gemma3_folder, checkpoint_manifest(gemma3_folder, "float32"), chat, None, {})
+    prepared = Prepared(run, gemma3, checkpoint_manifest(gemma3, "float32"), chat, None, {})
     sampler = HuggingFaceSampler(engine_settings(prepared, 0))
     await sampler.start()
     for case in ("text", "one image", "same image twice"):
         prompt = asked.cases[case].prompt
         found = await sampler.prompt_logprobs(prompt, [handle.reference for handle in prompt.media])
-        np.testing.assert_allclose(found, logprobs(gemma3_folder, asked, case), atol=1e-5)
+        np.testing.assert_allclose(found, logprobs(gemma3, asked, case), atol=1e-5)
     await sampler.close()
 
 
-def test_pan_and_scan_is_refused(gemma3_folder: Path, tmp_path: Path) -> None:
-    at = write_tiny("gemma3", tmp_path / "model")
-    file = at / "processor_config.json"
-    settings = json.loads(file.read_text())
-    settings["image_processor"]["do_pan_and_scan"] = True
-    file.write_text(json.dumps(settings))
+def edited_processor(folder: Path, **settings: Any) -> Path:
+    """The checkpoint with other settings of its image processor."""
+    file = folder / "processor_config.json"
+    stored = json.loads(file.read_text())
+    stored["image_processor"] |= settings
+    file.write_text(json.dumps(stored))
+    return folder
+
+
+def test_pan_and_scan_is_refused(tmp_path: Path) -> None:
+    folder = edited_processor(write_tiny("gemma3", tmp_path / "model"), do_pan_and_scan=True)
     with pytest.raises(ValueError, match="do_pan_and_scan=true"):
-        chat_of(run_of(at), "cuda")
+        chat_of(run_of(folder), device="cuda")
+
+
+TOKENS_PER_TILE = 64
+RELEASED = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}  # SmolVLM-256M
+
+
+def bounded(folder: Path, **budget: int) -> tuple[ImageFamily, ProcessorMixin]:
+    """The family of a checkpoint, and its processor with such a budget of pixels."""
+    data = load_config(["experiment=digits", *(f"data.{key}={value}" for key, value in budget.items())]).data
+    family = family_at(str(folder))
+    assert isinstance(family, ImageFamily)
+    return family, AutoProcessor.from_pretrained(folder, **family.processor_options(str(folder), data))
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+@pytest.mark.parametrize(
+    ("max_pixels", "size", "num_tiles"),
+    [
+        (602112, (64, 64), 1),  # those of `experiment=own`: 775 x 775 pixels hold one tile of 512 x 512
+        (200704, (3000, 2000), 1),  # less than a tile: one is the least
+        (1048576, (64, 64), 2 * 2 + 1),  # small images are scaled up, and the image as a whole is a tile more
+        (1048576, (1000, 300), 2 * 1 + 1),
+        (9999999, (64, 64), 4 * 4 + 1),  # never more than the checkpoint's own 2,048
+    ],
+)
+def test_an_image_takes_the_tokens_of_its_bounded_tiles(
+    name: str, max_pixels: int, size: tuple[int, int], num_tiles: int, tmp_path: Path
+) -> None:
+    folder = edited_processor(write_tiny(name, tmp_path), **RELEASED)
+    settings = json.loads((folder / "processor_config.json").read_text())
+    (folder / "processor_config.json").write_text(json.dumps(settings | {"image_seq_len": TOKENS_PER_TILE}))
+    family, processor = bounded(folder, max_pixels=max_pixels)
+    placeholder = family.placeholder_id(AutoConfig.from_pretrained(folder))
+    ids = family.expansion(processor, size)
+    assert int((ids == placeholder).sum()) == num_tiles * TOKENS_PER_TILE
+    pixels = family.process(processor, Image.new("RGB", size))["pixel_values"]
+    assert pixels.shape == (num_tiles, 3, 512, 512) and pixels.dtype == np.float32
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize(
+    ("max_tiles", "size", "num_tiles"),
+    [
+        (1, (300, 300), 1),
+        (2, (300, 150), 2 + 1),  # the image as a whole is a tile more
+        (3, (300, 150), 2 + 1),
+        (3, (56, 168), 3 + 1),
+        (99, (300, 300), 4 + 1),  # never more than the checkpoint's own 4
+        (0.5, (300, 300), 1),  # less than a tile: one is the least
+    ],
+)
+def test_internvl_cuts_images_as_its_processor_does_within_the_budget(
+    cuts: bool, max_tiles: float, size: tuple[int, int], num_tiles: int, tmp_path: Path
+) -> None:
+    # False in released checkpoints, whose processor says true.
+    folder = edited_processor(write_tiny("internvl3", tmp_path), crop_to_patches=cuts)
+    family, processor = bounded(folder, max_pixels=int(max_tiles * 56 * 56), min_pixels=1)
+    image = Image.effect_noise(size, 64).convert("RGB")
+    made = processor(text=["<IMG_CONTEXT>"], images=[image], return_tensors="np")
+    assert made["input_ids"][0].tolist() == family.expansion(processor, size).tolist()
+    pixels = family.process(processor, image)["pixel_values"]
+    assert pixels.shape == (num_tiles, 3, 56, 56)
+    np.testing.assert_array_equal(pixels, made["pixel_values"])

@@ -7,15 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_rows import ADAM, SPEC, call_of, whole
-from adapter_rows import connected as adapter_rank
+from adapter_rows import ADAM, SPEC, call_of, computed, logprobs_of, rank_with
 from learner_data import tiny_config
 from tiny_checkpoints import write_text_policy
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mobula.cluster.errors import CheckpointError
-from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
+from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall
 from mobula.learner.adapters.ranks import FullWeightsRank
 
 ALL = AdapterSpec(rank=0, alpha=32.0, seed=0)
@@ -27,34 +25,35 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def connected(base: Path, *words: str) -> FullWeightsRank:
+    """The only rank, with the model `a`."""
     rank = FullWeightsRank(tiny_config(base, "learner.tokens_per_microbatch=60", *words), 0, 1)
     rank.connect("")
+    rank.create("a", ALL)
     return rank
 
 
-def logprobs_of(model: torch.nn.Module, row: LossRow) -> Tensor:
-    logits = model(torch.from_numpy(row.prompt.expanded_ids.astype(np.int64))[None]).logits[0]
-    return logits.log_softmax(-1).gather(1, torch.from_numpy(row.inputs["target_tokens"])[:, None])[:, 0]
+@pytest.fixture
+def rank(base: Path) -> FullWeightsRank:
+    return connected(base)
 
 
 def trained(rank: FullWeightsRank, steps: range) -> list[float]:
     losses = []
     for n in steps:
-        losses.append(whole(rank.compute([call_of("a", n)])[0]).metrics["loss:sum"])
+        losses.append(computed(rank, call_of("a", n)).metrics["loss:sum"])
         rank.step("a", ADAM)
     return losses
 
 
 def test_steps_equal_adamw_of_torch_and_the_export_is_a_checkpoint(base: Path, tmp_path: Path) -> None:
     rank, model = connected(base), AutoModelForCausalLM.from_pretrained(base)
-    rank.create("a", ALL)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=ADAM.learning_rate, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps,
         weight_decay=ADAM.weight_decay,
     )  # fmt: skip
     for n in range(3):
         call = call_of("a", n)
-        result = whole(rank.compute([call])[0])
+        result = computed(rank, call)
         for row, output in zip(call.rows, result.outputs, strict=True):
             logprobs = logprobs_of(model, row)
             np.testing.assert_allclose(output["logprobs"], logprobs.detach().numpy(), atol=1e-5, rtol=0)
@@ -71,9 +70,9 @@ def test_steps_equal_adamw_of_torch_and_the_export_is_a_checkpoint(base: Path, t
     assert max(float((exported[name] - initial[name]).abs().max()) for name in initial) > 1e-2
 
 
-def test_saved_state_continues_and_a_new_model_starts_from_the_base(base: Path, tmp_path: Path) -> None:
-    rank = connected(base)
-    rank.create("a", ALL)
+def test_saved_state_continues_and_a_new_model_starts_from_the_base(
+    base: Path, rank: FullWeightsRank, tmp_path: Path
+) -> None:
     trained(rank, range(2))
     rank.compute([call_of("a", 50)])  # a gradient that no step has applied
     rank.save("a", tmp_path / "state")
@@ -87,13 +86,10 @@ def test_saved_state_continues_and_a_new_model_starts_from_the_base(base: Path, 
     rank.drop("a")
     rank.create("a", ALL)
     other = connected(base)
-    other.create("a", ALL)
     assert trained(rank, range(2)) == pytest.approx(trained(other, range(2)), rel=1e-5)
 
 
-def test_a_call_that_is_refused_adds_no_gradient(base: Path) -> None:
-    rank = connected(base)
-    rank.create("a", ALL)
+def test_a_call_that_is_refused_adds_no_gradient(rank: FullWeightsRank) -> None:
     [refused] = rank.compute([LossCall("a", [], "cross_entropy")])
     assert isinstance(refused, ValueError)
     with pytest.raises(ValueError, match="no gradient"):
@@ -103,8 +99,6 @@ def test_a_call_that_is_refused_adds_no_gradient(base: Path) -> None:
 def test_the_optimizer_of_bytes_follows_the_same_steps(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     rank, plain = connected(base, "learner.optimizer=adamw_8bit"), connected(base)
-    for one in (rank, plain):
-        one.create("a", ALL)
     losses = trained(rank, range(4))
     assert losses == pytest.approx(trained(plain, range(4)), rel=1e-2)
     rank.save("a", tmp_path / "state")
@@ -113,9 +107,7 @@ def test_the_optimizer_of_bytes_follows_the_same_steps(base: Path, tmp_path: Pat
     assert trained(rank, range(4, 6)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_state_before_the_first_step_keeps_its_gradient(base: Path, tmp_path: Path) -> None:
-    rank = connected(base)
-    rank.create("a", ALL)
+def test_a_state_before_the_first_step_keeps_its_gradient(rank: FullWeightsRank, tmp_path: Path) -> None:
     rank.compute([call_of("a", 0)])
     rank.save("a", tmp_path / "state")
     norm = rank.step("a", ADAM)["grad_norm"]
@@ -127,8 +119,6 @@ def test_a_state_before_the_first_step_keeps_its_gradient(base: Path, tmp_path: 
 
 def test_a_state_without_its_optimizer_starts_with_a_fresh_one(base: Path, tmp_path: Path) -> None:
     rank, other = connected(base), connected(base)
-    for one in (rank, other):
-        one.create("a", ALL)
     trained(rank, range(2))
     rank.compute([call_of("a", 50)])
     rank.save("a", tmp_path / "state")
@@ -143,13 +133,10 @@ def test_a_state_without_its_optimizer_starts_with_a_fresh_one(base: Path, tmp_p
     assert trained(rank, range(2)) == pytest.approx(trained(other, range(2)), rel=1e-5)
 
 
-def test_states_that_do_not_fit_are_refused(base: Path, tmp_path: Path) -> None:
-    rank = connected(base)
-    rank.create("a", ALL)
+def test_states_that_do_not_fit_are_refused(base: Path, rank: FullWeightsRank, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete learner state"):
         rank.load("a", tmp_path / "nothing", with_optimizer=True)
-    adapters = adapter_rank(base)
-    adapters.create("b", SPEC)
+    adapters = rank_with(base, b=SPEC)
     adapters.save("b", tmp_path / "adapter")
     with pytest.raises(ValueError, match="holds an adapter"):
         rank.load("a", tmp_path / "adapter", with_optimizer=True)
@@ -157,15 +144,12 @@ def test_states_that_do_not_fit_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no saved adapter"):
         adapters.load("b", tmp_path / "state", with_optimizer=True)
     larger = connected(write_text_policy(tmp_path / "model", "qwen3"))
-    larger.create("a", ALL)
     with pytest.raises(ValueError, match="the saved weights lack"):
         larger.load("a", tmp_path / "state", with_optimizer=True)
     trained(rank, range(1))  # a refusal changes nothing
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_of_the_request(base: Path, tmp_path: Path) -> None:
-    rank = connected(base)
-    rank.create("a", ALL)
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_request(rank: FullWeightsRank, tmp_path: Path) -> None:
     rank.compute([call_of("a", 0)])
     (tmp_path / "file").write_text("")
     for call in (rank.save, rank.export):

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from learner_data import prompt, random_groups, tiny_config
-from one_learner import connected_learner, copied
+from one_learner import (
+    UNCLIPPED,
+    Tensors,
+    at_hand,
+    connected_learner,
+    copied,
+    gradient_of,
+    largest,
+    largest_difference,
+    saved,
+)
 from safetensors.torch import load_file
-from taught import at_hand
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import mobula.learner.backends.native as fsdp2
@@ -22,10 +30,10 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.learner.backends.deepspeed import DeepSpeedBackend
+from mobula.learner.backends.sharded import saved_tensors
 from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
 from mobula.learner.optim import RoundedAdamW, rounded
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 GPU = ("experiment=digits", "resources=gpu_2")
 
@@ -36,27 +44,25 @@ PARTS = {
 }
 
 
-def step(folder: Path, kind: str, *overrides: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+def step(folder: Path, tokenizer, kind: str, *overrides: str) -> tuple[Tensors, list[str]]:
     """Gradients of one update, and the blocks that were computed on the way, in order."""
-    words = (f"learner.activation_checkpointing={kind}", "learner.max_grad_norm=1000000", *overrides)
-    learner = connected_learner(tiny_config(folder, *words))
-    learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
-    computed: list[str] = []
+    words = (f"learner.activation_checkpointing={kind}", UNCLIPPED, *overrides)
+    learner, computed = connected_learner(tiny_config(folder, *words)), list[str]()
     for name, module in learner._policy.named_modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.register_forward_pre_hook(lambda *_, name=name: computed.append(name))
-    learner.update(random_groups(AutoTokenizer.from_pretrained(folder), 3, 4), 1)
-    return {name: p.grad for name, p in learner._policy.named_parameters() if p.requires_grad}, computed
+    gradient, _ = gradient_of(learner, random_groups(tokenizer, 3, 4))
+    return gradient, computed
 
 
 @pytest.mark.parametrize("trained", PARTS)
-def test_blocks_that_are_computed_again_give_the_same_gradient(folder: Path, trained: str) -> None:
-    kept, once = step(folder, "none", *PARTS[trained])
-    recomputed, twice = step(folder, "blocks", *PARTS[trained])
+def test_blocks_that_are_computed_again_give_the_same_gradient(folder: Path, tokenizer, trained: str) -> None:
+    kept, once = step(folder, tokenizer, "none", *PARTS[trained])
+    recomputed, twice = step(folder, tokenizer, "blocks", *PARTS[trained])
     assert kept.keys() == recomputed.keys()
     for name, gradient in kept.items():
         torch.testing.assert_close(recomputed[name], gradient, atol=1e-7, rtol=1e-5)
-    assert max(gradient.abs().max() for gradient in kept.values()) > 1e-4
+    assert largest(kept) > 1e-4
     for name in {name for name in once if "language_model" in name}:
         assert twice.count(name) == 2 * once.count(name)
 
@@ -100,19 +106,23 @@ PRODUCTS = ("mm", "addmm", "bmm")
 SOFTMAX = "_log_softmax"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny_qwen2_5_vl(folder, seed=0)
-    return folder
-
-
 @pytest.fixture(params=["single", "fsdp2"])
-def trained(request: pytest.FixtureRequest, model: Path) -> Iterator[Learner]:
-    learner = Learner(tiny_config(model, f"learner={request.param}", "resources.dtype=bfloat16"), 0, 1, ())
-    learner.connect(learner.rendezvous_address() if request.param == "fsdp2" else "")
-    yield learner
-    learner.close()
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+    left()
+
+
+def left() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def on(backend: str, folder: Path, *overrides: str) -> Learner:
+    """The only rank of a backend, whose process group takes the place of an earlier one."""
+    left()
+    learner = Learner(tiny_config(folder, f"learner={backend}", *overrides), 0, 1, ())
+    learner.connect(learner.rendezvous_address() if backend == "fsdp2" else "")
+    return learner
 
 
 class Seen(TorchDispatchMode):
@@ -132,19 +142,27 @@ class Seen(TorchDispatchMode):
         return result
 
 
-def test_a_step_in_bfloat16_keeps_float32_where_sums_and_small_changes_are(trained: Learner, model: Path) -> None:
-    groups = random_groups(AutoTokenizer.from_pretrained(model), num_groups=2, num_siblings=6)
+def state_dtypes(learner: Learner, folder: Path) -> set[torch.dtype]:
+    """Of the trained weights and of the moments in a checkpoint."""
+    kept = ("model.", "optimizer.state.")
+    tensors = [read() for name, read in saved_tensors(saved(learner, folder)).items() if name.startswith(kept)]
+    assert any(tensor.ndim > 0 for tensor in tensors)
+    return {tensor.dtype for tensor in tensors if tensor.ndim > 0}
+
+
+def test_a_step_in_bfloat16_keeps_float32_where_sums_and_small_changes_are(
+    folder: Path, tokenizer, backend: str, tmp_path: Path
+) -> None:
+    learner = on(backend, folder, "resources.dtype=bfloat16")
     with Seen() as seen:
-        report = trained.update(groups, version=1)
+        report = learner.update(random_groups(tokenizer, num_groups=2, num_siblings=6), version=1)
     assert report.metrics["grad_norm"] > 0
     assert torch.bfloat16 in seen.dtypes["product"]
     assert seen.dtypes["softmax"] == {torch.float32}
-    assert {tensor.dtype for tensor in trained._backend.trained().values()} == {torch.float32}
-    state = [leaf for leaf in tree_leaves(list(trained._optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
-    assert state and {tensor.dtype for tensor in state} == {torch.float32}
+    assert state_dtypes(learner, tmp_path) == {torch.float32}
 
 
-def test_gradients_are_reduced_in_float32(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_reduced_in_float32(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 casts what it gathers, and reduces gradients in a type of its own. DeepSpeed reduces in that of its
     parameters, which stay float32: its own bf16 mode and a type for communication are not set."""
     policies, shard = [], fsdp2.fully_shard
@@ -154,11 +172,9 @@ def test_gradients_are_reduced_in_float32(model: Path, monkeypatch: pytest.Monke
         return shard(module, **how)
 
     monkeypatch.setattr(fsdp2, "fully_shard", recorded)
-    learner = Learner(tiny_config(model, "learner=fsdp2", "resources.dtype=bfloat16"), 0, 1, ())
-    learner.connect(learner.rendezvous_address())
-    learner.close()
+    on("fsdp2", folder, "resources.dtype=bfloat16").close()
     assert {(p.param_dtype, p.reduce_dtype) for p in policies} == {(torch.bfloat16, torch.float32)}
-    config = tiny_config(model, "learner=deepspeed", "resources.dtype=bfloat16").learner
+    config = tiny_config(folder, "learner=deepspeed", "resources.dtype=bfloat16").learner
     settings = DeepSpeedBackend(torch.device("cpu"), torch.bfloat16, config)._settings()
     assert not settings.keys() & {"bf16", "fp16", "communication_data_type", "data_types"}
 
@@ -166,26 +182,6 @@ def test_gradients_are_reduced_in_float32(model: Path, monkeypatch: pytest.Monke
 BFLOAT16 = ("resources.dtype=bfloat16", "learner.master_dtype=bfloat16")
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=8.0")
-
-
-@pytest.fixture(scope="module")
-def model_of_bfloat16_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny") / "model", seed=0)
-
-
-@pytest.fixture(params=["single", "fsdp2"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def connected(model_of_bfloat16_weights: Path, backend: str, *overrides: str) -> Learner:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    learner = Learner(tiny_config(model_of_bfloat16_weights, f"learner={backend}", *overrides), 0, 1, ())
-    learner.connect(learner.rendezvous_address() if backend == "fsdp2" else "")
-    return learner
 
 
 def test_rounding_keeps_values_of_bfloat16_and_the_mean_of_all_others() -> None:
@@ -228,29 +224,20 @@ def test_weights_in_float32_take_the_steps_of_adamw() -> None:
     torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=1e-7)
 
 
-def test_weights_gradients_and_moments_take_half_the_memory(model_of_bfloat16_weights: Path, backend: str) -> None:
-    learner = connected(model_of_bfloat16_weights, backend, *BFLOAT16)
-    gradients = []
-    step = learner._optimizer.step
-
-    def seen() -> None:
-        gradients.extend(parameter.grad.dtype for parameter in learner._policy.parameters())
-        step()
-
-    learner._optimizer.step = seen
-    learner.update(random_groups(AutoTokenizer.from_pretrained(model_of_bfloat16_weights), 3, 4), 1)
-    moments = [t for s in learner._optimizer.state.values() for t in s.values() if t.ndim > 0]
-    held = [*learner._backend.trained().values(), *moments]
-    assert {tensor.dtype for tensor in held} == set(gradients) == {torch.bfloat16}
+def test_weights_gradients_and_moments_take_half_the_memory(
+    folder: Path, tokenizer, backend: str, tmp_path: Path
+) -> None:
+    learner = on(backend, folder, *BFLOAT16)
+    gradient, _ = gradient_of(learner, random_groups(tokenizer, 3, 4))
+    assert {tensor.dtype for tensor in gradient.values()} == state_dtypes(learner, tmp_path) == {torch.bfloat16}
 
 
-def test_it_learns_as_float32_does(model_of_bfloat16_weights: Path, backend: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_of_bfloat16_weights)
-    answers = [torch.arange(n, n + 3).numpy().astype("int32") for n in range(4)]
+def test_it_learns_as_float32_does(folder: Path, tokenizer, backend: str) -> None:
+    answers = [np.arange(n, n + 3, dtype=np.int32) for n in range(4)]
     rows = [Example.of_answer(prompt(tokenizer, str(n)), TokenActions(ids), ids >= 0) for n, ids in enumerate(answers)]
     losses = {}
     for name, overrides in {"float32": ("resources.dtype=bfloat16",), "bfloat16": BFLOAT16}.items():
-        learner = connected(model_of_bfloat16_weights, backend, "warm_start.learning_rate=0.003", *overrides)
+        learner = on(backend, folder, "warm_start.learning_rate=0.003", *overrides)
         losses[name] = [learner.supervised_step(at_hand(rows))["loss"] for _ in range(30)]
     assert losses["bfloat16"][0] == pytest.approx(losses["float32"][0], rel=0.01)
     assert losses["bfloat16"][-1] == pytest.approx(losses["float32"][-1], abs=0.1)
@@ -259,11 +246,10 @@ def test_it_learns_as_float32_does(model_of_bfloat16_weights: Path, backend: str
 
 @pytest.mark.parametrize("adapters", [(), LORA])
 def test_it_resumes_bit_for_bit_and_exports_what_it_pushes(
-    model_of_bfloat16_weights: Path, backend: str, adapters: tuple[str, ...], tmp_path: Path
+    folder: Path, tokenizer, backend: str, adapters: tuple[str, ...], tmp_path: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_of_bfloat16_weights)
-    steps = [random_groups(tokenizer, 3, 4, seed) for seed in range(3)]
-    first = connected(model_of_bfloat16_weights, backend, *BFLOAT16, *adapters)
+    steps = [random_groups(tokenizer, 3, 4, seed) for seed in range(2)]
+    first = on(backend, folder, *BFLOAT16, *adapters)
     before = copied(first)
     first.update(steps[0], 1)
     first.save(tmp_path / "state")
@@ -271,20 +257,19 @@ def test_it_resumes_bit_for_bit_and_exports_what_it_pushes(
     first.finish_save()
     first.export(tmp_path / "export")
     after = copied(first)
-    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert largest_difference(before, after) > 0
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor.to(exported[name].dtype)) for name, tensor in after.items())
-    second = connected(model_of_bfloat16_weights, backend, *BFLOAT16, *adapters)
+    second = on(backend, folder, *BFLOAT16, *adapters)
     assert second.load(tmp_path / "state") == 1
     second.update(steps[1], 2)
-    assert all(torch.equal(tensor, after[name]) for name, tensor in copied(second).items())
+    assert largest_difference(copied(second), after) == 0
 
 
-def test_adapters_are_trained_in_float32(model_of_bfloat16_weights: Path) -> None:
-    learner = connected(model_of_bfloat16_weights, "single", *BFLOAT16, *LORA)
-    assert {tensor.dtype for tensor in learner._backend.trained().values()} == {torch.float32}
-    frozen = {p.dtype for p in learner._policy.parameters() if not p.requires_grad}
-    assert frozen == {torch.bfloat16}
+def test_adapters_are_trained_in_float32(folder: Path) -> None:
+    learner = on("single", folder, *BFLOAT16, *LORA)
+    dtypes = {(p.requires_grad, p.dtype) for p in learner._policy.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from learner_data import random_groups, tiny_config
-from one_learner import connected_learner, copied, largest_difference
-from peft.tuners.tuners_utils import BaseTunerLayer
+from one_learner import connected_learner, copied, largest_difference, saved, scorer_of
 from pydantic import ValidationError
 from safetensors.numpy import load_file
 from tiny_checkpoints import USUAL_FAMILIES, families
 from transformers import AutoTokenizer
 
-from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
+from mobula.cluster.weight_sync.transport import unpack_all
 from mobula.configs.load import ConfigError, load_config
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import AdapterPush, adapted_modules, changed_weights
@@ -27,6 +28,7 @@ from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import PolicyWeights
 from mobula.learner.state_files import read_index
 
+Weights = dict[str, np.ndarray]
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0", "algorithm.max_staleness=4")  # all groups are of version 0
 SCALE = 6.0 / 4
 ALONE = "weight_sync.payload=adapters"
@@ -40,104 +42,100 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0, tie_word_embeddings=request.param)
 
 
+def learner_of(folder: Path, *overrides: str) -> Learner:
+    return connected_learner(tiny_config(folder, *LORA, *overrides), (250,))
+
+
 def trained(folder: Path, *overrides: str) -> Learner:
     """After two updates."""
-    learner = connected_learner(tiny_config(folder, *LORA, *overrides), (250,))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    learner, tokenizer = learner_of(folder, *overrides), AutoTokenizer.from_pretrained(folder)
     for version in (1, 2):
         learner.update(random_groups(tokenizer, 6, 4, seed=version), version)
     return learner
 
 
-def factors(learner: Learner) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in learner._outgoing.adapters(learner._backend)}
+def pushed(learner: Learner) -> dict[str, torch.Tensor]:
+    """What an engine without a transfer group gets."""
+    _, buckets = learner.export_weights(1 << 20)
+    return dict(unpack_all(learner.manifest(), 1 << 20, buckets))
 
 
-def by_hand(folder: Path, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def by_hand(folder: Path, factors: dict[str, torch.Tensor]) -> Weights:
     """The checkpoint's weights plus scale * B @ A, in double precision."""
     weights = load_file(folder / "model.safetensors")
-    for name in [n for n in found if n.endswith("lora_A.weight")]:
-        module = name.removesuffix(".lora_A.weight")
-        a, b = found[name].astype(np.float64), found[f"{module}.lora_B.weight"].astype(np.float64)
+    for module in modules_of(factors):
+        a, b = (factors[f"{module}.lora_{factor}.weight"].double().numpy() for factor in "AB")
         weights[f"{module}.weight"] = weights[f"{module}.weight"].astype(np.float64) + SCALE * b @ a
     return weights
 
 
-def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def modules_of(factors: Iterable[str]) -> set[str]:
+    return {name.rpartition(".lora_")[0] for name in factors}
+
+
+def assert_close(found: Mapping[str, torch.Tensor | np.ndarray], expected: Weights) -> None:
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         np.testing.assert_allclose(found[name], weight, atol=1e-6, rtol=0, err_msg=name)
 
 
-def test_only_adapters_are_trained_and_the_base_stays_as_it_was(folder: Path) -> None:
-    learner = trained(folder)
-    fresh = connected_learner(tiny_config(folder, *LORA), (250,))
-    moved, frozen = [], []
-    for (name, parameter), before in zip(learner._policy.named_parameters(), fresh._policy.parameters(), strict=True):
-        assert parameter.requires_grad == (".lora_" in name)
-        (frozen if torch.equal(parameter, before) else moved).append(name)
-    assert moved and all(".lora_" in name for name in moved)
-    assert [name for name in frozen if ".lora_" in name] == []
-    assert len(learner._optimizer.param_groups[0]["params"]) == len(moved)
-
-
-def test_before_the_first_step_the_policy_is_the_base(folder: Path) -> None:
-    learner = connected_learner(tiny_config(folder, *LORA), (250,))
-    found = {name: tensor.numpy() for name, tensor in copied(learner).items()}
-    assert_close(found, load_file(folder / "model.safetensors"))
-
-
-def test_the_export_is_the_base_plus_the_product_and_loads_as_the_reference(folder: Path, tmp_path: Path) -> None:
-    learner = trained(folder)
-    learner.export(tmp_path / "policy")
-    expected = by_hand(folder, factors(learner))
-    assert_close(load_file(tmp_path / "policy" / "model.safetensors"), expected)
-    base = load_file(folder / "model.safetensors")
-    assert max(np.abs(expected[name] - base[name]).max() for name in base) > 1e-4
-    config = tiny_config(folder, *LORA)
-    groups = random_groups(AutoTokenizer.from_pretrained(folder), 2, 2)
-    scorer = ReferenceScorer(config, (250,))
-    scorer.load(tmp_path / "policy")
-    assert not any(".lora_" in name for name, _ in scorer._policy.named_parameters())
-    assert len(scorer.score(groups)) == 2
-
-
-def test_a_push_of_adapters_merges_at_the_receiver_to_the_learners_weights(folder: Path) -> None:
-    learner = trained(folder, ALONE)
-    push = push_of(learner, folder)
-    received = ((name, tensor.clone()) for name, tensor in learner._outgoing.pushed(learner._backend))
-    changed = {name: tensor.numpy() for name, tensor in changed_weights(received, push.base)}
-    expected = by_hand(folder, factors(learner))
-    assert_close(changed, {name: expected[name] for name in changed})
-    untouched = expected.keys() - changed.keys()
-    assert {"model.embed_tokens.weight", "model.norm.weight"} <= untouched
-    assert "model.layers.0.self_attn.q_proj.bias" in changed, "engines reload q, k and v with their biases as one"
-    assert learner.manifest().num_bytes < checkpoint_manifest(folder, "float32").num_bytes / 4
-
-
-def push_of(learner: Learner, folder: Path) -> AdapterPush:
-    push = AdapterPush.of(folder, checkpoint_manifest(folder, "float32"), learner._config.policy, "float32")
+def push_of(folder: Path) -> AdapterPush:
+    """What an engine expects."""
+    push = AdapterPush.of(folder, checkpoint_manifest(folder, "float32"), tiny_config(folder, *LORA).policy, "float32")
     assert push is not None
     return push
 
 
+def test_only_adapters_are_trained_and_the_base_stays_as_it_was(folder: Path) -> None:
+    learner, fresh = trained(folder, ALONE), learner_of(folder, ALONE)
+    factors, merged = pushed(learner), copied(learner)
+    assert all(not torch.equal(factors[name], tensor) for name, tensor in pushed(fresh).items())
+    moved = {name for name, tensor in copied(fresh).items() if not torch.equal(merged[name], tensor)}
+    assert moved == {f"{module}.weight" for module in modules_of(factors)}
+
+
+def test_before_the_first_step_the_policy_is_the_base(folder: Path) -> None:
+    assert_close(copied(learner_of(folder)), load_file(folder / "model.safetensors"))
+
+
+def test_the_export_is_the_base_plus_the_product_and_loads_as_the_reference(folder: Path, tmp_path: Path) -> None:
+    learner = trained(folder, ALONE)
+    learner.export(tmp_path)
+    expected, base = by_hand(folder, pushed(learner)), load_file(folder / "model.safetensors")
+    assert_close(load_file(tmp_path / "model.safetensors"), expected)
+    assert max(np.abs(expected[name] - base[name]).max() for name in base) > 1e-4
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 2, 2)
+    configs = (tiny_config(folder, *LORA), tiny_config(folder))
+    with_words, without = (scorer_of(config, tmp_path, (250,)).score(groups) for config in configs)
+    for one, other in zip(with_words, without, strict=True):
+        np.testing.assert_array_equal(np.concatenate(one), np.concatenate(other))
+
+
+def test_a_push_of_adapters_merges_at_the_receiver_to_the_learners_weights(folder: Path) -> None:
+    learner = trained(folder, ALONE)
+    factors = pushed(learner)
+    changed, expected = dict(changed_weights(factors.items(), push_of(folder).base)), by_hand(folder, factors)
+    assert_close(changed, {name: expected[name] for name in changed})
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= expected.keys() - changed.keys()
+    assert "model.layers.0.self_attn.q_proj.bias" in changed, "engines reload q, k and v with their biases as one"
+    assert learner.manifest().num_bytes < checkpoint_manifest(folder, "float32").num_bytes / 4
+
+
 def test_learner_and_engine_expect_the_same_push(folder: Path) -> None:
+    full, push = checkpoint_manifest(folder, "float32"), push_of(folder)
     for payload in ("adapters", "weights"):
-        learner = connected_learner(tiny_config(folder, *LORA, f"weight_sync.payload={payload}"), (250,))
-        push = push_of(learner, folder)
-        full = checkpoint_manifest(folder, "float32")
+        learner = learner_of(folder, f"weight_sync.payload={payload}")
         learner.manifest().check_against(push.manifest if payload == "adapters" else full)
         assert push.is_meant_by(learner.manifest()) == (payload == "adapters")
-        sent = [(name, tuple(tensor.shape)) for name, tensor in learner._outgoing.pushed(learner._backend)]
+        sent = [(name, tuple(tensor.shape)) for name, tensor in pushed(learner).items()]
         assert sent == [(spec.name, spec.shape) for spec in learner.manifest().tensors]
 
 
-def test_an_adapter_without_a_weight_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    learner = trained(folder, ALONE)
-    push = push_of(learner, folder)
-    renamed = {name.replace("layers.1", "layers.7"): torch.from_numpy(t) for name, t in factors(learner).items()}
+def test_an_adapter_without_a_weight_is_refused_by_name(folder: Path) -> None:
+    factors = pushed(learner_of(folder, ALONE))
+    renamed = {name.replace("layers.1", "layers.7"): tensor for name, tensor in factors.items()}
     with pytest.raises(WeightSyncError, match=r"no weight for the adapters of model\.layers\.7"):
-        list(changed_weights(renamed.items(), push.base))
+        list(changed_weights(renamed.items(), push_of(folder).base))
 
 
 def test_the_vision_tower_is_in_or_out_by_policy_freeze(folder: Path) -> None:
@@ -150,23 +148,24 @@ def test_the_vision_tower_is_in_or_out_by_policy_freeze(folder: Path) -> None:
     }
     assert text.keys() == {name for name in everywhere if not name.startswith("visual.")}
     assert text.keys() == adapted_modules(plain, tiny_config(folder, *LORA).policy).keys()
-    learner = trained(folder, "policy.freeze=[visual.]")
-    assert not any("visual" in name for name, p in learner._policy.named_parameters() if p.requires_grad)
+    assert not any("visual" in name for name in pushed(learner_of(folder, ALONE, "policy.freeze=[visual.]")))
 
 
-def test_a_target_that_is_nowhere_or_no_linear_layer_is_refused(folder: Path) -> None:
-    with pytest.raises(
-        ValueError, match="policy.lora.target_modules: no matrix of the model is called query; .*q_proj"
-    ):
-        connected_learner(tiny_config(folder, *LORA, "policy.lora.target_modules=[q_proj,query]"), (250,))
-    with pytest.raises(ValueError, match="takes away every layer"):
-        connected_learner(
-            tiny_config(folder, *LORA, "policy.lora.target_modules=[qkv]", "policy.freeze=[visual.]"), (250,)
-        )
-    with pytest.raises(ValueError, match="embed_tokens is Embedding"):
-        connected_learner(tiny_config(folder, *LORA, "policy.lora.target_modules=[embed_tokens]"), (250,))
-    with pytest.raises(ConfigError, match="policy.lora.target_modules is empty"):
-        tiny_config(folder, *LORA, "policy.lora.target_modules=[]")
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("q_proj,query", "policy.lora.target_modules: no matrix of the model is called query; .*q_proj"),
+        ("qkv", "takes away every layer"),
+        ("embed_tokens", "embed_tokens is Embedding"),
+        ("", "policy.lora.target_modules is empty"),
+    ],
+)
+def test_a_target_that_is_nowhere_or_no_linear_layer_is_refused(folder: Path, targets: str, message: str) -> None:
+    with pytest.raises((ValueError, ConfigError), match=message):
+        learner_of(folder, f"policy.lora.target_modules=[{targets}]", "policy.freeze=[visual.]")
+
+
+def test_a_push_of_adapters_without_adapters_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="weight_sync.payload=adapters but policy.lora.rank=0"):
         tiny_config(folder, ALONE)
 
@@ -175,37 +174,13 @@ def test_a_checkpoint_holds_what_is_trained_and_a_resumed_learner_goes_on_bit_fo
     folder: Path, tmp_path: Path
 ) -> None:
     groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 4, seed=9)
-    first = trained(folder)
-    first.save(tmp_path / "state")
-    first.finish_save()
-    first.update(groups, 3)
-    second = connected_learner(tiny_config(folder, *LORA), (250,))
-    assert second.load(tmp_path / "state") == 2
-    second.update(groups, 3)
+    first, second = trained(folder), learner_of(folder)
+    assert second.load(saved(first, tmp_path / "state")) == 2
+    for learner in (first, second):
+        learner.update(groups, 3)
     assert largest_difference(copied(first), copied(second)) == 0
     kept = read_index(tmp_path / "state").state_dict_metadata
     assert all(".lora_" in name for name in kept if name.startswith(("model.", "optimizer.state."))), "no frozen weight"
-
-
-def test_the_reference_of_a_run_without_a_warm_start_is_the_policy_with_its_adapters_switched_off(
-    folder: Path, tmp_path: Path
-) -> None:
-    config = tiny_config(folder, *LORA)
-    groups = random_groups(AutoTokenizer.from_pretrained(folder), 2, 3)
-    connected_learner(config, (250,)).export(tmp_path / "reference")  # as the run makes its version 0
-    scorer, learner = ReferenceScorer(config, (250,)), trained(folder)
-    scorer.load(tmp_path / "reference")
-    reference = scorer.score(groups)
-    scorer._policy = learner._policy.eval()
-    policy = scorer.score(groups)
-    for module in learner._policy.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(False)
-    without = scorer.score(groups)
-    for of_reference, of_policy, of_base in zip(reference, policy, without, strict=True):
-        for expected, adapted, found in zip(of_reference, of_policy, of_base, strict=True):
-            np.testing.assert_array_equal(found, expected)
-            assert np.abs(adapted - expected).max() > 1e-4, "the adapters have learned something"
 
 
 DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -254,25 +229,21 @@ def test_checkpoints_name_the_decoder_in_several_ways() -> None:
     """Released files of one family differ in the names above the decoder, as transformers has renamed them."""
     shape = tiny_shape("qwen2.5-vl", tie_word_embeddings=False)
     policy = load_config(["experiment=own", "policy.model=none", "data.path=none", "policy.lora.rank=4"]).policy
-    usual = set(adapted_modules(shape.manifest, policy, shape))
-    renamed = Manifest(
-        tuple(
-            TensorSpec(
-                f"model.language_{spec.name}" if spec.name.startswith("model.") else spec.name, spec.shape, "float32"
-            )
-            for spec in shape.manifest.tensors
-        )
-    )
-    assert set(adapted_modules(renamed, policy, shape)) == {f"model.language_{layer}" for layer in usual}
+
+    def renamed(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, name=f"model.language_{spec.name}") if spec.name.startswith("model.") else spec
+
+    usual = adapted_modules(shape.manifest, policy, shape)
+    found = adapted_modules(Manifest(tuple(map(renamed, shape.manifest.tensors))), policy, shape)
+    assert set(found) == {f"model.language_{layer}" for layer in usual}
 
 
 def test_a_part_that_the_model_lacks_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
     folder = write_tiny("llama", tmp_path / "model")
     words = ("experiment=own", f"policy.model={folder}", "data.path=none", "policy.lora.rank=4")
     policy = load_config([*words, "policy.lora.target_modules=[language,vision]"]).policy
-    with pytest.raises(
-        ValueError, match=r"no matrix of the model is called vision; .*q_proj.* or a part of a token model: language$"
-    ):
+    message = r"no matrix of the model is called vision; .*q_proj.* or a part of a token model: language$"
+    with pytest.raises(ValueError, match=message):
         adapted_modules(shape_of(str(folder)).manifest, policy)
 
 

@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 import inspect
-import json
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import varlen_reference
-from learner_data import image, prompt, random_groups, tiny_config, with_logprobs
-from one_learner import connected_learner
-from scored_rows import HOT, assert_equal, family_prompts, learner_config, scores_of
+from learner_data import image, prompt, random_groups, tiny_config
+from one_learner import (
+    UNCLIPPED,
+    Tensors,
+    as_sampled,
+    connected_learner,
+    gradient_of,
+    largest,
+    scorer_of,
+)
+from scored_rows import (
+    HOT,
+    assert_equal,
+    collated,
+    family_prompts,
+    learner_config,
+    model_type,
+    policy_at,
+    scores_of,
+)
 from tiny_checkpoints import write_text_policy
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from mobula.actors.reference.scorer import ReferenceScorer
-from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import MediaSpan, ScoredGroup
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.deploy.preflight.checks import check_attention
 from mobula.learner.policies.attention import packed as attention
 from mobula.learner.policies.attention.packed import RowBounds, RowKeys, RowPacking, packed_attention
-from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.batch import TokenSequence
 from mobula.learner.policies.head import Distribution
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
-from mobula.learner.policies.token import TokenPolicy
 
 LENGTHS = (3, 7, 1, 12)
 
@@ -55,24 +69,32 @@ class Attention(nn.Module):
     is_causal = True
 
 
-def heads(dtype: torch.dtype = torch.bfloat16, width: int = 16, value_width: int | None = None) -> list[Tensor]:
-    generator, num = torch.Generator().manual_seed(0), sum(LENGTHS)
+def heads(
+    dtype: torch.dtype = torch.bfloat16,
+    width: int = 16,
+    value_width: int | None = None,
+    lengths: Sequence[int] = LENGTHS,
+) -> list[Tensor]:
+    """Queries of four heads, keys and values of two."""
+    generator, num = torch.Generator().manual_seed(0), sum(lengths)
     shapes = ((4, width), (2, width), (2, value_width or width))
     return [torch.randn(1, count, num, size, generator=generator).to(dtype) for count, size in shapes]
 
 
-def bounds() -> RowBounds:
-    return RowBounds(torch.tensor([0, *LENGTHS]).cumsum(0).int(), max(LENGTHS), LENGTHS)
+def bounds(lengths: Sequence[int] = LENGTHS) -> RowBounds:
+    return RowBounds(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths), tuple(lengths))
 
 
-def row_by_row(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = True, window: int = 10**6) -> Tensor:
-    parts = zip(*(part.float().split(LENGTHS, dim=2) for part in (query, key, value)), strict=True)
-    rows = []
-    for q, k, v in parts:
-        behind = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
-        mask = (behind >= 0) & (behind < window) if is_causal else None
-        rows.append(scaled_dot_product_attention(q, k, v, mask, enable_gqa=True))
-    return torch.cat(rows, dim=2).transpose(1, 2)
+def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = True, sliding_window: int = 10**6) -> Tensor:
+    """[1, N, heads, D], of one row."""
+    behind = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+    mask = (behind >= 0) & (behind < sliding_window) if is_causal else None
+    return scaled_dot_product_attention(query, key, value, mask, enable_gqa=True).transpose(1, 2)
+
+
+def row_by_row(parts: Sequence[Tensor], lengths: Sequence[int] = LENGTHS, **options: Any) -> Tensor:
+    rows = zip(*(part.float().split(list(lengths), dim=2) for part in parts), strict=True)
+    return torch.cat([attend(*row, **options) for row in rows], dim=1)
 
 
 def test_the_reference_takes_arguments_of_the_kernel() -> None:
@@ -90,8 +112,7 @@ def test_the_kernel_keeps_rows_apart(kernel: list, options: dict, window: tuple[
     parts = heads()
     found, _ = packed_attention(Attention(), *parts, None, row_bounds=bounds(), **options)
     assert kernel == [window]
-    expected = row_by_row(*parts, is_causal=window[1] == 0, window=options.get("sliding_window", 10**6))
-    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found.float(), row_by_row(parts, **options), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("window", [1, 3, 5])
@@ -99,7 +120,7 @@ def test_windows_without_the_kernel_are_computed_in_blocks(window: int, monkeypa
     monkeypatch.setattr(attention, "MIN_WINDOW_BLOCK", 2)
     parts = heads(torch.float32)
     output, _ = packed_attention(Attention(), *parts, None, row_bounds=bounds(), sliding_window=window)
-    torch.testing.assert_close(output, row_by_row(*parts, window=window))
+    torch.testing.assert_close(output, row_by_row(parts, sliding_window=window))
 
 
 def shared_rows() -> tuple[RowBounds, list[list[int]]]:
@@ -126,11 +147,8 @@ def test_rows_that_share_tokens_are_rows_alone(
     output, _ = packed_attention(Attention(), *one, None, row_bounds=bounds, sliding_window=window)
     expected = torch.zeros_like(output)
     for row in rows:
-        parts = (part[:, :, row] for part in other)
-        distance = torch.arange(len(row))[:, None] - torch.arange(len(row))
-        mask = (distance >= 0) & (distance < (window or len(row)))
-        alone = scaled_dot_product_attention(*parts, mask, enable_gqa=True)
-        expected = expected.index_copy(1, torch.tensor(row), alone.transpose(1, 2))
+        alone = attend(*(part[:, :, row] for part in other), sliding_window=window or len(row))
+        expected = expected.index_copy(1, torch.tensor(row), alone)
     torch.testing.assert_close(output, expected)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     output.backward(weights)
@@ -144,7 +162,7 @@ def test_bounds_of_towers_are_those_that_transformers_passes(kernel: list) -> No
     parts, ends = heads(), bounds().ends.long()
     own = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
     found, _ = packed_attention(Attention(), *parts, None, is_causal=False, **own)
-    torch.testing.assert_close(found.float(), row_by_row(*parts, is_causal=False), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found.float(), row_by_row(parts, is_causal=False), atol=2e-2, rtol=2e-2)
     assert kernel == [(-1, -1)]
 
 
@@ -161,7 +179,7 @@ def test_bounds_of_towers_are_those_that_transformers_passes(kernel: list) -> No
 )
 def test_the_rest_is_computed_row_by_row(kernel: list, parts: list[Tensor], options: dict) -> None:
     found, _ = packed_attention(Attention(), *parts, None, row_bounds=bounds(), **options)
-    torch.testing.assert_close(found.float(), row_by_row(*parts), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found.float(), row_by_row(parts), atol=2e-2, rtol=2e-2)
     assert kernel == []
 
 
@@ -237,19 +255,11 @@ def test_equal_rows_that_follow_one_another_are_computed_in_one_call(
         calls.append(query.shape[0])
         return scaled_dot_product_attention(query, *args, **more)
 
-    generator, num = torch.Generator().manual_seed(0), sum(lengths)
-    parts = [torch.randn(1, count, num, 16, generator=generator) for count in (4, 2, 2)]
-    limits = RowBounds(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths), lengths)
+    parts = heads(torch.float32, lengths=lengths)
     monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
-    found, _ = packed_attention(Attention(), *parts, None, row_bounds=limits, **options)
+    found, _ = packed_attention(Attention(), *parts, None, row_bounds=bounds(lengths), **options)
     assert calls[:3] == [3, 1, 1] and set(calls[3:]) == {1}
-    for n, (q, own) in enumerate(zip(parts[0].split(lengths, dim=2), found.split(lengths, dim=1), strict=True)):
-        k, v = (part.split(lengths, dim=2)[n] for part in parts[1:])
-        behind = torch.arange(lengths[n])[:, None] - torch.arange(lengths[n])
-        window, is_causal = options.get("sliding_window", 10**6), options.get("is_causal", True)
-        mask = (behind >= 0) & (behind < window) if is_causal else None
-        alone = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
-        torch.testing.assert_close(own, alone, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found, row_by_row(parts, lengths, **options), atol=1e-6, rtol=1e-6)
 
 
 CPU = torch.device("cpu")
@@ -267,19 +277,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_tiny_qwen2_5_vl(at) if request.param == VISION else write_text_policy(at, request.param)
 
 
-def sequences(folder: Path) -> list[TokenSequence]:
+@pytest.fixture
+def rows(folder: Path) -> list[TokenSequence]:
     """Rows of very different lengths; of a vision model some have one image, two, or one that a sibling has too."""
     tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
     shown = [[], [image(1)], [image(2, 2, 4), image(3, 6, 4)], [image(1)], []]
-    if "vl" not in folder_type(folder):
-        shown = [[]] * len(shown)
-    prompts = [prompt(tokenizer, f"p{n}", some) for n, some in enumerate(shown)]
+    sees = "vl" in model_type(folder)
+    prompts = [prompt(tokenizer, f"p{n}", some if sees else []) for n, some in enumerate(shown)]
     sizes = (3, 1, 40, 12, 2)
     return [TokenSequence.of_response(p, rng.integers(0, 250, n)) for p, n in zip(prompts, sizes, strict=True)]
 
 
-def test_packed_rows_are_padded_rows_are_single_rows(folder: Path) -> None:
-    rows = sequences(folder)
+def test_packed_rows_are_padded_rows_are_single_rows(folder: Path, rows) -> None:
     packed, padded = scores_of(folder, [rows], PACKED), scores_of(folder, [rows], PADDED)
     assert_equal(packed, padded)
     assert_equal(packed, scores_of(folder, [[row] for row in rows], PADDED))
@@ -287,77 +296,56 @@ def test_packed_rows_are_padded_rows_are_single_rows(folder: Path) -> None:
     assert max(gradient.abs().max() for gradient in packed[1].values()) > 0.01
 
 
-def test_the_kernel_for_rows_gives_what_padded_rows_give(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_for_rows_gives_what_padded_rows_give(folder: Path, rows, kernel: list, monkeypatch) -> None:
     """Decoder and vision tower; plain arithmetic stands in for the kernel, and float32 for the types that it takes."""
-    rows = sequences(folder)
     padded = scores_of(folder, [rows], PADDED)
-    monkeypatch.setattr(attention, "varlen_attn", varlen_reference.varlen_attn)
-    monkeypatch.setattr(attention, "_has_kernel", lambda device: True)
     monkeypatch.setattr(attention, "HALF", (torch.float32,))
-    varlen_reference.calls.clear()
     assert_equal(scores_of(folder, [rows], PACKED), padded, atol=1e-5)
     windows = {"qwen2_5_vl": {(-1, 0), (-1, -1)}, "gemma3_text": {(15, 0)}, "mistral": {(4095, 0)}}
-    assert set(varlen_reference.calls) == windows.get(folder_type(folder), {(-1, 0)})
-
-
-def folder_type(folder: Path) -> str:
-    return json.loads((folder / "config.json").read_text())["model_type"]
+    assert set(kernel) == windows.get(model_type(folder), {(-1, 0)})
 
 
 @pytest.mark.exhaustive
 @pytest.mark.families
 @pytest.mark.parametrize("name", [name for name in TINY if name not in UNPACKED])
 def test_every_family_with_images_computes_packed_rows_as_padded_ones(tmp_path: Path, name: str) -> None:
-    if name == "smolvlm":
-        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
     at = write_tiny(name, tmp_path / name, seed=1)
     asked = family_prompts(at, tmp_path).cases.values()
     rows = [TokenSequence.of_response(case.prompt, np.arange(20, 24 + n)) for n, case in enumerate(asked)]
     assert_equal(scores_of(at, [rows], PACKED), scores_of(at, [rows], PADDED))
 
 
-def test_the_decoder_computes_tokens_and_no_padding(folder: Path) -> None:
-    rows = sequences(folder)
-    widths = {}
-    for packs in (False, True):
-        policy = TokenPolicy(
-            load_model(str(folder), torch.float32, "sdpa"),
-            learner_config(f"learner.packing={packs}".lower(), "learner.share_prompts=false"),
-        )
+@torch.no_grad()
+def test_the_decoder_computes_tokens_and_no_padding(folder: Path, rows) -> None:
+    widths = []
+    for packing in (PADDED, PACKED):
+        policy = policy_at(folder, packing, "learner.share_prompts=false")
         block = policy.model.get_decoder().layers[0]
-        block.register_forward_pre_hook(lambda _, args, packs=packs: widths.update({packs: args[0].shape[:2].numel()}))
-        with torch.no_grad():
-            policy(collate(rows, MediaReader(timeout_s=1, max_items=8), CPU), HOT)
+        block.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[:2].numel()))
+        policy(collated(rows), HOT)
     num_tokens = [row.num_tokens for row in rows]
-    assert widths == {False: len(rows) * max(num_tokens), True: sum(num_tokens)}
+    assert widths == [len(rows) * max(num_tokens), sum(num_tokens)]
 
 
-def test_blocks_that_are_computed_again_keep_the_rows_apart(folder: Path) -> None:
-    rows = sequences(folder)
-    model = load_model(str(folder), torch.float32, "sdpa").train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = TokenPolicy(model, learner_config(PACKED))
-    for sequence in (rows, rows[:2]):  # the bounds of the first batch are not those of the second
+def test_blocks_that_are_computed_again_keep_the_rows_apart(folder: Path, rows) -> None:
+    policy, plain = (policy_at(folder, packing).train() for packing in (PACKED, PADDED))
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    for some in (rows, rows[:2]):  # the bounds of the first batch are not those of the second
         policy.zero_grad()
-        output = policy(collate(sequence, MediaReader(timeout_s=1, max_items=8), CPU), HOT)
-        output.logprobs.sum().backward()
-    found = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-    plain = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), learner_config(PADDED))
-    plain(collate(rows[:2], MediaReader(timeout_s=1, max_items=8), CPU), HOT).logprobs.sum().backward()
+        policy(collated(some), HOT).logprobs.sum().backward()
+    plain(collated(rows[:2]), HOT).logprobs.sum().backward()
     for name, p in plain.named_parameters():
         if p.grad is not None:
-            torch.testing.assert_close(found[name], p.grad, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(policy.get_parameter(name).grad, p.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_a_decoder_that_leaves_the_bounds_out_is_refused(folder: Path) -> None:
-    model = load_model(str(folder), torch.float32, "sdpa")
-    policy = TokenPolicy(deepcopy(model), learner_config(PACKED))
-    decoder = policy.model.get_decoder()
-    for layer in decoder.layers:
+def test_a_decoder_that_leaves_the_bounds_out_is_refused(folder: Path, rows) -> None:
+    policy = policy_at(folder, PACKED)
+    for layer in policy.model.get_decoder().layers:
         forward = layer.forward
         layer.forward = lambda *args, row_bounds=None, forward=forward, **kwargs: forward(*args, **kwargs)
     with pytest.raises(ValueError, match="cannot be packed: set learner.packing=false"):
-        policy(collate(sequences(folder), MediaReader(timeout_s=1, max_items=8), CPU), HOT)
+        policy(collated(rows), HOT)
 
 
 def test_eager_attention_is_refused(tmp_path: Path) -> None:
@@ -368,70 +356,51 @@ def test_eager_attention_is_refused(tmp_path: Path) -> None:
         RowPacking(model)
 
 
-def gradients(folder: Path, *overrides: str, of: list[ScoredGroup] | None = None) -> dict[str, torch.Tensor]:
-    """Of an update on the groups `of`, on random ones by default."""
-    words = ("learner.max_grad_norm=1000000", *overrides)
-    learner = connected_learner(tiny_config(folder, *words), (250,))
-    learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
-    learner.update(of or random_groups(AutoTokenizer.from_pretrained(folder), 6, 4, longest=30), 1)
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path / "tiny")
+
+
+def gradients(folder: Path, groups: list[ScoredGroup], *overrides: str) -> Tensors:
+    """Of an update, after which the learner exports its policy."""
+    learner = connected_learner(tiny_config(folder, UNCLIPPED, *overrides), (250,))
+    gradient, _ = gradient_of(learner, groups)
     learner.export(folder / "out")
-    return {name: p.grad for name, p in learner._policy.named_parameters()}
+    return gradient
 
 
-def test_no_split_into_packed_microbatches_changes_the_gradient(tmp_path: Path) -> None:
-    folder = write_tiny_qwen2_5_vl(tmp_path / "tiny")
-    padded = gradients(folder, PADDED, "learner.tokens_per_microbatch=100000")
-    for tokens in (40, 150, 100_000):
-        packed = gradients(folder, PACKED, f"learner.tokens_per_microbatch={tokens}")
-        for name, gradient in padded.items():
-            torch.testing.assert_close(packed[name], gradient, atol=1e-6, rtol=0)
-    assert max(gradient.abs().max() for gradient in padded.values()) > 1e-3
-    assert "varlen" not in (folder / "out" / "config.json").read_text()
-
-
-def with_gaps(scored: ScoredGroup, logprobs: list[np.ndarray], rng: np.random.Generator) -> ScoredGroup:
-    """As the untrained policy sampled them, with a reference that differs at every token."""
-    references = [own - rng.normal(0, 0.5, len(own)).astype(np.float32) for own in logprobs]
-    return replace(with_logprobs(scored, logprobs), reference_logprobs=references)
-
-
-def gradient_by_hand(folder: Path, groups: list[ScoredGroup], kl_coef: float) -> dict[str, torch.Tensor]:
+def gradient_by_hand(folder: Path, groups: list[ScoredGroup], kl_coef: float) -> Tensors:
     """Of -sum A_t log p_t / number of tokens, row by row, with A_t = r - coef * sum over k >= t of KL_k."""
-    policy = TokenPolicy(
-        load_model(str(folder), torch.float32, "sdpa").train(), learner_config("learner.packing=false")
-    )
+    policy = policy_at(folder, PADDED).train()
     num_tokens = sum(t.num_steps for scored in groups for t in scored.group.trajectories)
     for scored in groups:
-        for t, reward, reference in zip(
-            scored.group.trajectories, scored.rewards, scored.reference_logprobs, strict=True
-        ):
+        siblings = zip(scored.group.trajectories, scored.rewards, scored.reference_logprobs, strict=True)
+        for t, reward, reference in siblings:
             kl_from_here = np.cumsum((t.behavior_logprobs - reference)[::-1])[::-1]
             advantages = torch.from_numpy(reward.value - kl_coef * kl_from_here)
             alone = TokenSequence.of_response(scored.group.prompt, t.actions.token_ids)
-            output = policy(collate([alone], MediaReader(timeout_s=1, max_items=8), CPU), Distribution(0.8, (250,)))
+            output = policy(collated([alone]), Distribution(0.8, (250,)))
             (-(advantages * output.logprobs[0]).sum() / num_tokens).backward()
     return {name: p.grad for name, p in policy.named_parameters()}
 
 
-def test_every_response_of_a_pack_is_trained_with_its_own_reward_and_kl(tmp_path: Path) -> None:
+def test_every_response_of_a_pack_is_trained_with_its_own_reward_and_kl(tiny: Path) -> None:
     """LightRFT defect B7: the KL was not unpacked, so that of a pack's responses only the first got its reward."""
-    folder, rng = write_tiny_qwen2_5_vl(tmp_path / "tiny"), np.random.default_rng(2)
     words = ["algorithm.advantage=reinforce", "algorithm.loss_aggregation=token_mean", "algorithm.kl.coef=0.5",
-             "algorithm.kl.estimator=k1", "algorithm.kl.place=reward", "resources.reference.num_workers=1",
-             "learner.max_grad_norm=1000000"]  # fmt: skip
-    groups = random_groups(AutoTokenizer.from_pretrained(folder), 6, 4, longest=12)
-    scorer = ReferenceScorer(tiny_config(folder), (250,))
-    scorer.load(folder)
-    groups = [with_gaps(g, own, rng) for g, own in zip(groups, scorer.score(groups), strict=True)]
-    expected = gradient_by_hand(folder, groups, 0.5)
-    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
-    for packing in ("packing=true", "packing=false"):
+             "algorithm.kl.estimator=k1", "algorithm.kl.place=reward", "resources.reference.num_workers=1"]  # fmt: skip
+    rng, groups = np.random.default_rng(2), random_groups(AutoTokenizer.from_pretrained(tiny), 6, 4, longest=12)
+    groups = [
+        replace(g, reference_logprobs=[r - rng.normal(0, 0.5, len(r)).astype(np.float32) for r in g.reference_logprobs])
+        for g in as_sampled(scorer_of(tiny_config(tiny), tiny, (250,)), groups)
+    ]
+    expected = gradient_by_hand(tiny, groups, 0.5)
+    assert largest(expected) > 1e-3
+    for packing in (PACKED, PADDED):
         for tokens in (1, 200, 100_000):  # each row alone, several together, all of them
-            found = gradients(
-                folder, f"learner.{packing}", f"learner.tokens_per_microbatch={tokens}", *words, of=groups
-            )
+            found = gradients(tiny, groups, packing, f"learner.tokens_per_microbatch={tokens}", *words)
             for name, gradient in expected.items():
                 torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4)
+    assert "varlen" not in (tiny / "out" / "config.json").read_text()
 
 
 def row(num_tokens: int, *images: int) -> TokenSequence:

@@ -8,21 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_data import image, prompt
-from scored_rows import assert_equal, family_prompts, scores_of, text_prompts, tree
+from scored_rows import assert_equal, collated, family_prompts, scores_of, text_prompts, tree
 from tiny_checkpoints import families, write_text_policy
 from transformers import AutoTokenizer
 
-from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.attention.packed import SharedPrefix, shared_prefixes
 from mobula.learner.policies.base import RowOutline
-from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
+from mobula.learner.policies.batch import TokenSequence
 from mobula.learner.policies.packing import MIN_FILL, Microbatch, split_microbatches
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import TINY, write_tiny
@@ -33,10 +31,6 @@ TEXT = ("gemma3_text", "mistral", "qwen3")  # grouped heads; the first has a win
 UNSHARED = ("qwen3.5", "gemma3", "qwen3", "qwen2.5", "llama")
 FAMILIES = tuple(name for name in TINY if name not in UNSHARED)
 EVERY_RUN = ("qwen2.5-vl", "qwen3-vl")
-
-
-def batch_of(rows: Sequence[TokenSequence]) -> TokenBatch:
-    return collate(rows, MediaReader(timeout_s=1, max_items=12), torch.device("cpu"))
 
 
 def num_distinct(rows: Sequence[TokenSequence]) -> int:
@@ -66,8 +60,6 @@ def test_rows_of_text_that_share_prefixes_are_single_rows(tmp_path: Path, name: 
 @pytest.mark.parametrize("name", families(FAMILIES, EVERY_RUN))
 def test_rows_with_media_that_share_prefixes_are_single_rows(tmp_path: Path, name: str) -> None:
     """Images of several sizes, videos and sounds, in prompts with and without."""
-    if name == "smolvlm":
-        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
     folder = write_tiny(name, tmp_path / "model", seed=1)
     rows = tree([case.prompt for case in family_prompts(folder, tmp_path).cases.values()])
     assert_equal(scores_of(folder, [rows], PACKED), scores_of(folder, [[row] for row in rows], PADDED))
@@ -77,9 +69,9 @@ def test_every_prefix_is_computed_once() -> None:
     rows = tree(
         [Prompt(name, name, "", ids, ids, (), ()) for name, ids in (("a", np.arange(40)), ("b", np.arange(50)))]
     )
-    places = batch_of(rows).shared_places
+    places = collated(rows).shared_places
     assert places.num_tokens == num_distinct(rows) == sum(places.lengths) == len(places.index)
-    assert batch_of(rows).places.num_tokens == sum(row.num_tokens for row in rows)
+    assert collated(rows).places.num_tokens == sum(row.num_tokens for row in rows)
 
 
 def test_prefixes_end_before_media_that_differ(tmp_path: Path) -> None:
@@ -88,7 +80,7 @@ def test_prefixes_end_before_media_that_differ(tmp_path: Path) -> None:
     begin, end = image(1), image(2, 6, 4)
     shown = [[begin, end], [begin, image(3, 6, 4)], [begin], [image(4)]]
     rows = [TokenSequence.of_prompt(prompt(tokenizer, f"p{n}", images)) for n, images in enumerate(shown)]
-    places = batch_of(rows).shared_places
+    places = collated(rows).shared_places
     first, second = rows[0].media_spans
     num_shared = [0, second.start, first.end + 1, first.start]  # and <|vision_end|>
     assert places.num_tokens == sum(row.num_tokens - n for row, n in zip(rows, num_shared, strict=True))
@@ -173,19 +165,23 @@ def test_a_prompt_is_computed_as_rarely_as_the_bound_allows(groups: list[Group])
         assert num_batches <= len(alone) + (MIN_FILL * length <= BUDGET)
 
 
-def test_a_group_longer_than_a_microbatch_has_its_prompt_in_each() -> None:
-    rows, of = rows_of([(60, [15] * 8)])
-    [plan] = split_microbatches(rows, config(), 1, of)
-    assert [len(batch) for batch in plan] == [2, 2, 2, 2]
-
-
-def test_the_rest_of_a_microbatch_is_filled_if_the_prompt_is_short() -> None:
-    rows, of = rows_of([(2, [12] * 5), (2, [12] * 5)])
-    [plan] = split_microbatches(rows, config(), 1, of)
-    assert [len(batch) for batch in plan] == [8, 2]
-    rows, of = rows_of([(10, [10] * 5), (10, [10] * 5)])
-    [plan] = split_microbatches(rows, config(), 1, of)
-    assert [len(batch) for batch in plan] == [5, 5]
+@pytest.mark.parametrize(
+    ("groups", "num_ranks", "budget", "expected"),
+    [
+        pytest.param([(60, [15] * 8)], 1, BUDGET, [[2, 2, 2, 2]], id="a long group has its prompt in each micro-batch"),
+        pytest.param([(2, [12] * 5)] * 2, 1, BUDGET, [[8, 2]], id="the rest is filled if the prompt is short"),
+        pytest.param([(10, [10] * 5)] * 2, 1, BUDGET, [[5, 5]], id="and not if it is long"),
+        # The layout shares no prefix below a sixteenth of a row: 2 + 30 + 35 + 35 tokens.
+        pytest.param([(2, [30, 33, 33])], 1, BUDGET, [[2, 1]], id="a short prompt counts in each row"),
+        pytest.param([(40, [100] * 8)], 2, 10_000, [[4], [4]], id="a group is divided over ranks that are unequal"),
+    ],
+)
+def test_rows_of_a_group_are_divided(
+    groups: list[Group], num_ranks: int, budget: int, expected: list[list[int]]
+) -> None:
+    rows, of = rows_of(groups)
+    plan = split_microbatches(rows, config(budget=budget), num_ranks, of)
+    assert [[len(batch) for batch in share] for share in plan] == expected
 
 
 def loads(plan: list[list[Microbatch]], rows: Sequence[RowOutline], of: Sequence[int], attention: float) -> list[float]:
@@ -213,22 +209,9 @@ def test_ranks_compute_alike_although_some_prompts_and_responses_are_long(num_ra
     assert sum(len({of[i] for batch in share for i in batch}) for share in plan) == len(groups), "no group is divided"
 
 
-def test_a_group_is_divided_over_ranks_where_they_would_be_unequal() -> None:
-    rows, of = rows_of([(40, [100] * 8)])
-    plan = split_microbatches(rows, config(budget=10_000), 2, of)
-    assert [[len(batch) for batch in share] for share in plan] == [[4], [4]]
-
-
 def test_one_response_a_prompt_is_packed_as_without_sharing() -> None:
     rng = np.random.default_rng(0)
     rows, of = rows_of([(int(rng.integers(1, 60)), [int(rng.integers(1, 60))]) for _ in range(40)])
     plans = [split_microbatches(rows, config(shares=shares), 3, of) for shares in (True, False)]
     first, second = ([[sorted(batch) for batch in share] for share in plan] for plan in plans)
     assert first == second
-
-
-def test_a_prompt_that_is_short_beside_its_responses_counts_in_each_row() -> None:
-    """The layout shares no prefix below a sixteenth of a row."""
-    rows, of = rows_of([(2, [30, 33, 33])])
-    [plan] = split_microbatches(rows, config(), 1, of)
-    assert [len(batch) for batch in plan] == [2, 1], "2 + 30 + 35 + 35 tokens"

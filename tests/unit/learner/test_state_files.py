@@ -7,7 +7,8 @@ import math
 import multiprocessing
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from learner_data import random_groups, tiny_config
-from one_learner import connected_learner
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError
-from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.configs.load import load_config
 from mobula.learner.adapters.adapter import read_adapter_state
 from mobula.learner.backends.deepspeed import TAG, DeepSpeedBackend, saved_zero_weights
@@ -39,8 +36,6 @@ from mobula.learner.backends.sharded import (
 from mobula.learner.optim import read_average
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint import content
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-from mobula.learner.policy_weights import saved_checksum
 from mobula.learner.rank import load_random_state
 from mobula.learner.state_files import EARLIER_INDEX, INDEX, is_complete, read_state, write_state
 
@@ -50,9 +45,9 @@ RECORDED = Path(__file__).parents[2] / "support" / "recorded_states"  # by torch
 class Half(Policy):
     """The model of the recorded states: of two layers one is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self.model = nn.ModuleDict({name: nn.Linear(4, 6) for name in ("used", "idle")})
+        self.model = nn.ModuleDict({name: nn.Linear(4, 6) for name in names or ("used", "idle")})
 
 
 class Code:
@@ -65,16 +60,20 @@ class Code:
         return open, (str(self._mark), "w")
 
 
-def stepped() -> tuple[Policy, torch.optim.Optimizer]:
+@pytest.fixture
+def mark(tmp_path: Path) -> Iterator[Path]:
+    """The file that `Code` would write."""
+    yield tmp_path / "ran"
+    assert not (tmp_path / "ran").exists()
+
+
+def stepped(*names: str) -> tuple[Policy, torch.optim.Optimizer]:
     config = load_config(["experiment=digits", "learner=single", "resources.learner.num_workers=1"]).learner
     backend = SingleBackend(torch.device("cpu"), torch.float32, config)
-    policy = backend.wrap(Half())
-    assert isinstance(policy, Policy)
+    policy = backend.wrap(Half(*names))
     optimizer = backend.optimizer()
-    assert isinstance(policy.model, nn.ModuleDict)
-    backend.backward(policy.model["used"](torch.ones(1, 4)).sum(), is_last=True)
+    backend.backward(policy.get_submodule("model.used")(torch.ones(1, 4)).sum(), is_last=True)
     backend.step(optimizer, max_grad_norm=1.0)
-    assert isinstance(optimizer, torch.optim.Optimizer)
     return policy, optimizer
 
 
@@ -89,17 +88,36 @@ def test_a_state_is_safetensors_and_json_alone(tmp_path: Path) -> None:
     fresh.param_groups[0]["lr"] = 7.0
     assert load_sharded(tmp_path, other, fresh) == 3
     assert fresh.param_groups == [
-        {**group, "params": other} for group, other in zip(optimizer.param_groups, _params(fresh), strict=True)
+        {**group, "params": own["params"]}
+        for group, own in zip(optimizer.param_groups, fresh.param_groups, strict=True)
     ]
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
-    return [group["params"] for group in optimizer.param_groups]
+def test_it_resumes_with_the_state_of_the_others(tmp_path: Path) -> None:
+    """Of two layers one is read, so that the optimizer has a state for one."""
+    policy, optimizer = stepped()
+    assert len(optimizer.state) == 2, "weight and bias of the layer that is read"
+    ShardedWriter().save(tmp_path, policy, optimizer, 3)()
+    other, fresh = stepped()
+    fresh.state.clear()
+    assert load_sharded(tmp_path, other, fresh) == 3
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+    used, idle = (other.get_parameter(f"model.{name}.weight") for name in ("used", "idle"))
+    expected = optimizer.state[policy.get_parameter("model.used.weight")]["exp_avg"]
+    assert torch.equal(fresh.state[used]["exp_avg"], expected)
+    assert fresh.state[used]["step"] == 1 and fresh.state[idle]["step"] == 0
+
+
+def test_a_weight_that_is_missing_is_still_an_error(tmp_path: Path) -> None:
+    ShardedWriter().save(tmp_path, *stepped("used"), 3)()
+    with pytest.raises(CheckpointError, match=r"Missing key in checkpoint state_dict: model\.model\.idle"):
+        load_sharded(tmp_path, *stepped())
 
 
 def test_tensors_of_each_type_and_values_come_back_bit_for_bit(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {
+    tensors = {
         "scalar": torch.tensor(0.1, dtype=torch.float64),
         "empty": torch.empty(0, 3),
         "transposed": torch.randn(3, 5, generator=generator).T,
@@ -110,14 +128,8 @@ def test_tensors_of_each_type_and_values_come_back_bit_for_bit(tmp_path: Path) -
         "steps": torch.arange(3),
     }
     values = {
-        "lr": 0.1 + 0.2,
-        "betas": (0.9, 0.999),
-        "none": None,
-        "on": True,
-        "text": "ä",
-        "n": 1 << 60,
-        "inf": math.inf,
-    }
+        "lr": 0.1 + 0.2, "betas": (0.9, 0.999), "none": None, "on": True, "text": "ä", "n": 1 << 60, "inf": math.inf
+    }  # fmt: skip
     write_state({**tensors, **values, "nested": {"names": ["a", "b"]}}, tmp_path, None)
     read: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     read |= {name: (0.0,) if name == "betas" else 0 for name in values} | {"nested": {"names": []}}
@@ -166,8 +178,8 @@ def test_a_state_of_deepspeed_of_an_earlier_version_is_read_whole(stage: int) ->
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def _entry(folder: Path, name: str, value: object) -> None:
-    """Replaces one entry of a recorded state by a file of torch.save."""
+def with_entry(folder: Path, name: str, value: object) -> bytes:
+    """The index of a recorded state, one entry of which is replaced by a file of torch.save."""
     index = pickle.loads((folder / EARLIER_INDEX).read_bytes())
     [place] = [place for key, place in index.storage_data.items() if key.fqn == name][:1]
     file = folder / place.relative_path
@@ -175,76 +187,69 @@ def _entry(folder: Path, name: str, value: object) -> None:
     with file.open("ab") as target:
         torch.save(value, target)
     place.length = file.stat().st_size - place.offset
-    (folder / EARLIER_INDEX).write_bytes(pickle.dumps(index))
+    return pickle.dumps(index)
 
 
-def _index(folder: Path, mark: Path) -> None:
-    (folder / EARLIER_INDEX).write_bytes(pickle.dumps(Code(mark)))
-
-
-def _inside_the_index(folder: Path, mark: Path) -> None:
+def with_plan(folder: Path, code: Code) -> bytes:
     index = pickle.loads((folder / EARLIER_INDEX).read_bytes())
-    index.planner_data = [Code(mark)]
-    (folder / EARLIER_INDEX).write_bytes(pickle.dumps(index))
+    index.planner_data = [code]
+    return pickle.dumps(index)
 
 
-def _index_of_a_rank(folder: Path, mark: Path) -> None:
-    """torch reads this one if the other cannot be read."""
-    (folder / EARLIER_INDEX).write_bytes(b"")
-    (folder / f"__0{EARLIER_INDEX}").write_bytes(pickle.dumps(Code(mark)))
-
-
-def _value(folder: Path, mark: Path) -> None:
-    _entry(folder, "version", Code(mark))
-
-
-def _tensor(folder: Path, mark: Path) -> None:
-    _entry(folder, "model.model.used.weight", Code(mark))
-
-
-def _another_folder(folder: Path, mark: Path) -> None:
+def of_another_folder(folder: Path, code: Code) -> bytes:
     index = pickle.loads((folder / EARLIER_INDEX).read_bytes())
     for place in index.storage_data.values():
         place.relative_path = f"../{folder.name}/{place.relative_path}"
-    (folder / EARLIER_INDEX).write_bytes(pickle.dumps(index))
+    return pickle.dumps(index)
 
 
-PLANTED = (_index, _inside_the_index, _index_of_a_rank, _value, _tensor, _another_folder)
+def beside_an_index_of_a_rank(folder: Path, code: Code) -> bytes:
+    """torch reads that one if the other cannot be read."""
+    (folder / f"__0{EARLIER_INDEX}").write_bytes(pickle.dumps(code))
+    return b""
 
 
-@pytest.mark.parametrize("plant", PLANTED)
-def test_code_in_a_state_of_an_earlier_version_is_refused_and_not_run(
-    tmp_path: Path, plant: Callable[[Path, Path], None]
-) -> None:
-    folder, mark = shutil.copytree(RECORDED / "fsdp2", tmp_path / "learner"), tmp_path / "ran"
-    plant(folder, mark)
-    with pytest.raises(CheckpointError, match=str(folder)):
-        load_sharded(folder, *stepped())
-    if plant is not _value:  # an export reads tensors alone
-        with pytest.raises(CheckpointError, match=str(folder)):
-            [read() for read in saved_sharded_weights(folder).values()]
-    assert not mark.exists()
+PLANTED: dict[str, Callable[[Path, Code], bytes]] = {
+    "index": lambda folder, code: pickle.dumps(code),
+    "inside the index": with_plan,
+    "index of a rank": beside_an_index_of_a_rank,
+    "value": lambda folder, code: with_entry(folder, "version", code),
+    "tensor": lambda folder, code: with_entry(folder, "model.model.used.weight", code),
+    "another folder": of_another_folder,
+}
 
 
-def test_code_in_an_average_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    folder, mark = shutil.copytree(RECORDED / "fsdp2", tmp_path / "learner"), tmp_path / "ran"
-    _index(folder / "average", mark)
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    return shutil.copytree(RECORDED / "fsdp2", tmp_path / "learner")
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_code_in_a_state_of_an_earlier_version_is_refused_and_not_run(recorded: Path, mark: Path, kind: str) -> None:
+    (recorded / EARLIER_INDEX).write_bytes(PLANTED[kind](recorded, Code(mark)))
+    with pytest.raises(CheckpointError, match=str(recorded)):
+        load_sharded(recorded, *stepped())
+    if kind != "value":  # an export reads tensors alone
+        with pytest.raises(CheckpointError, match=str(recorded)):
+            [read() for read in saved_sharded_weights(recorded).values()]
+
+
+def test_code_in_an_average_of_an_earlier_version_is_refused(recorded: Path, mark: Path) -> None:
+    (recorded / "average" / EARLIER_INDEX).write_bytes(pickle.dumps(Code(mark)))
     with pytest.raises(CheckpointError, match=r"average/\.metadata is refused: it names (_?io|builtins)\.open"):
-        read_average(folder, {"model.used.weight": torch.empty(6, 4)}, no_dist=True)
-    assert not mark.exists()
+        read_average(recorded, {"model.used.weight": torch.empty(6, 4)}, no_dist=True)
 
 
 DEEPSPEED_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
 @pytest.mark.parametrize("name", DEEPSPEED_FILES)
-def test_code_in_a_state_of_deepspeed_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
-    folder, mark = shutil.copytree(RECORDED / "deepspeed2", tmp_path / "learner"), tmp_path / "ran"
+def test_code_in_a_state_of_deepspeed_is_refused_and_not_run(tmp_path: Path, mark: Path, name: str) -> None:
+    folder = shutil.copytree(RECORDED / "deepspeed2", tmp_path / "learner")
     state = torch.load(folder / "state" / name, weights_only=False)
     torch.save({**state, "client_state": Code(mark)}, folder / "state" / name)
     with pytest.raises(CheckpointError, match=f"state/{name} is refused"):
         saved_zero_weights(folder)
-    assert not mark.exists()
 
 
 def _resumes(rank: int, folder: Path) -> None:
@@ -265,8 +270,7 @@ def _resumes(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resume_of_deepspeed_reads_an_earlier_state_and_refuses_code_by_name(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
+def test_a_resume_of_deepspeed_reads_an_earlier_state_and_refuses_code_by_name(tmp_path: Path, mark: Path) -> None:
     shutil.copytree(RECORDED / "deepspeed2", tmp_path / "a_whole")
     for place, name in enumerate((*DEEPSPEED_FILES, "added.pt")):
         file = shutil.copytree(RECORDED / "deepspeed2", tmp_path / f"b_{place}") / TAG / name
@@ -280,7 +284,6 @@ def test_a_resume_of_deepspeed_reads_an_earlier_state_and_refuses_code_by_name(t
     assert said.pop("a_whole") == "version 3"
     for (state, message), name in zip(said.items(), (*DEEPSPEED_FILES, "added.pt", DEEPSPEED_FILES[0]), strict=True):
         assert f"{state}/{TAG}/{name} is refused" in message
-    assert not mark.exists()
     expected = load_file(RECORDED / "deepspeed2" / "expected.safetensors")
     for file in tmp_path.glob("*.safetensors"):
         weights = load_file(file)
@@ -288,20 +291,14 @@ def test_a_resume_of_deepspeed_reads_an_earlier_state_and_refuses_code_by_name(t
         assert all(torch.equal(weights[name], expected[name]) for name in weights), file
 
 
-def test_code_in_other_files_of_torch_is_refused_and_not_run(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    for name, read in (
-        ("rng_0.pt", lambda: load_random_state(tmp_path, 0)),
-        ("adapter.pt", lambda: read_adapter_state(tmp_path)),
-    ):
-        for value in (Code(mark), {"factors": [Code(mark)]}):
-            torch.save(value, tmp_path / name)
-            with pytest.raises(CheckpointError, match=f"{name} is refused"):
-                read()
-        (tmp_path / name).write_bytes(pickle.dumps(Code(mark)))
-        with pytest.raises(CheckpointError, match=f"{name} is refused"):
-            read()
-    assert not mark.exists()
+def test_code_in_other_files_of_torch_is_refused_and_not_run(tmp_path: Path, mark: Path) -> None:
+    readers = {"rng_0.pt": partial(load_random_state, rank=0), "adapter.pt": read_adapter_state}
+    for name, read in readers.items():
+        for save in (torch.save, lambda value, file: file.write_bytes(pickle.dumps(value))):
+            for value in (Code(mark), {"factors": [Code(mark)]}):
+                save(value, tmp_path / name)
+                with pytest.raises(CheckpointError, match=f"{name} is refused"):
+                    read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -369,53 +366,3 @@ def test_a_state_is_the_same_behind_two_ranks_three_and_one(tmp_path: Path) -> N
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
-
-
-EPOCH = 1
-
-LORA = "policy.lora.rank=4"
-
-PUSHES = {
-    "weights": (),
-    "bfloat16": ("resources.dtype=bfloat16",),
-    "delta": ("weight_sync.payload=delta", "resources.dtype=bfloat16"),
-    "merged": (LORA,),
-    "adapters": (LORA, "weight_sync.payload=adapters"),
-    "frozen": ("policy.freeze=[visual.]",),
-    "average": ("learner.ema_decay=0.5",),
-}
-
-
-class Nowhere:
-    """A transfer group without receivers."""
-
-    def broadcast(self, buffer: torch.Tensor, what: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.mark.parametrize("name", PUSHES)
-def test_a_checkpoint_has_the_checksum_of_its_push_alone(model: Path, tmp_path: Path, name: str) -> None:
-    config = tiny_config(model, *PUSHES[name])
-    learner = connected_learner(config)
-    learner.begin_rl()
-    learner.weights._groups[EPOCH] = Nowhere()  # type: ignore[assignment]
-    groups = random_groups(AutoTokenizer.from_pretrained(model), 3, 4)
-    pushed, saved = [], []
-    for version in range(3):
-        if version > 0:
-            learner.update(groups, version)
-        step = VersionStep(version, version - 1 if version else None, is_last=True)
-        sent = learner.send_weights(1 << 16, EPOCH, step if name == "delta" else None)
-        folder = tmp_path / f"{version}"
-        learner.save(folder)
-        learner.finish_save()
-        pushed.append(f"{sent.checksum:032x}")
-        saved.append(saved_checksum(config, folder))
-    assert saved == pushed
-    assert len(set(saved)) == 3

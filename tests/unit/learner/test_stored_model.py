@@ -15,18 +15,18 @@ import torch.multiprocessing as mp
 from learner_data import random_groups, tiny_config
 from loaded_ranks import LORA, load_all
 from one_learner import connected_learner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
+from scored_rows import collated
 from tiny_checkpoints import families, write_text_policy
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.records.media import MediaReader
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.load import load_config
 from mobula.deploy.wiring.preparation import prepare
 from mobula.learner.backends.native import SingleBackend
-from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.batch import TokenSequence
 from mobula.learner.policies.checkpoint import (
     StoredModel,
     broken_ties,
@@ -47,23 +47,29 @@ from mobula.learner.policies.trained import as_policy, unread_trained_model
 from mobula.learner.policy_weights import PolicyWeights
 
 State = dict[str, Tensor]
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING, NORM, WEIGHTS = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight", "model.safetensors"
 
 
-def changed(folder: Path, name: str, change: Callable[[State], State], *, tied: bool = False) -> tuple[Path, State]:
-    """A tiny checkpoint whose file is changed, and its tensors as transformers loads them."""
-    write_tiny(name, folder, tie_word_embeddings=tied)
-    file = folder / "model.safetensors"
-    state = {n: t.contiguous().clone() for n, t in change(load_file(file)).items()}
-    save_file(state, file, metadata={"format": "pt"})
+def rewritten(folder: Path, change: Callable[[State], State]) -> Path:
+    """The checkpoint, whose tensors are changed."""
+    state = {name: tensor.contiguous().clone() for name, tensor in change(load_file(folder / WEIGHTS)).items()}
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def edited(folder: Path, **values: Any) -> Path:
+    """The checkpoint with other values in its config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return folder
+
+
+def check_equal(folder: Path) -> StoredModel:
+    """Names, shapes and tensors are those that transformers loads."""
     model = load_model(str(folder), torch.float32, "sdpa")
     own = model.state_dict()
-    return folder, {pushed: own[state_name] for state_name, pushed in checkpoint_names(model).items()}
-
-
-def check_equal(folder: Path, expected: State) -> StoredModel:
-    stored = stored_model(folder)
-    found = dict(pushed_tensors(folder))
+    expected = {pushed: own[state_name] for state_name, pushed in checkpoint_names(model).items()}
+    stored, found = stored_model(folder), dict(pushed_tensors(folder))
     assert {spec.name: spec.shape for spec in stored.manifest.tensors} == {n: t.shape for n, t in expected.items()}
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -75,84 +81,60 @@ def check_equal(folder: Path, expected: State) -> StoredModel:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", families(name for name in TINY if name != "qwen3-vl-moe"))  # stored transposed
 def test_a_saved_model_has_the_names_and_tensors_of_a_push(tmp_path: Path, name: str, tied: bool) -> None:
-    stored = check_equal(*changed(tmp_path, name, lambda state: state, tied=tied))
+    write_tiny(name, tmp_path, tie_word_embeddings=tied)
+    stored = check_equal(rewritten(tmp_path, lambda state: state))
     assert not stored.left_out
     assert set(stored.names) == set(stored.tensors)
 
 
+def renamed(name_of: Callable[[str], str]) -> Callable[[State], State]:
+    return lambda state: {name_of(name): tensor for name, tensor in state.items()}
+
+
 @pytest.mark.parametrize("kept", [EMBEDDING, HEAD])
 def test_an_engine_gets_both_sides_of_a_tie_whichever_the_files_have(tmp_path: Path, kept: str) -> None:
-    folder, expected = changed(
-        tmp_path,
-        "llama",
-        lambda state: {kept if name == EMBEDDING else name: t for name, t in state.items()},
-        tied=True,
-    )
-    found = dict(loaded_tensors(folder))
+    write_tiny("llama", tmp_path, tie_word_embeddings=True)
+    expected = load_file(tmp_path / WEIGHTS)
+    found = dict(loaded_tensors(rewritten(tmp_path, renamed(lambda name: kept if name == EMBEDDING else name))))
     assert found.keys() == {*expected, HEAD}
-    assert torch.equal(found[HEAD], expected[EMBEDDING])
-    assert torch.equal(found[EMBEDDING], expected[EMBEDDING])
+    assert torch.equal(found[HEAD], expected[EMBEDDING]) and torch.equal(found[EMBEDDING], expected[EMBEDDING])
 
 
-SPARE: dict[str, tuple[str, bool, Callable[[State], State]]] = {
-    "inv_freq of every layer": (
-        "llama",
-        False,
-        lambda state: state | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(16)},
-    ),
-    "a head for several tokens": ("qwen3.5", False, lambda state: state | {"mtp.fc.weight": torch.ones(128, 256)}),
-    "both sides of a tie": ("llama", True, lambda state: state | {HEAD: state[EMBEDDING]}),
-    "both sides of a tie, vision": ("qwen2.5-vl", True, lambda state: state | {HEAD: state[EMBEDDING]}),
+def of_transformers_5(name: str) -> str:
+    return f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.")
+
+
+SPARE = {
+    "inv_freq of every layer": ("llama", False, {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(16)}),
+    "a head for several tokens": ("qwen3.5", False, {"mtp.fc.weight": torch.ones(128, 256)}),
     "position ids": (
         "llava",
         False,
-        lambda state: state | {"vision_tower.vision_model.embeddings.position_ids": torch.arange(9)[None]},
+        {"vision_tower.vision_model.embeddings.position_ids": torch.arange(9)[None]},
     ),
 }
+OTHER_FILES: dict[str, tuple[str, bool, Callable[[State], State]]] = {
+    "both sides of a tie": ("llama", True, lambda state: state | {HEAD: state[EMBEDDING]}),
+    "both sides of a tie, vision": ("qwen2.5-vl", True, lambda state: state | {HEAD: state[EMBEDDING]}),
+    "the other side of a tie": ("llama", True, renamed(lambda name: HEAD if name == EMBEDDING else name)),
+    "a base model without its prefix": ("llama", True, renamed(lambda name: name.removeprefix("model."))),
+    "the names of transformers 5": ("qwen2.5-vl", False, renamed(of_transformers_5)),
+} | {kind: (name, tied, lambda state, more=more: state | more) for kind, (name, tied, more) in SPARE.items()}
 
 
-@pytest.mark.parametrize("kind", SPARE)
-def test_known_spare_tensors_are_passed_over_without_a_word(tmp_path: Path, kind: str) -> None:
-    name, tied, change = SPARE[kind]
-    stored = check_equal(*changed(tmp_path, name, change, tied=tied))
-    assert not stored.left_out
-
-
-RENAMED: dict[str, tuple[str, bool, Callable[[State], State]]] = {
-    "the other side of a tie": (
-        "llama",
-        True,
-        lambda state: {HEAD if name == EMBEDDING else name: tensor for name, tensor in state.items()},
-    ),
-    "a base model without its prefix": (
-        "llama",
-        True,
-        lambda state: {name.removeprefix("model."): tensor for name, tensor in state.items()},
-    ),
-    "the names of transformers 5": (
-        "qwen2.5-vl",
-        False,
-        lambda state: {
-            "model." + name if name.startswith("visual.") else name.replace("model.", "model.language_model."): tensor
-            for name, tensor in state.items()
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", RENAMED)
-def test_other_names_for_the_same_tensors_are_read_as_transformers_reads_them(tmp_path: Path, kind: str) -> None:
-    name, tied, change = RENAMED[kind]
-    check_equal(*changed(tmp_path, name, change, tied=tied))
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_spare_tensors_and_other_names_are_read_as_transformers_reads_them(tmp_path: Path, kind: str) -> None:
+    name, tied, change = OTHER_FILES[kind]
+    write_tiny(name, tmp_path, tie_word_embeddings=tied)
+    assert not check_equal(rewritten(tmp_path, change)).left_out
 
 
 def test_tensors_that_are_missing_misshapen_or_unknown_are_named(tmp_path: Path) -> None:
-    write_tiny("llama", tmp_path)
-    file = tmp_path / "model.safetensors"
-    state = load_file(file) | {"model.norm.weight": torch.ones(7), "model.layers.2.mlp.up_proj.weight": torch.ones(2)}
-    del state[HEAD]
-    save_file(state, file, metadata={"format": "pt"})
-    stored = stored_model(tmp_path)
+    def spoilt(state: State) -> State:
+        del state[HEAD]
+        return state | {NORM: torch.ones(7), "model.layers.2.mlp.up_proj.weight": torch.ones(2)}
+
+    stored = stored_model(rewritten(write_tiny("llama", tmp_path), spoilt))
     assert stored.missing == (HEAD,)
     assert stored.misshapen == ("model.norm.weight is [7], [128] by config.json",)
     assert stored.left_out == ("model.layers.2.mlp.up_proj.weight",)
@@ -160,10 +142,8 @@ def test_tensors_that_are_missing_misshapen_or_unknown_are_named(tmp_path: Path)
 
 def test_a_tie_whose_sides_differ_is_found(tmp_path: Path) -> None:
     write_tiny("llama", tmp_path, tie_word_embeddings=True)
-    file = tmp_path / "model.safetensors"
-    state = load_file(file)
     for factor, broken in ((1, []), (2, [(HEAD, EMBEDDING)])):
-        save_file(state | {HEAD: state[EMBEDDING] * factor}, file, metadata={"format": "pt"})
+        rewritten(tmp_path, lambda state, factor=factor: state | {HEAD: state[EMBEDDING] * factor})
         assert broken_ties(tmp_path, stored_model(tmp_path)) == broken
 
 
@@ -212,13 +192,10 @@ def test_ranks_of_any_number_have_the_weights_of_the_files_and_draw_the_same_oth
 
 
 def test_files_that_lack_a_weight_are_refused(tmp_path: Path) -> None:
-    folder = write_tiny("llama", tmp_path)
-    file = folder / "model.safetensors"
-    state = load_file(file)
-    del state["model.norm.weight"]
-    save_file(state, file, metadata={"format": "pt"})
+    write_tiny("llama", tmp_path)
+    rewritten(tmp_path, lambda state: {name: tensor for name, tensor in state.items() if name != NORM})
     with pytest.raises(ValueError, match=r"policy.model lacks model.norm.weight and 0 more weights"):
-        load_policy_model(tiny_config(folder).policy, torch.float32)
+        load_policy_model(tiny_config(tmp_path).policy, torch.float32)
 
 
 STATE = {
@@ -249,20 +226,16 @@ def test_the_files_are_those_of_save_pretrained(tmp_path: Path, size: str) -> No
     assert [file.name for file in files] == sorted(file.name for file in tmp_path.glob("out/*.safetensors"))
     assert all((tmp_path / "out" / file.name).read_bytes() == file.read_bytes() for file in files)
     if size == "100KB":
-        expected, found = (
-            json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("expected", "out")
-        )
-        assert found == expected
+        found, expected = (tmp_path / name / f"{WEIGHTS}.index.json" for name in ("out", "expected"))
+        assert json.loads(found.read_text()) == json.loads(expected.read_text())
 
 
 def test_every_dtype_is_read_back(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save
-
     write_weights(tmp_path, "model", described(STATE), STATE.items(), "50GB")
-    found = load_file(tmp_path / "model.safetensors")
+    found = load_file(tmp_path / WEIGHTS)
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items()) and found.keys() == STATE.keys()
     whole = save({name: tensor.contiguous() for name, tensor in STATE.items()}, metadata={"format": "pt"})
-    assert (tmp_path / "model.safetensors").read_bytes() == whole
+    assert (tmp_path / WEIGHTS).read_bytes() == whole
 
 
 def test_a_tensor_that_never_came_is_named(tmp_path: Path) -> None:
@@ -284,18 +257,21 @@ def test_an_export_that_fails_gathers_to_the_end(tmp_path: Path, monkeypatch: py
     learner.update(random_groups(AutoTokenizer.from_pretrained(folder), 3, 2), 1)
 
 
-WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
-
-
 def rounded(folder: Path, name: str, dtype: torch.dtype, *, tied: bool = False, key: str = "dtype") -> Path:
     """A tiny checkpoint in `dtype`, its last norm in float32."""
     write_tiny(name, folder, tie_word_embeddings=tied)
-    state = {n: t if n == NORM else t.to(dtype) for n, t in load_file(folder / WEIGHTS).items()}
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    rewritten(folder, lambda state: {n: t if n == NORM else t.to(dtype) for n, t in state.items()})
     settings = json.loads((folder / "config.json").read_text())
     settings.pop("dtype", None)
     (folder / "config.json").write_text(json.dumps(settings | {key: str(dtype).removeprefix("torch.")}))
     return folder
+
+
+def exported(folder: Path, out: Path, dtype: str = "") -> PreTrainedModel:
+    """The model in `folder`, which is written to `out`."""
+    model = load_model(str(folder), torch.float32, "sdpa")
+    save_policy(model, str(folder), out, model.state_dict(), model.state_dict().items(), dtype)
+    return model
 
 
 def dtypes(folder: Path) -> dict[str, torch.dtype]:
@@ -312,8 +288,7 @@ def config_dtype(folder: Path) -> str:
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_tensors_and_config_keep_their_dtypes(tmp_path: Path, name: str, tied: bool, key: str) -> None:
     folder = rounded(tmp_path / "model", name, torch.bfloat16, tied=tied, key=key)
-    model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
+    exported(folder, tmp_path / "out")
     assert dtypes(tmp_path / "out") == dtypes(folder)
     assert config_dtype(tmp_path / "out") == "bfloat16"
     before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
@@ -322,8 +297,7 @@ def test_tensors_and_config_keep_their_dtypes(tmp_path: Path, name: str, tied: b
 
 def test_another_dtype_is_that_of_all_tensors_and_of_every_part_of_the_config(tmp_path: Path) -> None:
     folder = rounded(tmp_path / "model", "qwen2.5-vl", torch.bfloat16)
-    model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items(), "float16")
+    model = exported(folder, tmp_path / "out", "float16")
     assert set(dtypes(tmp_path / "out").values()) == {torch.float16}
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
@@ -343,8 +317,7 @@ def test_the_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> 
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     for spare in ("consolidated.safetensors", "model-q4.gguf", "pytorch_model.bin", "README.md"):
         (folder / spare).write_text("x")
-    model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
+    exported(folder, tmp_path / "out")
     assert (tmp_path / "out" / "generation_config.json").read_text() == generation
     assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").is_file()
     left_out = {"consolidated.safetensors", "model-q4.gguf", "pytorch_model.bin"}
@@ -364,16 +337,13 @@ def test_merged_adapters_keep_the_dtypes_as_well(tmp_path: Path) -> None:
 
 def test_an_untied_copy_of_a_tied_head_is_not_written(tmp_path: Path) -> None:
     folder = rounded(tmp_path / "model", "llama", torch.bfloat16, tied=True)
-    state = load_file(folder / WEIGHTS)
-    both = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
-    save_file(both, folder / WEIGHTS, metadata={"format": "pt"})
-    model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
-    assert dtypes(tmp_path / "out").keys() == state.keys()
+    names = dtypes(folder).keys()
+    rewritten(folder, lambda state: state | {HEAD: state[EMBEDDING]})
+    exported(folder, tmp_path / "out")
+    assert dtypes(tmp_path / "out").keys() == names
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
 
 
-CPU = torch.device("cpu")
 QWEN = {"sliding_window": 64, "use_sliding_window": True, "layer_types": None}
 KINDS = {
     "attention_dropout": 0.5, "hidden_dropout": 0.5, "dropout": 0.5, "activation_dropout": 0.5, "embd_pdrop": 0.5,
@@ -394,14 +364,14 @@ def with_dropout(folder: Path) -> Path:
     return folder
 
 
-def trained_twice(folder: Path, *words: str) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
+@torch.no_grad()
+def trained_twice(folder: Path, *words: str) -> tuple[Tensor, Tensor, nn.Module]:
     """Log-probs of one row in two forward passes in training mode, and the model."""
     config = load_config(["experiment=digits", f"policy.model={folder}", "learner.packing=false", *words])
     policy = TokenPolicy(load_policy_model(config.policy, torch.float32), config.learner).train()
     ids = np.random.default_rng(0).integers(0, 200, 30).astype(np.int32)
-    batch = collate([TokenSequence(ids, 10, (), ())], MediaReader(timeout_s=1, max_items=1), CPU)
-    with torch.no_grad():
-        return policy(batch, PLAIN).logprobs, policy(batch, PLAIN).logprobs, policy.model
+    batch = collated([TokenSequence(ids, 10, (), ())])
+    return policy(batch, PLAIN).logprobs, policy(batch, PLAIN).logprobs, policy.model
 
 
 def probabilities(model: nn.Module) -> Mapping[str, float]:
@@ -428,12 +398,6 @@ def test_dropout_is_kept_where_a_run_asks_for_it(tmp_path: Path) -> None:
     assert 0.5 in probabilities(model).values()
 
 
-def edited(folder: Path, **values: Any) -> Path:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    return folder
-
-
 @pytest.mark.parametrize("key", ["final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"])
 def test_capped_or_scaled_logits_are_refused_by_their_key(tmp_path: Path, key: str) -> None:
     model = edited(write_text_policy(tmp_path / "m", "gemma3_text"), **{key: 30.0})
@@ -450,11 +414,7 @@ def test_capped_or_scaled_logits_are_refused_by_their_key(tmp_path: Path, key: s
         ("mistral", {"sliding_window": None}, None),
         ("gemma3_text", {"sliding_window": 16}, None),  # by layer in both
         ("qwen2", {**QWEN, "use_sliding_window": False}, None),
-        (
-            "qwen2",
-            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None},
-            None,
-        ),
+        ("qwen2", {**QWEN, "max_window_layers": 0}, None),
         # As Qwen 2.5 is released: no layer in transformers, every layer in vLLM.
         ("qwen2", {**QWEN, "max_window_layers": 2}, 64),
         ("qwen2", {**QWEN, "max_window_layers": 1}, 64),
@@ -466,12 +426,12 @@ def test_windows_in_which_engine_and_learner_differ_are_found(
     model = edited(write_text_policy(tmp_path / "m", family), **values)
     assert unequal_window(str(model)) == window
     words = ["experiment=own", f"policy.model={model}", f"data.path={tmp_path}", "data.max_prompt_tokens=32"]
-    words += ["sampler.max_tokens=16"]
-    match = "max_model_len=65 is longer: set sampler.max_model_len=64 or less" if window else "train"
-    with pytest.raises(PreflightError, match=match):
-        prepare(load_config([*words, "sampler.max_model_len=65"]), lambda media: media)
-    with pytest.raises(PreflightError, match="train"):  # the data is what is missing next
-        prepare(load_config([*words, "sampler.max_model_len=64"]), lambda media: media)
+    longer = "max_model_len=65 is longer: set sampler.max_model_len=64 or less" if window else "train"
+    for length, match in ((65, longer), (64, "train")):  # the data is what is missing next
+        with pytest.raises(PreflightError, match=match):
+            prepare(
+                load_config([*words, "sampler.max_tokens=16", f"sampler.max_model_len={length}"]), lambda media: media
+            )
 
 
 NAMES = (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
+from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
@@ -31,11 +31,6 @@ from mobula.learner.policies.tiny.writing import SPECIAL_TOKENS, WORDS
 
 
 @pytest.fixture(scope="module")
-def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tied"), seed=0, tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module")
 def processor(folder: Path) -> ProcessorMixin:
     return AutoProcessor.from_pretrained(folder)
 
@@ -44,37 +39,14 @@ def load_model(folder: Path) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype="float32").eval()
 
 
-def encode(processor: ProcessorMixin, images: list[Image.Image]) -> dict[str, torch.Tensor]:
-    content = [{"type": "image"} for _ in images] + [{"type": "text", "text": "Which digit is this?"}]
-    prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    return processor(text=[prompt], images=images or None, return_tensors="pt")
-
-
-def checkpoint_names(folder: Path) -> set[str]:
-    with safe_open(folder / "model.safetensors", framework="pt") as checkpoint:
-        return set(checkpoint.keys())
-
-
-def image(width: int, height: int) -> Image.Image:
-    return Image.linear_gradient("L").resize((width, height))
-
-
-def test_model_has_about_six_hundred_thousand_float32_parameters(folder: Path) -> None:
+def test_model_has_about_six_hundred_thousand_float32_parameters_and_the_tokenizers_vocabulary(
+    folder: Path, tokenizer: Qwen2Tokenizer
+) -> None:
     model = load_model(folder)
     assert 500_000 < model.num_parameters() < 1_000_000
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-def test_vocabulary_of_model_and_tokenizer_agree(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    model = load_model(folder)
     assert len(tokenizer) == model.config.text_config.vocab_size == model.lm_head.out_features
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
-
-
-def test_mrope_sections_share_out_half_a_head(folder: Path) -> None:
-    text = load_model(folder).config.text_config
-    head_dim = text.hidden_size // text.num_attention_heads
-    assert sum(text.rope_parameters["mrope_section"]) == head_dim // 2
 
 
 @pytest.mark.parametrize(
@@ -92,18 +64,11 @@ def test_tokenizer_round_trips_any_text(tokenizer: Qwen2Tokenizer, text: str) ->
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_vocabulary_holds_every_byte(tokenizer: Qwen2Tokenizer) -> None:
-    assert set(ByteLevel.alphabet()) <= tokenizer.get_vocab().keys()
-
-
-def test_answer_takes_four_tokens(tokenizer: Qwen2Tokenizer) -> None:
+def test_known_words_and_the_parts_of_an_answer_take_one_token(tokenizer: Qwen2Tokenizer) -> None:
     assert tokenizer.tokenize(r"\boxed{7}<|im_end|>") == [r"\boxed{", "7", "}", "<|im_end|>"]
     assert tokenizer.tokenize("18") == ["1", "8"]
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_known_words_take_one_token(tokenizer: Qwen2Tokenizer, word: str) -> None:
-    assert len(tokenizer.encode(word)) == 1
+    assert [word for word in WORDS if len(tokenizer.encode(word)) != 1] == []
+    assert set(ByteLevel.alphabet()) <= tokenizer.get_vocab().keys()
 
 
 def test_special_tokens_are_skipped_and_the_answer_is_not(tokenizer: Qwen2Tokenizer) -> None:
@@ -130,39 +95,17 @@ def test_chat_template_is_qwens_without_a_system_prompt(processor: ProcessorMixi
 def test_an_image_takes_one_token_for_28x28_pixels(
     processor: ProcessorMixin, width: int, height: int, num_tokens: int
 ) -> None:
-    ids = encode(processor, [image(width, height)])["input_ids"]
-    assert (ids == processor.image_token_id).sum() == num_tokens
+    ids = processor(text=["<|image_pad|>"], images=[Image.new("RGB", (width, height))])["input_ids"][0]
+    assert ids == [processor.image_token_id] * num_tokens
 
 
-@pytest.mark.parametrize("num_images", [0, 1, 2])
-@pytest.mark.parametrize("tied", [False, True])
-def test_forward_takes_text_and_images(
-    request: pytest.FixtureRequest, processor: ProcessorMixin, tied: bool, num_images: int
-) -> None:
-    model = load_model(request.getfixturevalue("tied_folder" if tied else "folder"))
-    inputs = encode(processor, [image(56, 56), image(84, 112)][:num_images])
-    with torch.no_grad():
-        logits = model(**inputs).logits
-    assert logits.shape == (*inputs["input_ids"].shape, model.config.text_config.vocab_size)
-    assert logits.isfinite().all()
-
-
-def test_model_sees_the_image(folder: Path, processor: ProcessorMixin) -> None:
-    model = load_model(folder)
-    upright = encode(processor, [image(56, 56)])
-    rotated = encode(processor, [image(56, 56).rotate(90)])
-    with torch.no_grad():
-        assert not torch.equal(model(**upright).logits[:, -1], model(**rotated).logits[:, -1])
-
-
-def test_tied_checkpoint_has_no_head_of_its_own(folder: Path, tied_folder: Path) -> None:
-    assert checkpoint_names(folder) - checkpoint_names(tied_folder) == {"lm_head.weight"}
-    model = load_model(tied_folder)
+def test_tied_checkpoint_has_no_head_of_its_own(folder: Path, tmp_path: Path) -> None:
+    tied = write_tiny_qwen2_5_vl(tmp_path / "tied", seed=0, tie_word_embeddings=True)
+    names, tied_names = (load_file(at / "model.safetensors").keys() for at in (folder, tied))
+    assert names - tied_names == {"lm_head.weight"}
+    assert {name.split(".")[0] for name in names} == {"lm_head", "model", "visual"}, "as released checkpoints have them"
+    model = load_model(tied)
     assert model.lm_head.weight is model.get_input_embeddings().weight
-
-
-def test_checkpoint_has_the_names_of_released_checkpoints(folder: Path) -> None:
-    assert {name.split(".")[0] for name in checkpoint_names(folder)} == {"lm_head", "model", "visual"}
 
 
 def test_same_seed_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
@@ -218,28 +161,28 @@ def test_weights_are_those_of_the_package(smollm: PreTrainedModel) -> None:
     assert smollm.lm_head.weight.data_ptr() == smollm.model.embed_tokens.weight.data_ptr()
 
 
+def answered(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
+    return tokenizer.decode(answer)
+
+
+PARIS = "The capital of France is Paris.<|im_end|>"
+
+
 @pytest.mark.slow
 @installed
-def test_the_model_answers_and_ends_its_turn(
-    smollm: PreTrainedModel, smollm_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = smollm_tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    answer = smollm.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
-    assert smollm_tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+def test_the_model_answers_and_ends_its_turn(smollm, smollm_tokenizer) -> None:
+    assert answered(smollm, smollm_tokenizer) == PARIS
 
 
 @pytest.mark.slow
 @installed
 def test_the_tokenizer_splits_digits_before_spaces(smollm_tokenizer: PreTrainedTokenizerBase) -> None:
     assert smollm_tokenizer.tokenize("12 + 345\n  6") == ["1", "2", "Ġ+", "Ġ", "3", "4", "5", "ĊĠĠ", "6"]
-    assert (smollm_tokenizer.eos_token, smollm_tokenizer.pad_token, smollm_tokenizer.model_max_length) == (
-        "<|im_end|>",
-        "<|im_end|>",
-        8192,
-    )
+    ends = (smollm_tokenizer.eos_token, smollm_tokenizer.pad_token)
+    assert ends == ("<|im_end|>", "<|im_end|>") and smollm_tokenizer.model_max_length == 8192
     turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2"}]
     assert smollm_tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1 + 2<|im_end|>\n<|im_start|>assistant\n"
@@ -294,9 +237,4 @@ def test_a_smolvlm_has_the_decoder_and_the_media_tokens_of_the_released_one(tmp_
     assert int((inputs["input_ids"] == 49190).sum()) == 4
     answer = model.generate(**inputs, do_sample=False, max_new_tokens=4)[0, inputs["input_ids"].shape[1] :]
     assert int(answer.max()) < 49152  # no new token is likely
-    plain = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = processor.tokenizer.apply_chat_template(
-        plain, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    answer = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
-    assert processor.decode(answer) == "The capital of France is Paris.<|im_end|>"
+    assert answered(model, processor.tokenizer) == PARIS

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from learner_data import random_groups, tiny_config
+from one_learner import connected_learner, saved
 
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep, digest, weights_checksum
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
+from mobula.learner import weight_publisher
+from mobula.learner.learner import Learner
+from mobula.learner.policy_weights import saved_checksum
 from mobula.learner.weight_publisher import WeightPublisher
 
 MANIFEST = Manifest(tuple(TensorSpec(f"t{n}", (4,), "float32") for n in range(5)))
@@ -19,12 +26,17 @@ BUCKET_BYTES = 32  # two tensors
 
 
 class Recorder:
-    """A transfer group that notes what it sends, and fails at a bucket."""
+    """A transfer group that is there already; it notes what it sends, and fails at a bucket."""
 
-    def __init__(self, events: list[str], fails_at: int = -1) -> None:
-        self._events = events
+    SENDER = TransferGroup.SENDER
+
+    def __init__(self, events: list[str] | None = None, fails_at: int = -1) -> None:
+        self._events = [] if events is None else events
         self._fails_at = fails_at
         self.sent: list[bytes] = []
+
+    def __call__(self, *_: object, **__: object) -> Recorder:
+        return self
 
     def broadcast(self, buffer: torch.Tensor, what: str) -> None:
         if len(self.sent) == self._fails_at:
@@ -34,6 +46,12 @@ class Recorder:
 
     def close(self) -> None:
         self._events.append("closed")
+
+
+def join(sender: WeightPublisher | Learner, group: Recorder) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_publisher, "TransferGroup", group)
+        sender.join_transfer(Rendezvous("here", 1, epoch=1, world_size=2, transport="gloo", timeout_s=1.0))
 
 
 def digest_of(bucket: bytes) -> bytes:
@@ -55,7 +73,7 @@ def publisher(events: list[str], rank: int = 0, num_ranks: int = 1) -> WeightPub
 def test_a_bucket_is_sent_before_the_next_one_is_gathered() -> None:
     events: list[str] = []
     sender, group = publisher(events), Recorder(events)
-    sender._groups[1] = group  # type: ignore[assignment]
+    join(sender, group)
     sender.send(BUCKET_BYTES, 1)
     assert events == ["t0", "t1", "sent", "t2", "t3", "sent", "t4", "sent", "sent"]
     *buckets, digests = group.sent
@@ -68,7 +86,7 @@ def test_two_senders_send_once_both_of_their_buckets_are_gathered() -> None:
     for rank in range(2):
         events: list[str] = []
         sender, group = publisher(events, rank, num_ranks=2), Recorder(events)
-        sender._groups[1] = group  # type: ignore[assignment]
+        join(sender, group)
         sender.send(BUCKET_BYTES, 1)
         last = ["sent", "sent"] if rank == 0 else ["sent"]  # a bucket of the last round, and digests
         assert events == ["t0", "t1", "t2", "t3", "sent", "t4", *last]
@@ -84,7 +102,7 @@ def test_a_sender_whose_group_fails_gathers_to_the_end_and_leaves() -> None:
     """The other ranks wait for it in every bucket."""
     events: list[str] = []
     sender = publisher(events)
-    sender._groups[1] = Recorder(events, fails_at=1)  # type: ignore[assignment]
+    join(sender, Recorder(events, fails_at=1))
     with pytest.raises(WeightSyncError, match=r"weight bucket 1 \(32 bytes\) failed"):
         sender.send(BUCKET_BYTES, 1)
     assert events == ["t0", "t1", "sent", "t2", "t3", "closed", "t4"]
@@ -112,11 +130,11 @@ def test_the_checksum_of_a_push_is_that_of_its_tensors_in_any_buckets_ranks_and_
         parts = []
         for rank in range(num_ranks):
             sender = publisher([], rank, num_ranks=num_ranks)
-            sender._groups[1] = Recorder([])  # type: ignore[assignment]
+            join(sender, Recorder())
             parts.append(sender.send(bucket_bytes, 1))
         sent.append(PushedChanges.total(parts))
     changes = publisher([])
-    changes._groups[1] = Recorder([])  # type: ignore[assignment]
+    join(changes, Recorder())
     whole = changes.send_changes(BUCKET_BYTES, 1, VersionStep(1, None, is_last=True))
     nothing = changes.send_changes(BUCKET_BYTES, 1, VersionStep(2, 1, is_last=True))
     assert [part.checksum for part in (*sent, whole, nothing)] == [expected] * 6
@@ -130,3 +148,33 @@ def test_another_name_or_value_has_another_checksum(other: tuple[str, int]) -> N
     spec = MANIFEST.tensors[0]
     assert weights_checksum([(spec, 1)]) != weights_checksum([(replace(spec, name=name), value)])
     assert weights_checksum([(spec, 1)]) != weights_checksum([(replace(spec, dtype="bfloat16"), 1)])
+
+
+LORA = "policy.lora.rank=4"
+PUSHES = {
+    "weights": (),
+    "bfloat16": ("resources.dtype=bfloat16",),
+    "delta": ("weight_sync.payload=delta", "resources.dtype=bfloat16"),
+    "merged": (LORA,),
+    "adapters": (LORA, "weight_sync.payload=adapters"),
+    "frozen": ("policy.freeze=[visual.]",),
+    "average": ("learner.ema_decay=0.5",),
+}
+
+
+@pytest.mark.parametrize("name", PUSHES)
+def test_a_checkpoint_has_the_checksum_of_its_push_alone(folder: Path, tokenizer, tmp_path: Path, name: str) -> None:
+    config = tiny_config(folder, *PUSHES[name])
+    learner, groups = connected_learner(config), random_groups(tokenizer, 3, 4)
+    learner.begin_rl()
+    join(learner, Recorder())
+    pushed, checked = [], []
+    for version in range(3):
+        if version > 0:
+            learner.update(groups, version)
+        step = VersionStep(version, version - 1 if version else None, is_last=True)
+        sent = learner.send_weights(1 << 16, 1, step if name == "delta" else None)
+        pushed.append(f"{sent.checksum:032x}")
+        checked.append(saved_checksum(config, saved(learner, tmp_path / f"{version}")))
+    assert checked == pushed
+    assert len(set(checked)) == 3

@@ -1,34 +1,43 @@
-"""Videos reach engine, learner and log-probs with the tokens and tensors of the models' own processors."""
+"""Videos and sounds reach engine, learner and log-probs with the tokens and tensors of the models' own processors."""
 
 from __future__ import annotations
 
-from functools import partial
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from clips import noise_frames, write_clip
-from scored_rows import learner_of
+from learner_data import group
+from scored_rows import chat_of, collated, family_prompts, learner_of, policy_at
 from transformers import AutoConfig, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from mobula.actors.datasets.media import FrameList
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.prompts import preflight
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import MediaError
-from mobula.cluster.records.media import MediaHandle, MediaReader, MediaStore, ProcessedMedia
+from mobula.cluster.records.arrow import from_batch, to_batch
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 from mobula.cluster.records.trajectory import MediaSpan, Prompt
 from mobula.configs.load import load_config
-from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.families import family_at
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.batch import TokenBatch, TokenSequence
+from mobula.learner.policies.families import family_at, family_of
 from mobula.learner.policies.families.base import VideoFamily
+from mobula.learner.policies.families.vision import released_positions as positions_of_papers
 from mobula.learner.policies.head import PLAIN
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 
-CPU = torch.device("cpu")
 ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)
 NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
 LONG = ("qwen3-vl", "qwen3.5", "glm4v")  # whose own bounds are those of all frames together
@@ -38,22 +47,25 @@ IMAGE = noise_frames(1, (101, 133), seed=1)[0]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    return {name: write_tiny(name, tmp_path_factory.mktemp("tiny") / name, seed=1) for name in NAMES}
+def models(tmp_path_factory) -> Callable[[str], Path]:
+    @cache
+    def written(name: str) -> Path:
+        return write_tiny(name, tmp_path_factory.mktemp("tiny") / name, seed=1)
+
+    return written
 
 
 @pytest.fixture(params=NAMES)
 def folder(request, models) -> Path:
-    return models[request.param]
+    return models(request.param)
 
 
-def processor_of(folder: Path, *words: str, keep_files: bool = False) -> ChatProcessor:
+def processor_of(folder: Path, *words: str, **options: Any) -> ChatProcessor:
     config = load_config([
         "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_videos_per_prompt=2",
         "data.max_prompt_tokens=1024", "sampler.max_model_len=2048", *words,
     ])  # fmt: skip
-    store = MediaStore(lambda media: media, config.data.media_cache_bytes)
-    return ChatProcessor(str(folder), config.data, config.sampler, store, keep_files=keep_files)
+    return chat_of(config, **options)
 
 
 @pytest.fixture
@@ -77,9 +89,8 @@ def policy_of(folder: Path) -> TokenPolicy:
     return TokenPolicy(load_model(str(folder), torch.float32, "sdpa").eval(), learner_of(folder))
 
 
-def batch_of(prompts: list[Prompt]):
-    rows = [TokenSequence.of_response(prompt, ANSWER) for prompt in prompts]
-    return collate(rows, MediaReader(timeout_s=1, max_items=8), CPU)
+def batch_of(prompts: Sequence[Prompt]) -> TokenBatch:
+    return collated([TokenSequence.of_response(prompt, ANSWER) for prompt in prompts])
 
 
 def own_inputs(folder: Path, prompt: Prompt) -> dict[str, torch.Tensor]:
@@ -152,20 +163,6 @@ def test_ids_tensors_and_log_probs_equal_the_familys_own(folder: Path, prompts: 
         torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0, msg=named)
 
 
-def test_one_tower_call_encodes_images_and_videos_and_gradients_add_up(folder: Path, prompts: list[Prompt]) -> None:
-    policy, calls = policy_of(folder), []
-    policy.model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
-    policy(batch_of(prompts), PLAIN).logprobs.sum().backward()
-    assert len(calls) == 1
-    together = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
-    policy.zero_grad()
-    for prompt in prompts:
-        policy(batch_of([prompt]), PLAIN).logprobs.sum().backward()
-    assert set(together) == {name for name, p in policy.named_parameters() if p.grad is not None}
-    for name, grad in together.items():
-        torch.testing.assert_close(grad, policy.get_parameter(name).grad, atol=5e-4, rtol=1e-3, msg=f"{name} differs")
-
-
 @pytest.mark.parametrize("folder", ["qwen2.5-vl"], indirect=True)
 def test_a_video_is_stored_once_and_rewards_get_the_frames_of_the_policy(folder: Path, tmp_path: Path) -> None:
     clip = write_clip(tmp_path / "clip.mkv", FRAMES, rate=RATE)
@@ -193,7 +190,7 @@ def test_pairs_of_frames_with_times_between_have_the_positions_of_images(folder:
     other = ids.copy()
     other[[8, 9, 10, 11, 12]] = [20, place, place, 21, 22]  # a span of equal length: other times of equal frames
     rows = [TokenSequence(row, 13, tuple(videos), spans) for row in (ids, other)]
-    batch = collate(rows, MediaReader(timeout_s=1, max_items=2), CPU)
+    batch = collated(rows)
     types = torch.from_numpy((batch.host_ids == place) & batch.in_video).long() * 2
     found = policy.family.decoder_inputs(policy.family.core(policy.model), batch, types)["position_ids"]
     assert found[:, 0].tolist() == [
@@ -224,9 +221,8 @@ def test_budgets_bound_the_tokens_of_a_video(folder: Path, num_frames: int, side
 
 def test_a_family_without_videos_is_refused_by_name(tmp_path: Path) -> None:
     folder = write_tiny("idefics3", tmp_path / "idefics3", seed=1)
-    with pytest.raises(
-        ValueError, match=r"max_videos_per_prompt=2 asks for videos.*of type idefics3: set it to 0.* internvl, llava"
-    ):
+    message = r"max_videos_per_prompt=2 asks for videos.*of type idefics3: set it to 0.* internvl, llava"
+    with pytest.raises(ValueError, match=message):
         processor_of(folder)
 
 
@@ -244,14 +240,6 @@ def tiled_folder(name: str, tmp_path_factory) -> Path:
     return write_tiny(name, tmp_path_factory.mktemp("tiny") / "model", seed=1)
 
 
-def chat_of(folder: Path, *words: str) -> ChatProcessor:
-    run = load_config([
-        "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_videos_per_prompt=2",
-        "data.max_prompt_tokens=512", "sampler.max_model_len=1024", *words,
-    ])  # fmt: skip
-    return ChatProcessor(str(folder), run.data, run.sampler, MediaStore(lambda media: media, 1 << 20), keep_files=False)
-
-
 def video(folder: Path, num_frames: int) -> FrameList:
     paths = [folder / f"{num_frames}-{n}.png" for n in range(num_frames)]
     for path, frame in zip(paths, noise_frames(num_frames, (70, 50), seed=num_frames), strict=True):
@@ -259,10 +247,9 @@ def video(folder: Path, num_frames: int) -> FrameList:
     return FrameList(tuple(paths), 2.0, f"{num_frames} frames")
 
 
+@torch.no_grad()
 def logprobs(policy: TokenPolicy, rows: list[TokenSequence]) -> list[np.ndarray]:
-    batch = collate(rows, MediaReader(timeout_s=1, max_items=8), CPU)
-    with torch.no_grad():
-        found = policy(batch, PLAIN).logprobs.numpy()
+    found = policy(collated(rows), PLAIN).logprobs.numpy()
     return [row[: sequence.num_targets] for row, sequence in zip(found, rows, strict=True)]
 
 
@@ -274,7 +261,7 @@ def test_videos_of_any_length_share_a_batch_and_a_prompt(name: str, tiled_folder
         Row("one", "<video>?", "7", "7", videos=(one,)),
         Row("text", "What?", "7", "7"),
     ]
-    chat = chat_of(tiled_folder)
+    chat = processor_of(tiled_folder)
     prompts = [chat.prepare(row, row.sample_id) for row in asked]
     family, config = family_at(str(tiled_folder)), AutoConfig.from_pretrained(tiled_folder)
     assert isinstance(family, VideoFamily)
@@ -288,10 +275,7 @@ def test_videos_of_any_length_share_a_batch_and_a_prompt(name: str, tiled_folder
     lengths = [len(array) for array in given] if isinstance(given, list) else [len(given)]
     assert lengths in ([3, 5], [3 + 5])
 
-    policy = TokenPolicy(
-        load_model(str(tiled_folder), torch.float32, "sdpa").eval(), load_config(["experiment=digits"]).learner
-    )
-    calls: list[int] = []
+    policy, calls = policy_at(tiled_folder).eval(), []
     policy.model.model.vision_tower.register_forward_pre_hook(lambda *_: calls.append(1))
     rows = [TokenSequence.of_prompt(prompt) for prompt in prompts]
     together = logprobs(policy, rows)
@@ -302,9 +286,121 @@ def test_videos_of_any_length_share_a_batch_and_a_prompt(name: str, tiled_folder
 
 def test_frames_that_take_too_many_tokens_are_refused(name: str, tiled_folder: Path, tmp_path: Path) -> None:
     num = 5 * TOKENS_OF_A_FRAME + MORE_TOKENS[name]
-    chat = chat_of(tiled_folder, f"data.video.max_tokens={num - 1}")
+    chat = processor_of(tiled_folder, f"data.video.max_tokens={num - 1}")
     row = Row("r", "<video>?", "7", "7", videos=(video(tmp_path, 5),))
-    with pytest.raises(
-        MediaError, match=rf"5 frames take {num} tokens.*max_tokens is {num - 1}: lower data\.video\.max_frames"
-    ):
+    message = rf"5 frames take {num} tokens.*max_tokens is {num - 1}: lower data\.video\.max_frames"
+    with pytest.raises(MediaError, match=message):
         chat.check(row)
+
+
+SOUND_RATE = 16_000
+QUESTION = "<audio>Which pattern is this?"
+
+
+@pytest.fixture(params=["qwen2-audio", "qwen2.5-omni"])
+def hearing(request, models) -> Path:
+    return models(request.param)
+
+
+def tones(folder: Path, *words: str) -> RunConfig:
+    return load_config([
+        "experiment=tones", f"policy.model={folder}", "policy.tiny=none", "data.max_prompt_tokens=256",
+        "data.max_skipped_fraction=1.0", *words,
+    ])  # fmt: skip
+
+
+def tones_processor(folder: Path) -> ChatProcessor:
+    return chat_of(tones(folder))
+
+
+@cache
+def noise(length: int) -> np.ndarray:
+    return np.random.default_rng(length).normal(0, 0.1, length).astype(np.float32)
+
+
+@pytest.mark.parametrize(("samples", "tokens"), [(321, 1), (1_281, 2), (16_000, 25), (16_001, 25), (40_000, 62)])
+def test_a_sound_takes_as_many_tokens_as_the_tower_makes_embeddings(
+    hearing: Path, tmp_path: Path, samples: int, tokens: int
+) -> None:
+    soundfile.write(tmp_path / "a.wav", noise(samples), SOUND_RATE, subtype="FLOAT")
+    row = Row("a", QUESTION, "7", "7", audios=(tmp_path / "a.wav",))
+    chat = tones_processor(hearing)
+    prompt = chat.prepare(row, "p")
+    [span] = prompt.media_spans
+    assert span.end - span.start == tokens
+    assert chat.check(row) == prompt.num_tokens == len(prompt.compact_ids) - 1 + tokens
+    policy = load_model(str(hearing), torch.float32, "sdpa").eval()
+    shown = collated([TokenSequence.of_prompt(prompt)])
+    with torch.no_grad():  # raises if the tower makes more or fewer
+        assert family_of(policy.config).hidden_states(policy, shown).shape[1] == prompt.num_tokens
+
+
+def test_a_sound_of_two_prompts_is_stored_once_and_travels_in_records(hearing: Path, tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.flac", noise(8_000), SOUND_RATE)
+    chat = tones_processor(hearing)
+    one, two = (chat.prepare(Row(n, QUESTION, "7", "7", audios=(tmp_path / "a.flac",)), n) for n in "ab")
+    [handle] = one.media
+    assert handle == two.media[0] and handle.modality == "audio"
+    assert handle.reference is two.media[0].reference
+    assert handle.reference.thumbnail.startswith(b"\x89PNG")
+    scored = group(one, [[1, 2]], [1.0])
+    back = from_batch(to_batch(scored.group, scored.rewards)).group.prompt
+    assert (back.media, back.media_spans) == (one.media, one.media_spans)
+    assert back.expanded_ids.tolist() == one.expanded_ids.tolist()
+
+
+def test_rows_with_bad_sounds_are_skipped_and_named(hearing: Path, tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "good.wav", noise(8_000), SOUND_RATE)
+    soundfile.write(tmp_path / "none.wav", np.zeros((0, 1)), SOUND_RATE)
+    soundfile.write(tmp_path / "short.wav", noise(100), SOUND_RATE)
+    soundfile.write(tmp_path / "long.wav", np.zeros(31 * SOUND_RATE, dtype=np.float32), SOUND_RATE)
+    (tmp_path / "corrupt.wav").write_bytes(b"RIFF0000WAVEnoise" * 10)
+    (tmp_path / "empty.wav").write_bytes(b"")
+    names = ("good", "none", "short", "long", "corrupt", "empty", "missing", "../outside")
+    rows = [{"id": name, "question": "<audio>Which?", "audio": f"{name}.wav"} for name in names]
+    rows.append({"id": "two", "question": "<audio><audio>Which?", "audio": "good.wav"})
+    rows.append({"id": "many", "question": "<audio><audio>Which?", "audio": ["good.wav", "good.wav"]})
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row | {"answer": "7"}) for row in rows))
+    found = tones(hearing, "data=jsonl", f"data.path={tmp_path}")
+    split = open_split(found.data, "train", found.rewards.label_key)
+    report = preflight(split, tones_processor(hearing), max_skipped_fraction=1.0, max_checked_rows=0)
+    assert [report.rows[place].sample_id for place in range(len(report.rows))] == ["good"]
+    details = {skipped.sample.rpartition("(")[2].rstrip(")"): skipped.detail for skipped in report.skipped}
+    for name, message in {
+        "none": "has 0 samples",
+        "short": "too short to be heard, 321 samples are the fewest",
+        "long": "reads 30 s of one sound",
+        "corrupt": "corrupt or no sound",
+        "empty": "is empty",
+        "missing": "there is no file",
+        "../outside": "leads out of the data folder",
+        "two": "the text has 2 <audio> and the row 1 sounds",
+        "many": "has 2 sounds, sampler.max_audios_per_prompt is 1",
+    }.items():
+        assert message in details[name], (name, details)
+
+
+def test_a_model_that_does_not_hear_is_refused_by_name(tmp_path: Path) -> None:
+    silent = write_tiny("qwen2.5-vl", tmp_path / "model")
+    with pytest.raises(ValueError, match=r"max_audios_per_prompt=1 asks for sounds.*qwen2_5_vl: set it to 0"):
+        tones_processor(silent)
+
+
+@pytest.mark.parametrize("hearing", ["qwen2.5-omni"], indirect=True)
+def test_positions_of_images_beside_sounds_are_those_of_the_paper(hearing: Path, tmp_path: Path) -> None:
+    """A sound counts on like text; an image has rows and columns from where it begins."""
+    prompt = family_prompts(hearing, tmp_path).cases["image and sound"].prompt
+    image, sound = prompt.media_spans
+    shown = collated([TokenSequence.of_prompt(prompt)])
+    types = torch.zeros_like(shown.input_ids)
+    types[:, image.start : image.end] = 1
+    found = positions_of_papers(shown, types, 2, 25)[:, 0]
+    _, height, width = (shown.media.inputs["image_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist()
+    assert image.end - image.start == height * width
+    rows = np.indices((1, height, width)).reshape(3, -1) + image.start
+    assert found[:, : image.start].tolist() == [list(range(image.start))] * 3
+    assert found[:, image.start : image.end].tolist() == rows.tolist()
+    behind = image.start + max(height, width)
+    expected = list(range(behind, behind + prompt.num_tokens - image.end))
+    assert found[:, image.end :].tolist() == [expected] * 3
+    assert isinstance(sound, MediaSpan) and sound.start > image.end

@@ -13,8 +13,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from flow_run import FlowRun, made_loud
-from PIL import Image
 from one_learner import at_hand
+from PIL import Image
 
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.flow import FlowProcessor

@@ -77,19 +77,14 @@ def test_tokens_of_2_x_2_are_those_of_the_pipelines() -> None:
     assert torch.equal(unpacked(expected, 6, 8), latents)
 
 
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+
+
 @pytest.mark.parametrize(
     ("scheduler", "first"),
     [
-        (
-            diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-            0.999999,
-        ),
-        (
-            diffusers.DPMSolverMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-            ),
-            0.999666,
-        ),
+        (diffusers.UniPCMultistepScheduler(**FLOW), 0.999999),
+        (diffusers.DPMSolverMultistepScheduler(**FLOW), 0.999666),
         (diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), 1.0),
     ],
     ids=lambda given: type(given).__name__,
@@ -236,9 +231,8 @@ def test_a_gated_checkpoint_is_named_with_the_next_action(monkeypatch: pytest.Mo
         raise GatedRepoError("403", response=httpx.Response(403, request=httpx.Request("GET", "https://hub/x")))
 
     monkeypatch.setattr(checkpoint_module, "snapshot_download", gated)
-    with pytest.raises(
-        ValueError, match=r"policy\.model=some/gated is gated: accept its license on the hub and set HF"
-    ):
+    message = r"policy\.model=some/gated is gated: accept its license on the hub and set HF"
+    with pytest.raises(ValueError, match=message):
         FlowCheckpoint("some/gated")
 
 

@@ -98,13 +98,12 @@ def test_without_noise_every_step_is_the_ode_step(kind: str) -> None:
         assert not found.std.any()
 
 
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 LEVELS_BELOW_1 = (  # UniPC as Wan 2.1 and Cosmos Predict 2.5 have it, DPMSolver as Sana has it
-    diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-    diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0),
-    diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, use_karras_sigmas=True, sigma_max=200.0, sigma_min=0.01
-    ),
-    diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    diffusers.UniPCMultistepScheduler(**FLOW, flow_shift=3.0),
+    diffusers.UniPCMultistepScheduler(**FLOW, flow_shift=5.0),
+    diffusers.UniPCMultistepScheduler(**FLOW, use_karras_sigmas=True, sigma_max=200.0, sigma_min=0.01),
+    diffusers.DPMSolverMultistepScheduler(**FLOW, flow_shift=3.0),
     diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
 )
 

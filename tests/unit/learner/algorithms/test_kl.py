@@ -210,23 +210,15 @@ def test_a_rejected_token_lends_its_weight_to_no_other() -> None:
 
 
 def test_old_log_probs_are_the_engines_the_learners_or_between_them_by_age() -> None:
-    now = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
-    behavior, recomputed = torch.tensor([[-2.0, -2.0, -2.0]]), torch.tensor([[-1.5, -1.5, -1.5]])
-    ages = torch.tensor([[0, 1, 3]])
-    found = {name: old(now, behavior, recomputed, ages) for name, old in OLD_LOGPROBS.items()}
+    """AReaL's formula: log b + a (log p - log b), a = (v_prox - v_b) / (v_theta - v_b), v_prox = v_theta - 1."""
+    now = torch.full((1, 3), -1.0, requires_grad=True)
+    behavior, recomputed = torch.full((1, 3), -3.0), torch.full((1, 3), -1.5)
+    v_theta, v_b = 8, torch.tensor([[7, 6, 3]])
+    found = {name: old(now, behavior, recomputed, v_theta - 1 - v_b) for name, old in OLD_LOGPROBS.items()}
     assert found["engine"] is behavior and found["recomputed"] is recomputed
-    assert found["interpolated"].tolist() == [[-2.0, -1.5, -1.25]]
+    share = ((v_theta - 1) - v_b) / (v_theta - v_b)
+    torch.testing.assert_close(found["interpolated"], -3.0 + share * 2.0)
     assert not found["interpolated"].requires_grad
-
-
-def test_interpolation_is_areals_formula() -> None:
-    """log b + a (log p - log b), a = (v_prox - v_b) / (v_theta - v_b), v_prox = v_theta - 1."""
-    v_theta = 8
-    for v_b in (7, 6, 3):
-        share = ((v_theta - 1) - v_b) / (v_theta - v_b)
-        ages = torch.tensor([[v_theta - 1 - v_b]])
-        found = OLD_LOGPROBS["interpolated"](torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), None, ages)
-        assert found.item() == pytest.approx(-3.0 + share * 2.0)
 
 
 ROWS = [[1.0, 2.0], [4.0], [], [-3.0, 0.5, 8.0]]

@@ -68,7 +68,9 @@ class RanksInThreads:
                 return error
 
         with ThreadPoolExecutor(self.num) as pool:
-            return list(pool.map(rank, range(self.num)))
+            found = list(pool.map(rank, range(self.num)))
+        self._store.lost.clear()  # a later thread may have the number of an earlier one
+        return found
 
     def _exchange(self, rank: int) -> Exchange:
         def exchange(value: Any) -> Sequence[Any]:

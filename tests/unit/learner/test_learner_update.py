@@ -175,6 +175,13 @@ def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokeni
     assert not torch.equal(*drawn)
 
 
+def test_no_learning_rate_leaves_every_weight_as_it_was(folder, tokenizer) -> None:
+    learner = connected(tiny_config(folder, "learner.learning_rate=0"))
+    before = copied(learner)
+    learner.update(random_groups(tokenizer, 3, 4), 1)
+    assert largest_difference(before, copied(learner)) == 0
+
+
 def test_any_split_into_microbatches_gives_the_same_gradient(folder, tokenizer) -> None:
     """With the aggregation of no preset; test_learner_algorithms.py has the others."""
     groups = sampled(tiny_config(folder), folder, random_groups(tokenizer, 6, 4))

@@ -443,3 +443,18 @@ async def test_engines_that_die_of_one_cause_after_every_push_end_the_run_before
                 with pytest.raises(EngineDiedError):
                     await pool.generate(make_prompt(f"0/{n + 100}/s"), SETTINGS)
     assert len(yard.made[0]) == 3
+
+
+async def test_engines_that_are_killed_from_outside_are_restarted_as_often_as_the_budget_allows() -> None:
+    lenient = RestartPolicy(max_restarts=20, window_s=1000, backoff_s=0.0001, max_backoff_s=0.001)
+    yard = Yard()
+    async with pool_of(1, yard, health=PATIENT, policy=lenient) as (pool, losses):
+        async with asyncio.timeout(5):
+            for _ in range(20):
+                await until(lambda: states(pool) == [WorkerState.SERVING])
+                pool.announced(3)
+                yard.now(0).die_of(Failure.of_exit(-9, "the engine's process 7"))
+                with pytest.raises(EngineDiedError):
+                    await pool.generate(PROMPT, SETTINGS)
+            await pool.generate(PROMPT, SETTINGS)
+        assert losses == ["rollout_died"] * 20

@@ -198,8 +198,8 @@ KINDS: dict[str, Callable[[], bytes]] = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     model = write_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed=0)
-    words = ("sampler.max_images_per_prompt=2", "data.max_prompt_tokens=100000", "data.max_image_bytes=10000000")
-    return chat_of(model, *words, device="cuda")
+    data = {"max_prompt_tokens": 100_000, "max_image_bytes": 10**7, "min_pixels": 784, "max_pixels": 50_176}
+    return chat_of(model, "sampler.max_images_per_prompt=2", device="cuda", **data)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -176,7 +176,9 @@ def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokeni
 
 
 def test_no_learning_rate_leaves_every_weight_as_it_was(folder, tokenizer) -> None:
-    learner = connected(tiny_config(folder, "learner.learning_rate=0"))
+    config = tiny_config(folder)
+    still = config.learner.model_copy(update={"learning_rate": 0.0})  # the schema refuses it
+    learner = connected(config.model_copy(update={"learner": still}))
     before = copied(learner)
     learner.update(random_groups(tokenizer, 3, 4), 1)
     assert largest_difference(before, copied(learner)) == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fakes import FakeEvaluator, FakeLearner, turns
 from runs import Run
+from waiting import until
 
 from mobula.cluster.errors import RunStopped, WorkerDiedError
 from mobula.cluster.records.trajectory import ScoredGroup
@@ -192,11 +193,6 @@ async def stopped(run: Run, when: Awaitable[object]) -> None:
     assert run.stop.request()
     with pytest.raises(RunStopped):
         await asyncio.wait_for(going, 5)
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    while not is_true():
-        await turns(1)
 
 
 def saved(folder: Path) -> int:

@@ -159,10 +159,6 @@ def test_an_example_is_a_valid_configuration(script: Path, tmp_path: Path) -> No
     assert command == "train"
     config = load_config(words)
     assert config.seed == 7 and config.name.startswith("example-")
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_the_readme_of_the_examples_names_it(script: Path) -> None:
     assert f"`{script.name}`" in (REPOSITORY / "examples" / "README.md").read_text()
 
 

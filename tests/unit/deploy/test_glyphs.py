@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ SMALL = (
 )  # fmt: skip
 NFT = (*SMALL, "sampler.flow.window_start=3", "sampler.flow.window_end=4")
 GRPO = (*SMALL, "sampler.flow.window_end=3")
+glyph_run = partial(FlowRun, writes=False)  # rows are there
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +56,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(folder: Path, experiment: str, *words: str, model: str = "loud") -> RunConfig:
     own = (f"policy.model={folder / model}", f"data.path={folder / 'data'}", f"folder={folder / 'runs'}")
     return load_config([f"experiment={experiment}", *own, *words])
-
-
-class GlyphRun(FlowRun):
-    """As FlowRun, on rows that are there."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config, writes=False)
 
 
 async def update(run: FlowRun, version: int) -> dict[str, float]:
@@ -134,7 +129,7 @@ def test_latents_are_the_images(folder: Path) -> None:
 
 
 async def test_a_warm_start_teaches_images(folder: Path) -> None:
-    run = GlyphRun(config(folder, "glyphs_nft", *NFT, model="model"))
+    run = glyph_run(config(folder, "glyphs_nft", *NFT, model="model"))
     run.learner.connect("")
     examples = _examples(run.prepared)
     prompts = run.prompts(8)
@@ -150,7 +145,7 @@ async def test_a_warm_start_teaches_images(folder: Path) -> None:
 
 async def test_a_share_of_the_images_is_taught_with_the_negative_prompt(folder: Path) -> None:
     words = (*GRPO, "sampler.flow.guidance=2", "warm_start.text_dropout=0.25")
-    run = GlyphRun(config(folder, "glyphs_grpo", *words, model="model"))
+    run = glyph_run(config(folder, "glyphs_grpo", *words, model="model"))
     examples, [prompt] = _examples(run.prepared), run.prompts(1)
     own, negative = prompt.media
     assert own.key != negative.key
@@ -173,7 +168,7 @@ async def test_a_share_of_the_images_is_taught_with_the_negative_prompt(folder: 
     ],
 )
 def test_images_that_cannot_be_taught_are_named(folder: Path, metadata: dict, message: str) -> None:
-    run = GlyphRun(config(folder, "glyphs_nft", *NFT))
+    run = glyph_run(config(folder, "glyphs_nft", *NFT))
     Image.new("L", (20, 16)).save(folder / "data" / "large.png")
     assert isinstance(run.prepared.processor, FlowProcessor)
     with pytest.raises(PromptError, match=message):
@@ -192,7 +187,7 @@ def test_images_that_cannot_be_taught_are_named(folder: Path, metadata: dict, me
 )
 async def test_each_algorithm_raises_its_reward(folder: Path, experiment: str, words: tuple[str, ...]) -> None:
     faster = (*words, f"learner.learning_rate={0.01 if 'policy.lora.rank=8' in words else 0.003}")
-    run = await GlyphRun(config(folder, experiment, *faster)).start()
+    run = await glyph_run(config(folder, experiment, *faster)).start()
     before = await mean_brightness(run)
     reports = [await update(run, version) for version in range(1, 8)]
     difference = await mean_brightness(run) - before
@@ -204,7 +199,7 @@ async def test_each_algorithm_raises_its_reward(folder: Path, experiment: str, w
 
 async def test_nft_samples_with_the_slow_copy_and_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     words = (*NFT, "algorithm.losses.nft.decay_rate=0.5", "algorithm.losses.nft.max_decay=0.5")
-    run = await GlyphRun(config(folder, "glyphs_nft", *words)).start()
+    run = await glyph_run(config(folder, "glyphs_nft", *words)).start()
     start = {name: tensor.clone() for name, tensor in run.learner._slow.tensors.items()}
     await update(run, 1)
     weights = {name: p.detach() for name, p in run.learner._policy.named_parameters()}
@@ -218,7 +213,7 @@ async def test_nft_samples_with_the_slow_copy_and_goes_on_from_a_checkpoint(fold
     run.learner.save(tmp_path / "state")
     run.learner.finish_save()
     following = await update(run, 2)
-    again = await GlyphRun(config(folder, "glyphs_nft", *words)).start()
+    again = await glyph_run(config(folder, "glyphs_nft", *words)).start()
     assert again.learner.load(tmp_path / "state") == 1
     await again.push()
     assert await update(again, 2) == following
@@ -239,7 +234,7 @@ async def test_nft_samples_with_the_slow_copy_and_goes_on_from_a_checkpoint(fold
         ("digits", ("evaluation.num_samples=4",), "all the same"),
     ],
 )
-def test_what_does_not_fit_is_refused(folder: Path, experiment: str, words: tuple[str, ...], message: str) -> None:
+def test_what_does_not_fit_is_refused(experiment: str, words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([f"experiment={experiment}", *words])
 

@@ -288,24 +288,14 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def die() -> None:
-    os._exit(3)
-
-
-def test_a_side_process_gives_its_result() -> None:
+def test_a_side_process_gives_its_result_or_an_error_that_names_what_was_waited_for() -> None:
     assert in_side_process(os.path.join, 60, "a path", "a", "b") == "a/b"
-
-
-def test_an_error_of_ours_travels_as_itself_and_another_as_its_text() -> None:
     with pytest.raises(PlacementError, match="no room"):
         in_side_process(fail, 60, "a failure", PlacementError("no room"))
     with pytest.raises(WorkerDiedError, match="KeyError: 'bug'"):
         in_side_process(fail, 60, "a failure", KeyError("bug"))
-
-
-def test_a_side_process_that_dies_or_hangs_is_an_error() -> None:
     with pytest.raises(WorkerDiedError, match="what waited for a word: its process died with exit code 3"):
-        in_side_process(die, 60, "a word")
+        in_side_process(os._exit, 60, "a word", 3)
     with pytest.raises(DeadlineError, match="waited 0.2 s for a sleeper"):
         in_side_process(time.sleep, 0.2, "a sleeper", 1000)
 

@@ -184,9 +184,7 @@ def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.Mon
     assert groups.removed == ["rollout/2"]
 
 
-def test_without_room_the_autoscaler_is_asked_for_what_a_run_holds_and_misses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_room_the_autoscaler_is_asked_for_what_a_run_holds_and_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, joining = FakeGroups(monkeypatch, 0.15), scaled()
     joining.check_room("reward", 1)
     assert groups.requests == []

@@ -91,9 +91,7 @@ async def killed_during_the_evaluation(folder: Path, interval: int = 5, has_eval
     return run
 
 
-async def test_a_step_beside_an_evaluation_is_left_to_the_loop_until_the_evaluation_is_there(
-    tmp_path: Path,
-) -> None:
+async def test_a_step_beside_an_evaluation_is_left_to_the_loop_until_the_evaluation_is_there(tmp_path: Path) -> None:
     found = recovered(await killed_during_the_evaluation(tmp_path / "a"), 5)
     assert (found.reached, [g.group_id for g in found.finished]) == (5, ["0/0/s0"])
     assert [(a.group_id, a.reason) for a in found.arrivals] == [("0/0/s0", None), ("0/9/s9", "uniform")]

@@ -130,15 +130,6 @@ def operations() -> FileOperations:
     return FileOperations()
 
 
-async def test_a_resumed_run_has_the_learner_and_every_part_of_the_newest_checkpoint(tmp_path: Path) -> None:
-    first = Setup(tmp_path)
-    await first.save(2)
-    await first.save(4)
-    second = Setup(tmp_path)
-    assert await second.checkpoints.resume() == 4
-    assert (second.learner.version, second.part.value, second.num_prepared) == (4, 4, 0)
-
-
 async def test_the_warm_start_is_saved_as_version_0_and_never_done_again(tmp_path: Path) -> None:
     first = Setup(tmp_path)
     assert await first.checkpoints.resume() == 0
@@ -188,7 +179,7 @@ async def test_a_part_that_was_off_starts_from_its_initial_state(tmp_path: Path)
     second = Setup(tmp_path)
     second.checkpoints.parts = {"part": second.part, "guard": (later := Counting())}
     assert await second.checkpoints.resume() == 2
-    assert (second.part.value, later.value) == (2, Counting().value)
+    assert (second.learner.version, second.part.value, later.value) == (2, 2, Counting().value)
 
 
 async def test_wherever_a_save_is_killed_a_checkpoint_is_complete(tmp_path: Path, operations: FileOperations) -> None:
@@ -236,14 +227,11 @@ def swap_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-async def test_resume_never_refuses_a_folder_that_holds_a_checkpoint(tmp_path: Path) -> None:
+async def test_resume_never_starts_in_an_empty_folder_and_refuses_one_that_holds_a_checkpoint(tmp_path: Path) -> None:
+    assert await Setup(tmp_path / "empty", resume=Resume.NEVER).checkpoints.resume() == 0
     await Setup(tmp_path).save(4)
     with pytest.raises(PreflightError, match=r"already holds step 4: set resume=auto to go on, or name=\.\.\."):
         await Setup(tmp_path, resume=Resume.NEVER).checkpoints.resume()
-
-
-async def test_resume_never_starts_a_new_run_in_an_empty_folder(tmp_path: Path) -> None:
-    assert await Setup(tmp_path, resume=Resume.NEVER).checkpoints.resume() == 0
 
 
 async def test_a_checkpoint_of_another_run_is_refused_and_the_keys_are_named(tmp_path: Path) -> None:

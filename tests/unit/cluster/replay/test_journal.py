@@ -208,18 +208,6 @@ def test_an_empty_file_of_a_killed_start_is_no_obstacle(tmp_path: Path) -> None:
     assert (waiting(recover(tmp_path)), recover(tmp_path).num_torn) == (["a/0/s"], 0)
 
 
-def test_a_full_disk_is_named_and_costs_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = journal(tmp_path)
-    written.append([done("a/0/s")])
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full_disk)
-        with pytest.raises(JournalError, match=r"No space left.*resume=auto"):
-            written.append([done("b/0/s")])
-    assert waiting(recover(tmp_path))[0] == "a/0/s"
-    written.append([done("c/0/s")])
-    assert waiting(recover(tmp_path))[-1] == "c/0/s", "nothing follows what may be half there"
-
-
 def test_a_disk_that_takes_half_of_it_is_named_and_costs_nothing_that_was_written(tmp_path: Path) -> None:
     written = journal(tmp_path)
     written.append([done("a/0/s")])

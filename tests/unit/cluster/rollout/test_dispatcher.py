@@ -110,6 +110,7 @@ def test_uniform_groups_are_those_of_equal_accuracy_or_of_equal_rewards(
     assert AdmissionFilter(2, True, 9, "right").reason_to_reject(rewards) == by_accuracy
     assert AdmissionFilter(2, True, 9).reason_to_reject(rewards) == by_reward
     assert AdmissionFilter(2, False, 9, "right").reason_to_reject(rewards) is None
+    assert AdmissionFilter(2, False, 9).reason_to_reject([rewards[0], None]) == "too_few_scored"
 
 
 @pytest.mark.parametrize("error", [RolloutError("engine"), WorkerDiedError("rollout/1"), DeadlineError("slow")])
@@ -200,15 +201,6 @@ async def test_a_rejected_straggler_holds_no_step_up() -> None:
         assert (await bench.replay.stats()).num_ready == 0, "step 1 is the last one for the straggler: it waits"
         held["0/0/s0"].set()
         assert ids(await asyncio.wait_for(bench.replay.take(1), 2)) == ["0/2/s2"]
-
-
-async def test_groups_with_too_few_scored_siblings_are_rejected() -> None:
-    def values(prompt_id: str) -> tuple[float | None, float | None]:
-        return (1.0, None) if prompt_id == "0/0/s0" else (1.0, 1.0)
-
-    bench = Bench(FakeRollouts(), FakeRewards(values))
-    assert await bench.step() == ["0/1/s1", "0/2/s2"]
-    assert (await bench.replay.stats()).num_rejected == {"too_few_scored": 1}
 
 
 async def test_a_run_that_rejects_everything_ends_with_the_next_action() -> None:

@@ -39,20 +39,19 @@ def test_no_more_groups_run_at_once_than_max_concurrent() -> None:
     assert gate.capacity == 1
 
 
-def test_an_accepted_group_keeps_its_slot_until_a_version_is_published() -> None:
+def test_an_accepted_group_keeps_its_slot_until_a_version_is_published_and_others_give_it_back_at_once() -> None:
     gate = make_gate()
-    for admission in start_all(gate):
+    rejected, *others = start_all(gate)
+    gate.reject(rejected)
+    assert gate.capacity == 1
+    for admission in (*others, gate.start()):
         gate.accept(admission)
     assert gate.capacity == 0
+    gate.drop()
+    assert gate.capacity == 1
+    gate.accept(gate.start())
     gate.advance(1)
     assert gate.capacity == 4
-
-
-def test_a_rejected_group_gives_its_slot_back_at_once() -> None:
-    gate = make_gate()
-    first, *_ = start_all(gate)
-    gate.reject(first)
-    assert gate.capacity == 1
 
 
 def test_nothing_is_admitted_for_a_step_past_the_last() -> None:
@@ -137,14 +136,6 @@ def test_a_step_waits_for_no_one_when_only_finished_groups_are_late() -> None:
     for number in range(3):
         order.add(Admission(3, number), number)
     assert [order.pop_step() for _ in range(4)] == [[0], [1], [2], []]
-
-
-def test_a_dropped_group_gives_its_slot_back() -> None:
-    gate = make_gate()
-    for admission in start_all(gate):
-        gate.accept(admission)
-    gate.drop()
-    assert gate.capacity == 1
 
 
 def test_a_group_is_too_old_once_its_newest_token_is_or_its_oldest_one_if_only_whole_groups_count() -> None:

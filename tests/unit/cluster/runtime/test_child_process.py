@@ -30,18 +30,10 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def die(code: int) -> None:
-    os._exit(code)
-
-
 def say_and_add(text: str, one: int, *, other: int) -> int:
     print(text, flush=True)
     os.write(1, text.encode())
     return one + other
-
-
-def fork_and_return() -> int:
-    return os.fork()
 
 
 def start_sleeper(note: Path) -> None:
@@ -53,10 +45,6 @@ def hang_without_python(note: Path) -> None:
     """Holds the GIL, so that only the kernel ends it."""
     note.write_text(f"{os.getpid()}\n")
     math.factorial(10**9)
-
-
-def unpicklable() -> object:
-    return threading.Lock()
 
 
 def call_in_child(function_name: str, note: str) -> None:
@@ -91,7 +79,7 @@ def test_an_error_of_ours_travels_as_itself_another_as_its_text_and_the_process_
     with pytest.raises(RaisedError, match="SystemExit: 3"):
         child.call(60, sys.exit, 3)
     with pytest.raises(RaisedError, match="pickle"):
-        child.call(60, unpicklable)
+        child.call(60, threading.Lock)
     assert child.call(60, os.getpid) == first
 
 
@@ -112,7 +100,7 @@ def test_a_call_that_was_sent_goes_on_beyond_a_wait_for_it(child: ChildProcess) 
 
 def test_a_process_that_dies_is_an_error_with_its_exit_code(child: ChildProcess) -> None:
     with pytest.raises(WorkerDiedError, match="died with exit code 3"):
-        child.call(60, die, 3)
+        child.call(60, os._exit, 3)
     os.kill(child.call(60, os.getpid), signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="died with exit code -9"):
         child.call(60, os.getpid)
@@ -127,7 +115,7 @@ def test_memory_has_a_limit_and_the_environment_additions() -> None:
 
 
 def test_a_fork_that_returns_from_a_call_gives_no_second_answer(child: ChildProcess) -> None:
-    assert all(child.call(60, fork_and_return) > 0 for _ in range(5))
+    assert all(child.call(60, os.fork) > 0 for _ in range(5))
     assert child.call(60, math.factorial, 5) == 120
 
 

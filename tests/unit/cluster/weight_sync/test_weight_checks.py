@@ -130,25 +130,19 @@ def test_many_tokens_slightly_beyond_are_found_in_bfloat16() -> None:
 class Learner:
     """Log-probs of -1 that a batch of several rows changes by `rounding`."""
 
-    def __init__(self, rounding: list[float]) -> None:
+    def __init__(self, rounding: tuple[float, ...]) -> None:
         self._rounding = np.array(rounding)
-        self.batches: list[int] = []
 
     async def sequence_logprobs(self, prompt: object, num_copies: int = 1) -> np.ndarray:
-        self.batches.append(num_copies)
         return np.full(len(self._rounding), -1.0) + (self._rounding if num_copies > 1 else 0.0)
-
-
-async def measured(*rounding: float) -> tuple[Tolerance, Learner]:
-    learner, found = Learner(list(rounding)), MeasuredRounding()
-    for _ in range(2):
-        await found.measure(learner, PROBE)
-    return Tolerance(0.3, 0.4, found), learner
 
 
 @pytest.mark.parametrize("rounding", [(0.03, 0.02), (0.0, 0.0), (np.nan, 0.0), (np.inf, 0.0)])
 async def test_bounds_are_never_below_the_configured_ones_and_finite(rounding: tuple[float, ...]) -> None:
-    tolerance, _ = await measured(*rounding)
+    found = MeasuredRounding()
+    for _ in range(2):
+        await found.measure(Learner(rounding), PROBE)
+    tolerance = Tolerance(0.3, 0.4, found)
     assert tolerance.accepts(np.full(50, 0.29))
     assert not tolerance.accepts(np.full(50, 0.31))
 

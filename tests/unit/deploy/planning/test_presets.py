@@ -20,39 +20,28 @@ from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.plan_command import plan_memory, remedies
 from mobula.learner.policies.shapes import tiny_shape
 
+ADAPTERS = ("policy.lora.rank=16", "reference.place=learner_ranks", "algorithm.kl.coef=0.01")
+CRITIC, THREE = ["algorithm=ppo_gae", "algorithm.critic.place=own_ranks"], "resources.num_nodes=3"
+EACH = ("learner", "rollout", "reference")
 # preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B fits; None: it is for the tiny model
 PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
     "laptop": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
     "laptop_colocated": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
-    "laptop_in_turns": ("1x0x0GB:2x16GB", {"learner": 1, "rollout": 1, "reference": 1}, None),
-    "laptop_overlapped": ("1x0x0GB:2x16GB", {"learner": 1, "rollout": 1, "reference": 1}, None),
-    "gpu_1": ("1x1x80GB", {"learner": 1, "rollout": 1, "reference": 1}, None),
-    "one_gpu_colocated": ("1x1x141GB", {"learner": 1, "rollout": 1, "reference": 1}, ["policy.lora.rank=16"]),
-    "two_gpu": ("1x2x80GB", {"learner": 1, "rollout": 1, "reference": 1}, ["policy.lora.rank=16"]),
-    "four_gpu_split": (
-        "1x4x141GB",
-        {"learner": 2, "rollout": 2, "reference": 2},
-        ["learner.tokens_per_microbatch=3072"],
-    ),
-    "eight_gpu_split": ("1x8x141GB", {"learner": 4, "rollout": 4, "reference": 4}, []),
-    "eight_gpu_critic": (
-        "1x8x141GB",
-        {"learner": 3, "critic": 2, "rollout": 3, "reference": 3},
-        ["algorithm=ppo_gae", "algorithm.critic.place=own_ranks"],
-    ),
-    "eight_gpu_colocated": ("1x8x141GB", {"learner": 8, "rollout": 8, "reference": 8}, []),
+    "laptop_in_turns": ("1x0x0GB:2x16GB", dict.fromkeys(EACH, 1), None),
+    "laptop_overlapped": ("1x0x0GB:2x16GB", dict.fromkeys(EACH, 1), None),
+    "gpu_1": ("1x1x80GB", dict.fromkeys(EACH, 1), None),
+    "one_gpu_colocated": ("1x1x141GB", dict.fromkeys(EACH, 1), ["policy.lora.rank=16"]),
+    "two_gpu": ("1x2x80GB", dict.fromkeys(EACH, 1), ["policy.lora.rank=16"]),
+    "four_gpu_split": ("1x4x141GB", dict.fromkeys(EACH, 2), ["learner.tokens_per_microbatch=3072"]),
+    "eight_gpu_split": ("1x8x141GB", dict.fromkeys(EACH, 4), []),
+    "eight_gpu_critic": ("1x8x141GB", {**dict.fromkeys(EACH, 3), "critic": 2}, CRITIC),
+    "eight_gpu_colocated": ("1x8x141GB", dict.fromkeys(EACH, 8), []),
     "maye_8": ("1x8x141GB", {"learner": 7, "rollout": 1, "reference": 7}, []),
-    "two_node": ("2x8x141GB", {"learner": 8, "rollout": 8, "reference": 8}, []),
-    "multi_node": ("3x8x141GB", {"learner": 12, "rollout": 12, "reference": 12}, ["resources.num_nodes=3"]),
-    "multi_node_large": (
-        "3x8x141GB",
-        {"learner": 12, "rollout": 3},
-        ["resources.num_nodes=3", "policy.lora.rank=16", "reference.place=learner_ranks"],
-    ),
-    "cross_node": ("2x1x80GB", {"learner": 1, "rollout": 1, "reference": 1}, ["policy.lora.rank=16"]),
+    "two_node": ("2x8x141GB", dict.fromkeys(EACH, 8), []),
+    "multi_node": ("3x8x141GB", dict.fromkeys(EACH, 12), [THREE]),
+    "multi_node_large": ("3x8x141GB", {"learner": 12, "rollout": 3}, [THREE, *ADAPTERS[:2]]),
+    "cross_node": ("2x1x80GB", dict.fromkeys(EACH, 1), ["policy.lora.rank=16"]),
 }
-
-ADAPTERS = ("policy.lora.rank=16", "reference.place=learner_ranks", "algorithm.kl.coef=0.01")
 ALIASES = {"gpu_2": "two_gpu", "gpu_1_colocated": "one_gpu_colocated", "node_8gpu": "eight_gpu_split"}
 
 

@@ -54,36 +54,25 @@ NUM_STEPS = 32
 
 RECORDED = Path(__file__).parents[3] / "support" / "recorded_runs"
 
-HEALTHY: Mapping[str, Callable[[float], float]] = {
-    MetricName.REWARD_MEAN: lambda share: 0.4 + 0.3 * share,
-    MetricName.ACCURACY: lambda share: 0.4 + 0.3 * share,
-    MetricName.REWARD_MAX: lambda share: 1.0,
-    MetricName.REWARD_MIN: lambda share: 0.0,
-    MetricName.UNIFORM_FRACTION: lambda share: 0.3,
-    MetricName.UNIFORM_RIGHT_FRACTION: lambda share: 0.2,
-    MetricName.UNIFORM_WRONG_FRACTION: lambda share: 0.1,
-    MetricName.TRUNCATED_FRACTION: lambda share: 0.0,
-    MetricName.RESPONSE_LENGTH: lambda share: 4.0,
-    MetricName.NUM_SAMPLES: lambda share: 64.0,
-    MetricName.NUM_TOKENS: lambda share: 256.0,
-    MetricName.NUM_GROUPS: lambda share: 8.0,
-    MetricName.POLICY_CHANGE: lambda share: 0.03,
-    MetricName.WEIGHT_CHANGE: lambda share: 3e-4,
-    MetricName.LEARNING_RATE: lambda share: 5e-4,
-    MetricName.GRAD_NORM: lambda share: 1.0,
-    MetricName.OPTIMIZER_STEPS: lambda share: 1.0,
-    "skipped": lambda share: 0.0,
-    MetricName.CLIP_FRACTION: lambda share: 0.01,
-    MetricName.OVER_AGE_TOKENS: lambda share: 0.0,
-    MetricName.STALENESS_MAX: lambda share: 0.0,
-    MetricName.KL: lambda share: 0.1 * share,
-    MetricName.ENTROPY: lambda share: 0.3,
-    MetricName.LOGPROB_GAP_MEAN: lambda share: 1e-6,
-    MetricName.LOGPROB_GAP_FIRST: lambda share: 1e-6,
-    MetricName.LOGPROB_GAP_LAST: lambda share: 1e-6,
-    MetricName.CANARY: lambda share: 1e-6,
+HEALTHY: Mapping[str, float] = {
+    **dict.fromkeys((MetricName.REWARD_MIN, MetricName.TRUNCATED_FRACTION, "skipped"), 0.0),
+    **dict.fromkeys((MetricName.OVER_AGE_TOKENS, MetricName.STALENESS_MAX), 0.0),
+    **dict.fromkeys((MetricName.REWARD_MAX, MetricName.GRAD_NORM, MetricName.OPTIMIZER_STEPS), 1.0),
+    **dict.fromkeys((MetricName.LOGPROB_GAP_MEAN, MetricName.LOGPROB_GAP_FIRST, MetricName.LOGPROB_GAP_LAST), 1e-6),
+    MetricName.CANARY: 1e-6,
+    MetricName.UNIFORM_FRACTION: 0.3,
+    MetricName.UNIFORM_RIGHT_FRACTION: 0.2,
+    MetricName.UNIFORM_WRONG_FRACTION: 0.1,
+    MetricName.RESPONSE_LENGTH: 4.0,
+    MetricName.NUM_SAMPLES: 64.0,
+    MetricName.NUM_TOKENS: 256.0,
+    MetricName.NUM_GROUPS: 8.0,
+    MetricName.POLICY_CHANGE: 0.03,
+    MetricName.WEIGHT_CHANGE: 3e-4,
+    MetricName.LEARNING_RATE: 5e-4,
+    MetricName.CLIP_FRACTION: 0.01,
+    MetricName.ENTROPY: 0.3,
 }
-
 FLAT = {MetricName.REWARD_MEAN: 0.4, MetricName.ACCURACY: 0.4}
 
 
@@ -93,12 +82,13 @@ def config() -> RunConfig:
 
 
 def step(number: int, changes: Mapping[str, float], **fields: Any) -> StepRecord:
-    noise = 0.01 * random.Random(number).random()
-    values = {name: float(value(number / NUM_STEPS)) for name, value in HEALTHY.items()}
-    values[MetricName.REWARD_MEAN] += noise
+    noise, share = 0.01 * random.Random(number).random(), number / NUM_STEPS
+    risen = {MetricName.ACCURACY: 0.4 + 0.3 * share, MetricName.REWARD_MEAN: 0.4 + 0.3 * share + noise}
     counters = {CounterName.WEIGHT_SYNCS: {"all": number + 1}}
     fields = {"components": {"accuracy": 0.5}, "correlations": {"accuracy": 1.0}, "counters": counters} | fields
-    return StepRecord(number, {"total": 1.0}, {**values, **changes}, {0: 256}, **fields)
+    return StepRecord(
+        number, {"total": 1.0}, {**HEALTHY, **risen, MetricName.KL: 0.1 * share, **changes}, {0: 256}, **fields
+    )
 
 
 def answers(text: Callable[[str, int], str], finish_reason: str = "stop") -> tuple[AnswerGroup, ...]:
@@ -157,11 +147,7 @@ CASES: dict[str, tuple[str, RunVerdict, Mapping[str, float]]] = {
     "a third cut": ("truncation", RunVerdict.WARNING, {MetricName.TRUNCATED_FRACTION: 0.4}),
     "a small step": ("learning_rate", RunVerdict.FAULT, {MetricName.POLICY_CHANGE: 1e-4, **FLAT}),
     "a large step": ("learning_rate", RunVerdict.FAULT, {MetricName.POLICY_CHANGE: 3.0, **FLAT}),
-    "gradients that are not finite": (
-        "skipped_steps",
-        RunVerdict.FAULT,
-        {"skipped": 1.0, MetricName.OPTIMIZER_STEPS: 0.0},
-    ),
+    "not finite": ("skipped_steps", RunVerdict.FAULT, {"skipped": 1.0, MetricName.OPTIMIZER_STEPS: 0.0}),
     "no gradient": ("skipped_steps", RunVerdict.FAULT, {MetricName.GRAD_NORM: 0.0}),
     "clipped ratios": ("clipped_tokens", RunVerdict.WARNING, {MetricName.CLIP_FRACTION: 0.3}),
     "old tokens": ("over_age_tokens", RunVerdict.FAULT, {MetricName.OVER_AGE_TOKENS: 200.0}),
@@ -312,19 +298,14 @@ def test_a_fault_that_nothing_explains_stays_before_milder_ones_and_circles_end(
 
 
 def test_an_evaluation_that_changed_is_no_sign_of_exploitation(config: RunConfig) -> None:
-    own = [{"name": "paid", "function": "format", "weight": 1.0, "options": {"preset": "boxed"}}]
-    before, after = (EvaluationRecord(0, 0.6, 0.55, 0.65, 64), EvaluationRecord(32, 0.2, 0.15, 0.25, 64))
-    evaluations = (replace(before, identity={"split": "test"}), replace(after, identity={"split": "validation"}))
-    found = findings(material(replace_rewards(config, own), evaluations=evaluations))["reward_exploitation"]
+    evaluations = [replace(FALLEN[n], identity={"split": split}) for n, split in enumerate(("test", "validation"))]
+    found = findings(material(paid_for_form(config), evaluations=evaluations))["reward_exploitation"]
     assert found.verdict is RunVerdict.OK and "split test -> validation" in found.measured
     assert "held_out_before" not in found.numbers
 
 
 def test_an_accuracy_without_weight_that_falls_while_the_reward_rises_is_exploitation(config: RunConfig) -> None:
-    own = [{"name": "paid", "function": "format", "weight": 1.0, "options": {"preset": "boxed"}}]
-    judged = replace_rewards(config, own)
-    evaluations = (EvaluationRecord(0, 0.6, 0.55, 0.65, 64), EvaluationRecord(32, 0.2, 0.15, 0.25, 64))
-    found = findings(material(judged, evaluations=evaluations))["reward_exploitation"]
+    found = findings(material(paid_for_form(config), evaluations=FALLEN))["reward_exploitation"]
     assert found.verdict is RunVerdict.FAULT and "held-out accuracy" in found.measured
 
 
@@ -334,9 +315,13 @@ def test_an_action_of_the_guard_is_a_sign_of_exploitation(config: RunConfig) -> 
     assert found.verdict is RunVerdict.FAULT and found.evidence[0].text == event.text
 
 
-def replace_rewards(config: RunConfig, components: list[dict[str, Any]]) -> RunConfig:
+FALLEN = (EvaluationRecord(0, 0.6, 0.55, 0.65, 64), EvaluationRecord(32, 0.2, 0.15, 0.25, 64))
+
+
+def paid_for_form(config: RunConfig) -> RunConfig:
     values = config.model_dump()
-    values["rewards"] |= {"components": components, "accuracy_component": "paid"}
+    component = {"name": "paid", "function": "format", "weight": 1.0, "options": {"preset": "boxed"}}
+    values["rewards"] |= {"components": [component], "accuracy_component": "paid"}
     return RunConfig.model_validate(values)
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ DIED = WorkerDiedError("its process ended")
 NO_CHECKS = HealthChecks(interval_s=1000, probe_interval_s=1000, max_failures_in_a_row=1, no_worker_s=5)
 
 
+def new_worker(index: int) -> str:
+    return f"new {index}"
+
+
 async def at_once(name: str, handle: Any) -> None:
     """Every new worker serves at once."""
 
@@ -32,13 +37,23 @@ async def at_once(name: str, handle: Any) -> None:
 class QueueUser:
     """A `WorkQueue` whose first workers are "old 0", "old 1", ..."""
 
-    def __init__(self, hosts: FakeHosts, num: int, join: Callable[..., Awaitable[None]], policy: RestartPolicy) -> None:
+    def __init__(
+        self,
+        hosts: FakeHosts,
+        num: int,
+        join: Callable[..., Awaitable[None]],
+        policy: RestartPolicy,
+        *,
+        max_load: int = 2,
+        may_pile_up: Callable[[], bool] = lambda: True,
+        first: list[Any] | None = None,
+    ) -> None:
         self.lost: list[Any] = []
-        first = [f"old {index}" for index in range(num)]
-        self._queue = WorkQueue(
-            ROLE, first, hosts, max_load=2, restarts=policy, alive_s=1, join=join, on_lost=self.lost.append
-        )
-        self.pool, self.start = self._queue.pool, self._queue.start
+        self.queue = WorkQueue(
+            ROLE, first or [f"old {index}" for index in range(num)], hosts, max_load=max_load, restarts=policy,
+            alive_s=0.05, join=join, on_lost=self.lost.append, may_pile_up=may_pile_up,
+        )  # fmt: skip
+        self.pool, self.start = self.queue.pool, self.queue.start
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -49,9 +64,9 @@ class QueueUser:
     def handles(self) -> list[Any]:
         return [worker.handle for worker in self.pool.serving]
 
-    async def work(self, done: asyncio.Event) -> None:
-        async with self._queue.slot():
-            await done.wait()
+    async def work(self, work: Work, *, is_urgent: bool = False) -> None:
+        async with self.queue.slot(is_urgent=is_urgent) as work.slot:
+            await work.done.wait()
 
 
 class RolloutUser:
@@ -79,9 +94,9 @@ class RolloutUser:
     def handles(self) -> list[Any]:
         return self.pool.receivers()
 
-    async def work(self, done: asyncio.Event) -> None:
+    async def work(self, work: Work) -> None:
         prompt = make_prompt(f"0/{len(self.done)}/s{len(self.done)}")
-        self.done[prompt.prompt_id] = done
+        self.done[prompt.prompt_id] = work.done
         await self.pool.generate(prompt, SETTINGS)
 
     async def _spawn(self, index: int) -> Engine:
@@ -119,10 +134,10 @@ class Team:
 
     def __init__(
         self,
-        user: type[QueueUser | RolloutUser],
+        user: Callable[..., QueueUser | RolloutUser],
         num_workers: int,
         *,
-        start: Callable[[int], Any] = lambda index: f"new {index}",
+        start: Callable[[int], Any] = new_worker,
         join: Callable[..., Awaitable[None]] = at_once,
         restarts: RestartPolicy = AT_ONCE,
     ) -> None:
@@ -137,21 +152,27 @@ class Team:
     def states(self) -> list[WorkerState]:
         return [worker.state for worker in self.pool.status()]
 
-    def work(self) -> Work:
-        return Work(self.user)
+    def work(self, **options: bool) -> Work:
+        return Work(self.user, **options)
 
 
 class Work:
-    """A piece of work in flight until it is finished."""
+    """A piece of work in flight until it is finished; a queue tells where it is done."""
 
-    def __init__(self, user: QueueUser | RolloutUser) -> None:
-        self._done = asyncio.Event()
-        self._task = asyncio.create_task(user.work(self._done))
+    slot: WorkerSlot | None = None
+
+    def __init__(self, user: QueueUser | RolloutUser, **options: bool) -> None:
+        self.done = asyncio.Event()
+        self.task = asyncio.create_task(user.work(self, **options))
 
     async def finish(self) -> None:
-        self._done.set()
-        await self._task
+        self.done.set()
+        await self.task
         await settle()
+
+    @property
+    def handle(self) -> Any:
+        return self.slot.handle if self.slot else None
 
 
 both = pytest.mark.parametrize("user", [QueueUser, RolloutUser])
@@ -363,62 +384,12 @@ async def test_closing_ends_every_worker_and_does_not_wait_for_one_that_starts(u
 VITALS = Vitals("10.0.0.1", 7, 2**20, 0.5)
 
 
-def new_worker(index: int) -> str:
-    return f"new {index}"
-
-
-class QueueTeam:
-    """A queue whose first workers are "old 0", "old 1", ...; what was lost is in `lost`."""
-
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        start: Callable[[int], Any] = new_worker,
-        join: Any = at_once,
-        restarts: RestartPolicy = AT_ONCE,
-        max_load: int = 2,
-        may_pile_up: Callable[[], bool] = lambda: True,
-        first: list[Any] | None = None,
-    ) -> None:
-        self.hosts = FakeHosts(start, booked=num_workers)
-        self.lost: list[Exception] = []
-        self.queue = WorkQueue(
-            "judge", first or [f"old {index}" for index in range(num_workers)], self.hosts, max_load=max_load,
-            restarts=restarts, alive_s=0.05, join=join, on_lost=self.lost.append, may_pile_up=may_pile_up,
-        )  # fmt: skip
-
-    def states(self) -> dict[str, WorkerState]:
-        return {worker.name: worker.state for worker in self.queue.pool.status()}
-
-    def work(self, *, is_urgent: bool = False) -> QueueWork:
-        return QueueWork(self.queue, is_urgent)
-
-
-class QueueWork:
-    """A piece of work that lasts until it is finished, and remembers where it was done."""
-
-    def __init__(self, queue: WorkQueue, is_urgent: bool) -> None:
-        self.slot: WorkerSlot | None = None
-        self._done = asyncio.Event()
-        self.task = asyncio.create_task(self._run(queue, is_urgent))
-
-    async def _run(self, queue: WorkQueue, is_urgent: bool) -> None:
-        async with queue.slot(is_urgent=is_urgent) as self.slot:
-            await self._done.wait()
-
-    async def finish(self) -> None:
-        self._done.set()
-        await self.task
-        await settle()
-
-    @property
-    def handle(self) -> Any:
-        return self.slot.handle if self.slot else None
+def queue_team(num_workers: int, *, start: Any = new_worker, join: Any = at_once, **options: Any) -> Team:
+    return Team(partial(QueueUser, **options), num_workers, start=start, join=join)
 
 
 async def test_work_goes_to_the_least_loaded_worker_and_then_waits_in_line() -> None:
-    team = QueueTeam(2)
+    team = queue_team(2)
     works = [team.work() for _ in range(6)]
     await settle()
     assert [work.handle for work in works] == ["old 0", "old 1", "old 0", "old 1", None, None]
@@ -428,18 +399,18 @@ async def test_work_goes_to_the_least_loaded_worker_and_then_waits_in_line() -> 
 
 async def test_work_piles_up_at_a_worker_only_where_it_may() -> None:
     is_much = False
-    team = QueueTeam(1, may_pile_up=lambda: is_much)
+    team = queue_team(1, may_pile_up=lambda: is_much)
     works = [team.work() for _ in range(3)]
     await settle()
     assert [work.handle for work in works] == ["old 0", None, None]
     is_much = True
-    team.queue.dispatch()
+    team.user.queue.dispatch()
     await settle()
     assert [work.handle for work in works] == ["old 0", "old 0", None]
 
 
 async def test_urgent_work_goes_before_those_who_wait() -> None:
-    team = QueueTeam(1, max_load=1)
+    team = queue_team(1, max_load=1)
     first, patient, urgent = team.work(), team.work(), team.work(is_urgent=True)
     await settle()
     await first.finish()
@@ -447,14 +418,14 @@ async def test_urgent_work_goes_before_those_who_wait() -> None:
 
 
 async def test_work_that_is_cancelled_gives_its_place_to_the_next() -> None:
-    team = QueueTeam(1, max_load=1)
+    team = queue_team(1, max_load=1)
     first, second, third = team.work(), team.work(), team.work()
     await settle()
     first.task.cancel()
     second.task.cancel()  # in the moment in which it is promised the place
     await settle()
     assert third.handle == "old 0"
-    assert [worker.num_in_flight for worker in team.queue.pool.status()] == [1]
+    assert [worker.num_in_flight for worker in team.pool.status()] == [1]
 
 
 async def test_a_lost_worker_gets_no_more_work() -> None:
@@ -463,12 +434,12 @@ async def test_a_lost_worker_gets_no_more_work() -> None:
     async def slow(name: str, handle: Any) -> None:
         await waiting.wait()
 
-    team = QueueTeam(2, join=slow)
+    team = queue_team(2, join=slow)
     first = team.work()
     await settle()
-    team.queue.lose(first.slot, DIED)
+    team.user.queue.lose(first.slot, DIED)
     await settle()
-    assert team.states() == {"judge/0": WorkerState.JOINING, "judge/1": SERVING}
+    assert team.states() == [WorkerState.JOINING, SERVING]
     later = [team.work() for _ in range(3)]
     await settle()
     assert [work.handle for work in later] == ["old 1", "old 1", None]
@@ -478,14 +449,16 @@ async def test_a_lost_worker_gets_no_more_work() -> None:
 
 
 async def test_work_does_not_wait_for_a_pool_that_is_gone() -> None:
-    team = QueueTeam(1, start=no_room, max_load=1)
+    team = queue_team(1, start=no_room, max_load=1)
     work, waiting = team.work(), team.work()
     await settle()
-    team.queue.lose(work.slot, DIED)
-    with pytest.raises(WorkerDiedError, match=r"every judge worker is lost.*judge/0: error: PlacementError: no room"):
+    team.user.queue.lose(work.slot, DIED)
+    with pytest.raises(
+        WorkerDiedError, match=r"every rollout worker is lost.*rollout/0: error: PlacementError: no room"
+    ):
         await waiting.task
     with pytest.raises(WorkerDiedError, match="resume=auto"):
-        async with team.queue.slot():
+        async with team.user.queue.slot():
             pass
 
 
@@ -502,15 +475,15 @@ async def test_a_worker_that_misses_a_deadline_is_replaced_unless_it_is_free() -
             raise DIED
 
     workers = [LocalHandle(role()) for role in (Free, Busy, Gone)]
-    team, late = QueueTeam(3, first=workers), DeadlineError("waited 5 s for an answer")
+    team, late = queue_team(3, first=workers), DeadlineError("waited 5 s for an answer")
     works = [team.work() for _ in workers]
     await settle()
-    errors = [await team.queue.failed(work.slot, late) for work in works]
+    errors = [await team.user.queue.failed(work.slot, late) for work in works]
     await settle()
     assert errors[1:] == [late, late]
     assert isinstance(errors[0], LostReplyError) and str(errors[0]).startswith(f"{late}: the worker is healthy")
-    assert team.queue.handles == (workers[0], "new 1", "new 2")
-    assert team.lost == [late, DIED]
+    assert team.user.queue.handles == (workers[0], "new 1", "new 2")
+    assert team.user.lost == [late, DIED]
 
 
 async def test_a_worker_that_gives_no_sign_of_life_is_replaced() -> None:
@@ -521,13 +494,15 @@ async def test_a_worker_that_gives_no_sign_of_life_is_replaced() -> None:
     class Silent:
         is_alive = staticmethod(never)
 
-    team = QueueTeam(2, first=[LocalHandle(Alive()), LocalHandle(Silent())])
-    healthy, _ = team.queue.handles
-    await team.queue.pool.check()
+    team = queue_team(2, first=[LocalHandle(Alive()), LocalHandle(Silent())])
+    healthy, _ = team.user.queue.handles
+    await team.pool.check()
     await settle()
-    assert team.queue.handles == (healthy, "new 1")
-    assert [worker.vitals for worker in team.queue.pool.status()] == [VITALS, None]
-    assert isinstance(team.lost[0], DeadlineError) and "judge/1 to answer that it is alive" in str(team.lost[0])
+    assert team.user.queue.handles == (healthy, "new 1")
+    assert [worker.vitals for worker in team.pool.status()] == [VITALS, None]
+    assert isinstance(team.user.lost[0], DeadlineError) and "rollout/1 to answer that it is alive" in str(
+        team.user.lost[0]
+    )
 
 
 async def test_new_workers_join_in_the_background_and_take_work_that_waits() -> None:
@@ -536,42 +511,42 @@ async def test_new_workers_join_in_the_background_and_take_work_that_waits() -> 
     async def join(name: str, handle: Any) -> None:
         greeted.append(f"{name} {handle}")
 
-    team = QueueTeam(1, max_load=1, join=join)
+    team = queue_team(1, max_load=1, join=join)
     works = [team.work() for _ in range(3)]
     await settle()
-    await team.queue.pool.scale(3)
-    assert team.states() == {"judge/0": SERVING, "judge/1": WorkerState.STARTING, "judge/2": WorkerState.STARTING}
+    await team.pool.scale(3)
+    assert team.states() == [SERVING, WorkerState.STARTING, WorkerState.STARTING]
     await settle()
     assert [work.handle for work in works] == ["old 0", "new 1", "new 2"]
-    assert greeted == ["judge/1 new 1", "judge/2 new 2"]
+    assert greeted == ["rollout/1 new 1", "rollout/2 new 2"]
     assert team.hosts.booked == {0, 1, 2}
 
 
 async def test_a_worker_that_is_scaled_away_finishes_what_it_has_and_takes_nothing_new() -> None:
-    team = QueueTeam(2, max_load=2)
+    team = queue_team(2, max_load=2)
     works = [team.work() for _ in range(4)]
     await settle()
-    await team.queue.pool.scale(1)
-    assert team.states() == {"judge/0": SERVING, "judge/1": DRAINING}
+    await team.pool.scale(1)
+    assert team.states() == [SERVING, DRAINING]
     await works[1].finish()
     waiting = team.work()
     await settle()
-    assert waiting.handle is None and team.states()["judge/1"] is DRAINING
+    assert waiting.handle is None and team.states() == [SERVING, DRAINING]
     await works[3].finish()
-    assert team.states() == {"judge/0": SERVING}
+    assert team.states() == [SERVING]
     assert team.hosts.stopped == [(1, "old 1")] and team.hosts.booked == {0}
     await works[0].finish()
     assert waiting.handle == "old 0"
 
 
 async def test_closing_ends_every_worker_and_fails_the_waiting_calls() -> None:
-    team = QueueTeam(2, max_load=1)
+    team = queue_team(2, max_load=1)
     works = [team.work() for _ in range(3)]
     await settle()
-    await team.queue.pool.close()
+    await team.pool.close()
     assert sorted(team.hosts.stopped) == [(0, "old 0"), (1, "old 1")]
     with pytest.raises(WorkerDiedError, match="closed: the run is over"):
         await works[2].task
-    team.queue.lose(works[0].slot, DIED)
+    team.user.queue.lose(works[0].slot, DIED)
     await works[0].finish()
-    assert team.queue.pool.status() == [] and team.lost == []
+    assert team.pool.status() == [] and team.user.lost == []

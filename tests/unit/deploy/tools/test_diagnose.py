@@ -86,9 +86,8 @@ def step(number: int, changes: Mapping[str, float], **fields: Any) -> StepRecord
     risen = {MetricName.ACCURACY: 0.4 + 0.3 * share, MetricName.REWARD_MEAN: 0.4 + 0.3 * share + noise}
     counters = {CounterName.WEIGHT_SYNCS: {"all": number + 1}}
     fields = {"components": {"accuracy": 0.5}, "correlations": {"accuracy": 1.0}, "counters": counters} | fields
-    return StepRecord(
-        number, {"total": 1.0}, {**HEALTHY, **risen, MetricName.KL: 0.1 * share, **changes}, {0: 256}, **fields
-    )
+    values = {**HEALTHY, **risen, MetricName.KL: 0.1 * share, **changes}
+    return StepRecord(number, {"total": 1.0}, values, {0: 256}, **fields)
 
 
 def answers(text: Callable[[str, int], str], finish_reason: str = "stop") -> tuple[AnswerGroup, ...]:

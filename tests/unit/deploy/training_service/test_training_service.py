@@ -22,7 +22,7 @@ import training_server
 from ray_apart import free_port
 from service_client import KEY, connect, train_at, wait_until_up
 from tinker.lib.public_interfaces.rest_client import RestClient
-from training_server import NAME, Running, running
+from training_server import NAME, running
 
 types = tinker.types
 

@@ -25,7 +25,7 @@ from fakes import (
     stop_request,
 )
 
-from mobula.cluster.audit.chain import ChainWriter, SigningKey
+from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, ChainWriter, Head, SigningKey, encode
 from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.audit.verification import Audit, verify
 from mobula.cluster.controller import Controller
@@ -337,6 +337,16 @@ def whole_run(folder: Path, num_steps: int = 4, key: SigningKey | None = None) -
         asyncio.run(run.go())
         audit.ended("done", total)
     return folder
+
+
+def rewrite_chain(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a chain of these records that is consistent in itself, as a forger without a key can."""
+    previous, content = "0" * 64, b""
+    for seq, row in enumerate(rows):
+        line, previous = encode(seq, previous, row["at_s"], row["kind"], row["body"])
+        content += line
+    (folder / AUDIT_FILE).write_bytes(content)
+    (folder / HEAD_FILE).write_bytes(Head(len(rows), len(content), previous).encoded())
 
 
 def audited(folder: Path, head: str = "", key: SigningKey | None = None) -> Audit:

@@ -164,8 +164,7 @@ def test_the_reward_decides_what_is_put_behind_a_question(words: list[str], suff
 
 
 def test_a_reward_of_ones_own_changes_no_question() -> None:
-    mine = "{name: mine, function: f.py:f, weight: 1.0, options: {}, service: reward, needs_images: false, "
-    mine += "retries: 0, cache_entries: 0}"
+    mine = "{name: mine, function: f.py:f, weight: 1.0}"
     config = load_config([*OWN, f"rewards.components=[{mine}]", "rewards.accuracy_component=mine"])
     assert (config.data.prompt_suffix, config.question_suffix) == ("auto", "")
 

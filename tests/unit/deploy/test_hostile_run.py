@@ -13,10 +13,10 @@ import pytest
 from metrics_data import write_run
 from rich.table import Table
 from rich.text import Text
-from runs import whole_run
+from runs import rewrite_chain, whole_run
 from typer.testing import CliRunner
 
-from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, Head, encode
+from mobula.cluster.audit.chain import AUDIT_FILE
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
 from mobula.deploy.cli import commands
@@ -49,16 +49,13 @@ def run(tmp_path: Path) -> Path:
     """A foreign run: its chain, names, responses, errors and keys carry escape sequences."""
     folder = whole_run(tmp_path / "run")
     rows = [json.loads(line) for line in (folder / AUDIT_FILE).read_bytes().splitlines()]
-    previous, content = "0" * 64, b""
     for seq, row in enumerate(rows):
         if row["kind"] == "started":
             row["body"]["run"] = HOSTILE
         receivers = {"receivers": {HOSTILE: HOSTILE}} if row["kind"] == "pushed" else {}
         row["body"] = row["body"] | {"status": HOSTILE} | receivers
-        line, previous = encode(seq, previous, row["at_s"], row["kind"] if seq % 5 else HOSTILE, row["body"])
-        content += line
-    (folder / AUDIT_FILE).write_bytes(content)
-    (folder / HEAD_FILE).write_bytes(Head(len(rows), len(content), previous).encoded())
+        row["kind"] = row["kind"] if seq % 5 else HOSTILE
+    rewrite_chain(folder, rows)
     (folder / f"added {HOSTILE.replace('/', '')}").write_text("")
     return folder
 

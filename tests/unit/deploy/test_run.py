@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from typer.testing import CliRunner
 from mobula.cluster.audit.chain import ChainWriter
 from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
 from mobula.cluster.runtime.placement_groups import holders
 from mobula.configs.errors import ConfigError
@@ -40,7 +39,7 @@ from mobula.deploy.run import node_network
 from mobula.deploy.run.logs import LOG_FILE, log_thread_failures, log_to, set_up_logging
 from mobula.deploy.run.node_network import ListenAddress, ProbeEndpoint, refuse_unreached
 from mobula.deploy.run.overview import code, machine, packages, reproduction
-from mobula.deploy.run.run_report import earlier_wall_s, headline
+from mobula.deploy.run.run_report import earlier_wall_s
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -220,42 +219,6 @@ def test_a_broken_file_is_named(run: Path, file: str, text: str, said: str) -> N
     (run / file).write_text(text)
     found = report(run)
     assert found.exit_code == 2 and file in found.stderr and said in found.stderr
-
-
-OWN = ["experiment=own", "policy.model=m", "data.path=d"]
-
-MINE = (
-    "rewards.components=[{name: mine, function: f.py:f, weight: 1.0, options: {}, service: reward, "
-    "needs_images: false, retries: 0, cache_entries: 0}]"
-)
-BY_MINE = [*OWN, MINE, "rewards.accuracy_component=mine"]
-
-
-def measured(before: float | None, after: float | None, tokens: tuple[float, float] | None = None) -> Summary:
-    values: dict[str, object] = {field.name: None for field in fields(Summary)}
-    values |= {"counted_before": "", "counted_after": "", "not_compared": ""}
-    shares = [{} if tokens is None else {"token_accuracy": share} for share in tokens or (0.0, 0.0)]
-    known = {"accuracy_before": before, "accuracy_after": after, "values_before": shares[0], "values_after": shares[1]}
-    return Summary(**{**values, **known})
-
-
-@pytest.mark.parametrize(
-    ("words", "measured", "line"),
-    [
-        (OWN, measured(0.15, 0.833), "held-out accuracy 15.0% before RL, 83.3% after RL"),
-        (OWN, measured(None, None), "held-out accuracy not measured before RL, not measured after RL"),
-        (BY_MINE, measured(-0.97, 0.5), "held-out mean of mine -0.97 before RL, 0.5 after RL"),
-        (BY_MINE, measured(0.2, 7.25), "held-out mean of mine 0.2 before RL, 7.25 after RL"),
-        (
-            ["experiment=sft", "policy.model=m", "data.path=d"],
-            measured(0.0, 0.0, (0.47, 0.78)),
-            "held-out whole answers correct 0.0% before training, 0.0% after training; tokens correct 47.0% before "
-            "training, 78.0% after training",
-        ),
-    ],
-)
-def test_the_headline_names_what_was_measured(words: list[str], measured: Summary, line: str) -> None:
-    assert headline(load_config(words), measured) == line
 
 
 @pytest.mark.parametrize(("text", "seconds"), [('{"wall_s": 12.5}', 12.5), ("{", 0.0), ("{}", 0.0), (None, 0)])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import CONFIG, audited, audited_run, whole_run
+from runs import CONFIG, audited, audited_run, rewrite_chain, whole_run
 
 from mobula.cluster.audit.chain import (
     AUDIT_FILE,
@@ -61,19 +61,9 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / AUDIT_FILE).read_bytes().splitlines()]
 
 
-def rewrite(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes a chain of these records that is consistent in itself, as a forger without a key can."""
-    previous, content = "0" * 64, b""
-    for seq, row in enumerate(rows):
-        line, previous = encode(seq, previous, row["at_s"], row["kind"], row["body"])
-        content += line
-    (folder / AUDIT_FILE).write_bytes(content)
-    (folder / HEAD_FILE).write_bytes(Head(len(rows), len(content), previous).encoded())
-
-
 def cut(folder: Path, num: int) -> None:
     """Removes the last records and counts the rest in the head."""
-    rewrite(folder, records(folder)[:-num])
+    rewrite_chain(folder, records(folder)[:-num])
 
 
 def named(folder: Path) -> dict[str, str]:
@@ -371,7 +361,7 @@ def test_records_that_the_log_noted_are_missed_in_a_cut_and_in_a_rewritten_chain
     cut(copy, 2)
     assert "the chain was cut" in named(copy)["run.log"]
     rows[-1]["at_s"] += 1
-    rewrite(copy, rows)
+    rewrite_chain(copy, rows)
     assert "it was replaced" in named(copy)["run.log"]
 
 
@@ -413,7 +403,7 @@ def test_swapped_and_renamed_checkpoints_are_named_also_where_the_chain_was_rewr
         if row["kind"] in ("checkpoint", "resumed") and row["body"]["version"] in (2, 4):
             manifest = copy / f"checkpoints/step-{row['body']['version']:06d}/manifest.json"
             row["body"]["manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
-    rewrite(copy, rows)
+    rewrite_chain(copy, rows)
     (copy / "run.log").write_text("run.log\n")
     assert named(copy)["checkpoints/step-000002"] == "it has the state of version 4"
 
@@ -457,7 +447,7 @@ def test_a_chain_of_another_program_has_findings_and_no_traceback(copy: Path, wr
     rows = records(copy)
     for row in rows:
         wrong(row["body"])
-    rewrite(copy, rows)
+    rewrite_chain(copy, rows)
     assert audited(copy).findings
 
 
@@ -485,7 +475,7 @@ def test_a_signed_chain_verifies_with_its_key_alone(tmp_path: Path) -> None:
 def test_a_forged_or_cut_chain_lacks_signatures(tmp_path: Path) -> None:
     folder = filled(tmp_path / "run", key=KEY)
     rows, lines = records(folder), (folder / AUDIT_FILE).read_bytes().splitlines(keepends=True)
-    rewrite(folder, rows)
+    rewrite_chain(folder, rows)
     assert f"{len(rows)} of {len(rows)} records are not signed" in audited(folder, key=KEY).findings[0].message
     head = Head(len(lines) - 1, sum(map(len, lines[:-1])), rows[-2]["sha256"])
     (folder / AUDIT_FILE).write_bytes(b"".join(lines[:-1]))

@@ -83,6 +83,11 @@ class FakeRay:
         return self.series[name].values[-1]
 
 
+def started_sink(heartbeat_s: float = 10, **options: Any) -> tuple[FakeRay, RaySink]:
+    ray = FakeRay()
+    return ray, RaySink(TAGS, heartbeat_s=heartbeat_s, make_series=ray.make, **options)
+
+
 @pytest.mark.parametrize("value", [0.25, math.inf, -math.inf, math.nan])
 def test_a_record_survives_its_line_and_the_line_is_strict_json(value: float) -> None:
     line = to_line(record(3, value))
@@ -226,8 +231,7 @@ def test_a_terminal_shows_a_bar_with_the_numbers_and_held_out_accuracy() -> None
 
 
 def test_ray_gauges_carry_run_role_index_and_what_splits_them() -> None:
-    ray = FakeRay()
-    sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make)
+    ray, sink = started_sink()
     sink.emit(record(4))
     sink.close()
     assert ray.last("mobula_reward_mean") == (0.5, TAGS)
@@ -238,8 +242,7 @@ def test_ray_gauges_carry_run_role_index_and_what_splits_them() -> None:
 
 
 def test_a_lag_that_is_gone_reads_zero_and_a_number_that_is_none_is_not_exported() -> None:
-    ray = FakeRay()
-    sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make)
+    ray, sink = started_sink()
     sink.emit(record(1, staleness={0: 70, 1: 10}))
     sink.emit(record(2, math.nan, staleness={0: 80}))
     sink.close()
@@ -249,8 +252,7 @@ def test_a_lag_that_is_gone_reads_zero_and_a_number_that_is_none_is_not_exported
 
 
 def test_ray_gauges_are_set_again_by_the_heartbeat_until_the_sink_is_closed() -> None:
-    ray = FakeRay()
-    sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
+    ray, sink = started_sink(heartbeat_s=0.01)
     sink.emit(record(1))
     values = ray.series["mobula_reward_mean"].values
     wait_until(lambda: len(values) >= 4)
@@ -262,8 +264,7 @@ def test_ray_gauges_are_set_again_by_the_heartbeat_until_the_sink_is_closed() ->
 
 
 def test_a_heartbeat_that_fails_is_raised_by_the_next_emit() -> None:
-    ray = FakeRay()
-    sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
+    ray, sink = started_sink(heartbeat_s=0.01)
     sink.emit(record(1))
     ray.series["mobula_reward_mean"].set = None  # type: ignore[method-assign, assignment]
     sink._thread.join(timeout=5)
@@ -277,8 +278,7 @@ def test_ray_metrics_without_run_role_and_index_are_refused() -> None:
 
 
 def test_a_name_that_prometheus_does_not_allow_is_spelled_with_underscores() -> None:
-    ray = FakeRay()
-    sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make)
+    ray, sink = started_sink()
     sink.emit(StepRecord(1, {}, {"policy/ratio.max": 1.5}, {}, {}, {}))
     sink.close()
     assert ray.last("mobula_policy_ratio_max") == (1.5, TAGS)
@@ -290,8 +290,7 @@ def status(phase: str, *workers: WorkerStatus) -> RunStatus:
 
 
 def test_gauges_are_there_before_the_first_step_and_counters_start_at_0() -> None:
-    ray = FakeRay()
-    sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make, now=lambda: 1000.0)
+    ray, sink = started_sink(now=lambda: 1000.0)
     assert ray.last("mobula_up") == (1.0, TAGS)
     assert ray.last("mobula_last_step_time") == (1000.0, TAGS)
     assert ray.last("mobula_restarts_total") == (0.0, {**TAGS, "reason": "all"})
@@ -303,8 +302,7 @@ def test_gauges_are_there_before_the_first_step_and_counters_start_at_0() -> Non
 
 
 def test_phase_and_workers_go_out_with_the_heartbeat_and_workers_that_left_do_not() -> None:
-    ray = FakeRay()
-    sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
+    ray, sink = started_sink(heartbeat_s=0.01)
     one = WorkerStatus("rollout/0", WorkerState.SERVING, 7, 2, 1)
     two = WorkerStatus("rollout/1", WorkerState.WAITING, None, 0, 4)
     sink.post(status("update", one, two))
@@ -323,8 +321,7 @@ def test_phase_and_workers_go_out_with_the_heartbeat_and_workers_that_left_do_no
 
 
 def test_a_worker_has_gauges_with_its_node_and_what_it_cannot_measure_has_none() -> None:
-    ray = FakeRay()
-    sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
+    ray, sink = started_sink(heartbeat_s=0.01)
     of_engine = Vitals("10.0.0.1", 5, 100, 0.5, load=EngineLoad(0.25, 12, 3, 0, 9000), tokens_per_s=80.0)
     engine = WorkerStatus("rollout/0", WorkerState.SERVING, 7, 2, 1, vitals=of_engine)
     rank = WorkerStatus("learner/1", WorkerState.SERVING, 7, 1, 0, vitals=Vitals("10.0.0.2", 6, 200, None, 2**34, 0.9))

@@ -350,6 +350,29 @@ def test_the_last_line_and_the_summary_have_no_before_of_another_evaluation() ->
     assert headline(load_config(OWN), summary_of(SAME)) == "held-out accuracy 30.0% before RL, 60.0% after RL"
 
 
+BY_MINE = [*OWN, "rewards.components=[{name: mine, function: f.py:f, weight: 1.0}]", "rewards.accuracy_component=mine"]
+TAUGHT = [record(v, 0.0, GREEDY, values={"token_accuracy": share}) for v, share in ((0, 0.47), (8, 0.78))]
+
+
+@pytest.mark.parametrize(
+    ("words", "records", "line"),
+    [
+        (OWN, [], "held-out accuracy not measured before RL, not measured after RL"),
+        (BY_MINE, [(0, -0.97), (8, 0.5)], "held-out mean of mine -0.97 before RL, 0.5 after RL"),
+        (BY_MINE, [(0, 0.2), (8, 7.25)], "held-out mean of mine 0.2 before RL, 7.25 after RL"),
+    ],
+)
+def test_the_headline_names_what_was_measured(words: list[str], records: list[tuple[int, float]], line: str) -> None:
+    assert headline(load_config(words), summary_of([record(*one, GREEDY) for one in records])) == line
+
+
+def test_the_headline_of_supervised_training_has_the_share_of_right_tokens() -> None:
+    assert headline(load_config(["experiment=sft", *OWN[1:]]), summary_of(TAUGHT)) == (
+        "held-out whole answers correct 0.0% before training, 0.0% after training; tokens correct 47.0% before "
+        "training, 78.0% after training"
+    )
+
+
 def test_means_that_leave_responses_out_say_how_many() -> None:
     missing = [replace(SAME[0], num=3, num_unscored=1), replace(SAME[1], num=24)]
     line = "held-out accuracy 30.0% before RL (3 of 4 prompts), 60.0% after RL"

@@ -67,18 +67,6 @@ def test_a_step_that_is_trained_again_after_a_resume_replaces_its_record(tmp_pat
     assert [logged.group.group_id for logged in log.read(1)] == ["0/0/a"]
 
 
-def test_a_killed_append_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = TrajectoryLog(tmp_path, timeout_s=1)
-
-    def killed(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        log.append(1, [make_scored("0/0/a")])
-    assert TrajectoryLog(tmp_path, timeout_s=1).steps() == []
-
-
 FOREIGN = pa.table({"step": [2], "group_id": ["a"], "text": ["b"]})
 
 

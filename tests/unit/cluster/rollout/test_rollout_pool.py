@@ -11,7 +11,6 @@ from fakes import SETTINGS, make_group, make_prompt
 from waiting import until
 
 from mobula.cluster.errors import (
-    CanaryError,
     DeadlineError,
     EngineDiedError,
     ExcludedPromptError,
@@ -263,21 +262,6 @@ async def test_an_engine_behind_the_published_version_is_not_sampled_from() -> N
         await pool.generate(PROMPT, SETTINGS)
 
 
-async def test_who_is_lost_too_often_is_quarantined_and_the_others_go_on() -> None:
-    def broken(engine: FakeEngine, nth: int) -> None:
-        if engine.name == "rollout/0" and nth > 0:
-            engine.start_error = RuntimeError("no such device")
-
-    yard = Yard(broken)
-    async with pool_of(2, yard) as (pool, losses):
-        pool.lose(pool.receivers()[0], CanaryError("off by 1"))
-        await until(lambda: states(pool)[0] is WorkerState.QUARANTINED)
-        assert losses == ["rollout_wrong", "rollout_error", "rollout_error"]
-        assert "no such device" in pool.status()[0].detail
-        assert not any(engine.is_open for engine in yard.made[0])
-        await pool.generate(PROMPT, SETTINGS)
-
-
 async def test_of_a_long_error_the_status_holds_one_line_and_the_log_all(caplog: pytest.LogCaptureFixture) -> None:
     ids = [f"\tactor_id: {number}" for number in range(30)]
     last = "The actor is dead because its worker process has died. " + "Worker exit detail: end of file. " * 9
@@ -296,10 +280,12 @@ async def test_the_run_ends_when_no_actor_is_left() -> None:
         if nth > 0:
             engine.start_error = WorkerDiedError("no such device")
 
+    yard = Yard(broken)
     with pytest.raises(WorkerDiedError, match=r"max_restarts=2 within .*rollout/0: died: no such device.*resume=auto"):
-        async with asyncio.timeout(5), pool_of(1, Yard(broken)) as (pool, _):
+        async with asyncio.timeout(5), pool_of(1, yard) as (pool, _):
             pool.lose(pool.receivers()[0], WorkerDiedError("gone"))
             await asyncio.Event().wait()
+    assert len(yard.made[0]) == 3 and not any(engine.is_open for engine in yard.made[0])
 
 
 async def test_a_prompt_does_not_wait_for_ever() -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 from fakes import AT_ONCE, SETTINGS, FakeHosts, LocalHandle, make_group, make_prompt, never, settle
 
-from mobula.cluster.errors import DeadlineError, LostReplyError, PlacementError, PreflightError, WorkerDiedError
+from mobula.cluster.errors import (
+    CanaryError,
+    DeadlineError,
+    LostReplyError,
+    PlacementError,
+    PreflightError,
+    WorkerDiedError,
+)
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import Generated
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
@@ -207,13 +214,17 @@ async def test_a_lost_worker_is_replaced_once_however_often_it_is_reported(user:
 async def test_a_worker_that_is_lost_too_often_is_quarantined_and_its_place_given_back(user: Any) -> None:
     team = Team(user, 2, start=no_room)
     async with team.user.running():
-        team.pool.lose(team.user.handles[0], DIED)
+        team.pool.lose(team.user.handles[0], CanaryError("off by 1"))
         await settle()
         assert team.states() == [QUARANTINED, SERVING]
-        assert team.hosts.booked == {1}
+        assert team.hosts.booked == {1} and team.hosts.stopped == [(0, "old 0")]
         assert team.hosts.started[0] == AT_ONCE.max_restarts
         assert team.pool.status()[0].detail == "error: PlacementError: no room"
         assert len(team.user.lost) == 1 + AT_ONCE.max_restarts
+        if user is RolloutUser:
+            assert team.user.lost == ["rollout_wrong", *["rollout_error"] * AT_ONCE.max_restarts]
+        work = team.work()
+        await work.finish()
 
 
 @both

@@ -310,8 +310,8 @@ SERVICE = (
 
 def judge(engine: str) -> str:
     return (
-        "rewards.components=[{name: accuracy, function: vllm_judge, options: {engine: " + engine + "}, weight: 1.0, "
-        "service: judge, needs_images: false, retries: 0, cache_entries: 0}]"
+        "rewards.components=[{name: accuracy, function: vllm_judge, weight: 1.0, service: judge, "
+        "options: {engine: " + engine + "}}]"
     )
 
 

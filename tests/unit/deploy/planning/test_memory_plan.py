@@ -211,9 +211,8 @@ def test_a_reward_process_holds_torch_where_one_of_its_functions_computes_with_i
     def process(*words: str) -> int:
         return worker_memory(config("resources=laptop", *words), qwen(hidden=1024, layers=8), "reward").host["process"]
 
-    rest = "service: reward, needs_images: false, retries: 0, cache_entries: 0"
     by_model, by_engine = (
-        f"rewards.components=[{{name: accuracy, function: {function}, options: {{}}, weight: 1.0, {rest}}}]"
+        f"rewards.components=[{{name: accuracy, function: {function}, weight: 1.0}}]"
         for function in ("reward_model", "vllm_judge")
     )
     assert process() < 200 * 2**20 < process(by_model) < process(by_engine) == PROCESS["vllm"]

@@ -218,8 +218,7 @@ def test_a_run_folder_is_scored_by_its_own_rewards_unless_others_are_named(tmp_p
 
 IMAGES_RECIPE = """
 components:
-  - {name: seen, function: FILE, weight: 1.0, options: {}, service: reward, needs_images: true, retries: 0,
-     cache_entries: 0}
+  - {name: seen, function: FILE, weight: 1.0, needs_images: true}
 accuracy_component: seen
 processes: 2
 """
@@ -358,16 +357,15 @@ def test_each_pattern_has_its_flaw_and_its_latency() -> None:
     for i in range(200):
         made = corrupt(f"id-{i}", "p", " red ")
         found[made["metadata"].pop("pattern")] = made
-    good = {"evidence_entities": ["red"], "claimed_entities": ["red"]}
-    assert found["good_json_exact"]["metadata"] == {**good, "latency_ms": 110}
-    assert found["good_json_exact"]["response"] == '{"answer": "red"}'
-    assert found["format_bad_contains"]["response"] == "answer: red"
-    assert found["format_bad_contains"]["metadata"]["latency_ms"] == 150
-    assert found["grounding_hidden"]["metadata"]["claimed_entities"] == ["not-red"]
-    assert found["grounding_hidden"]["metadata"]["latency_ms"] == 170
-    assert found["wrong_answer"]["response"] == '{"answer": "wrong-red"}'
-    assert found["wrong_answer"]["metadata"]["claimed_entities"] == ["wrong-red"]
-    assert found["wrong_answer"]["metadata"]["latency_ms"] == 190
+    expected = {
+        "good_json_exact": ('{"answer": "red"}', "red", 110),
+        "format_bad_contains": ("answer: red", "red", 150),
+        "grounding_hidden": ('{"answer": "red"}', "not-red", 170),
+        "wrong_answer": ('{"answer": "wrong-red"}', "wrong-red", 190),
+        "verbose_slow": (found["verbose_slow"]["response"], "red", 1400),
+    }
+    for name, (response, claimed, latency_ms) in expected.items():
+        metadata = {"evidence_entities": ["red"], "claimed_entities": [claimed], "latency_ms": latency_ms}
+        assert (found[name]["response"], found[name]["metadata"]) == (response, metadata)
     assert json.loads(found["verbose_slow"]["response"])["answer"] == "red"
     assert len(json.loads(found["verbose_slow"]["response"])["reasoning"].split()) == 19
-    assert found["verbose_slow"]["metadata"]["latency_ms"] == 1400

@@ -96,8 +96,7 @@ def test_a_run_that_is_not_there_is_named(word: str, message: str) -> None:
 
 REWARDS = """
 components:
-  - {name: a, function: format, weight: 1.0, options: {preset: boxed}, service: reward, needs_images: false,
-     retries: 0, cache_entries: 0}
+  - {name: a, function: format, weight: 1.0, options: {preset: boxed}}
 accuracy_component: a
 """
 

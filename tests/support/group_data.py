@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -81,6 +82,16 @@ class OneRank:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return copied(self.rank)
+
+    async def save(self, folder: Path) -> None:
+        self.rank.save(folder)
+
+    async def finish_save(self) -> bool:
+        self.rank.finish_save()
+        return True
+
+    async def load(self, folder: Path) -> int:
+        return self.rank.load(folder)
 
 
 def numbered(groups: Sequence[ScoredGroup], first: int) -> list[ScoredGroup]:

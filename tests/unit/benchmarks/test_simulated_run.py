@@ -170,19 +170,13 @@ def test_what_goes_to_a_thread_is_done_before_time_moves() -> None:
     async def main() -> tuple[int, float]:
         ticking = asyncio.create_task(asyncio.sleep(5.0))
         result = await asyncio.to_thread(lambda: 3)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 / 0)
         moment = now()
         ticking.cancel()
         return result, moment
 
     assert run_virtually(main()) == (3, 0.0)
-
-
-def test_an_error_in_a_thread_travels() -> None:
-    async def main() -> None:
-        await asyncio.to_thread(lambda: 1 / 0)
-
-    with pytest.raises(ZeroDivisionError):
-        run_virtually(main())
 
 
 def test_a_deadlock_is_an_error() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from group_data import OneRank
 from learner_data import tiny_config
 from metrics_data import go_on, write_run
 from rich.console import Console
@@ -40,7 +41,6 @@ from mobula.deploy.run.logs import LOG_FILE, log_thread_failures, log_to, set_up
 from mobula.deploy.run.node_network import ListenAddress, ProbeEndpoint, refuse_unreached
 from mobula.deploy.run.overview import code, machine, packages, reproduction
 from mobula.deploy.run.run_report import earlier_wall_s
-from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 RED = "\x1b[31mboom\x1b[0m"
@@ -336,37 +336,19 @@ def test_the_refusal_names_both_ends_and_the_remedy() -> None:
 LORA = ("policy.lora.rank=4", "learner=fsdp2")  # the learner below is one process; what it saves has the same layout
 
 
-class OneRank:
-    """A learner as checkpoints see it."""
-
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
-
-    async def save(self, folder: Path) -> None:
-        self.learner.save(folder)
-
-    async def finish_save(self) -> bool:
-        self.learner.finish_save()
-        return True
-
-    async def load(self, folder: Path) -> int:
-        return self.learner.load(folder)
-
-
 def run_folder(folder: Path, config: RunConfig, steps: tuple[int, ...] = ()) -> Path:
     """A run with a checkpoint of each of `steps`, before which some weight grew by 1."""
     run = folder / "run"
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     single = config.model_copy(update={"learner": config.learner.model_copy(update={"backend": "single"})})
-    learner = Learner(single, 0, 1, ())
-    learner.connect("")
+    learner = OneRank(single)
 
     async def nothing() -> None: ...
 
     checkpoints = Checkpoints(
         run / "checkpoints",
-        learner=OneRank(learner),
+        learner=learner,
         parts={},
         prepare=nothing,
         finish=nothing,
@@ -374,10 +356,10 @@ def run_folder(folder: Path, config: RunConfig, steps: tuple[int, ...] = ()) -> 
         resume_mode=Resume.AUTO,
         schedule=CheckpointSchedule(1, 9, 9),
     )
-    trained = next(p for name, p in learner._policy.named_parameters() if p.requires_grad and "lora_A" not in name)
+    trained = next(p for name, p in learner.rank._policy.named_parameters() if p.requires_grad and "lora_A" not in name)
     for step in steps:
         trained.data += 1.0
-        learner.version = step
+        learner.rank.version = step
         asyncio.run(checkpoints.save(step))
     return run
 

@@ -66,20 +66,18 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     assert broken_links(tmp_path / "a.md") == ["b.md", "#none"]
 
 
-ROOT = Path(__file__).parents[3]
-
 SECTION = "## From a row of the data file to its gradient"
 
 MAX_FILES = 28
 
 
 def test_the_path_of_a_row_is_what_the_walkthrough_says() -> None:
-    text = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
     section = text.split(SECTION)[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+\.py)` \| (.*) \|$", section, flags=re.MULTILINE)
     assert 0 < len(rows) <= MAX_FILES
     for path, what in rows:
-        code = (ROOT / path).read_text(encoding="utf-8")
+        code = (REPOSITORY / path).read_text(encoding="utf-8")
         for name in re.findall(r"`(\w+)`", what)[:1]:
             assert re.search(rf"\b(class|def) {name}\b", code), f"{path} defines no {name}"
 
@@ -188,7 +186,9 @@ def test_a_generated_cell_has_whole_sentences() -> None:
 
 TOPS = ("configs", "cluster", "actors", "learner", "rewards", "deploy")
 
-ROOMS = sorted({path.parent.relative_to(ROOT).as_posix() for top in TOPS for path in (ROOT / top).glob("*/*.py")})
+ROOMS = sorted(
+    {path.parent.relative_to(REPOSITORY).as_posix() for top in TOPS for path in (REPOSITORY / top).glob("*/*.py")}
+)
 ROOMS += ["cluster", "learner"]  # have modules of their own
 
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -203,7 +203,7 @@ KEY = re.compile(r"(?:data|environment|algorithm|learner|resources|sampler|metri
 
 
 def text_of(room: str) -> str:
-    return (ROOT / room / "README.md").read_text(encoding="utf-8")
+    return (REPOSITORY / room / "README.md").read_text(encoding="utf-8")
 
 
 def defined_in(module: Path) -> set[str]:
@@ -219,10 +219,13 @@ def defined_in(module: Path) -> set[str]:
 
 
 DEFINED = {
-    name for top in (*TOPS, "tests/integration") for path in (ROOT / top).rglob("*.py") for name in defined_in(path)
+    name
+    for top in (*TOPS, "tests/integration")
+    for path in (REPOSITORY / top).rglob("*.py")
+    for name in defined_in(path)
 }
 
-KEYS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+KEYS = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
 def missing(room: str, text: str) -> list[str]:
@@ -230,14 +233,14 @@ def missing(room: str, text: str) -> list[str]:
     found = []
     for span in SPAN.findall(text):
         if PATH.fullmatch(span):
-            if not (ROOT / room / span).exists() and not any((ROOT / room).glob(f"*/{span}")):
-                found += [span] if not (ROOT / span).exists() else []
+            if not (REPOSITORY / room / span).exists() and not any((REPOSITORY / room).glob(f"*/{span}")):
+                found += [span] if not (REPOSITORY / span).exists() else []
         elif NAME.fullmatch(span) and span not in DEFINED | {"Literal"}:
             found.append(span)
         elif KEY.fullmatch(span) and f"| `{span}" not in KEYS:
             found.append(span)
     for name, path in NOUN.findall(text):
-        modules = [folder / path for folder in (ROOT / room, ROOT) if (folder / path).is_file()]
+        modules = [folder / path for folder in (REPOSITORY / room, REPOSITORY) if (folder / path).is_file()]
         found += [f"{name} of {path}"] if not modules or name not in defined_in(modules[0]) else []
     return found
 

@@ -167,9 +167,7 @@ def history_of(*records: tuple[str, dict[str, Any]]) -> History:
     return history
 
 
-def test_prompts_of_a_killed_part_are_trained_later_or_named(tmp_path: Path) -> None:
-    whole_run(tmp_path, 4)
-    history = audited(tmp_path).history
+def test_prompts_of_a_killed_part_are_trained_later_or_named(run: Path) -> None:
     step = {"version": 1, "source": "new", "groups": [["a", "", {"0": 3}]], "rejected": [["d", "uniform"]]}
     killed = history_of(
         ("started", STARTED),
@@ -180,7 +178,7 @@ def test_prompts_of_a_killed_part_are_trained_later_or_named(tmp_path: Path) -> 
     account = account_of(killed)
     assert (account.trained, account.open, account.lost) == (("a",), ("b",), ("c",))
     assert account.rejected == (("d", "uniform"),)
-    assert account_of(history).lost == ()
+    assert account_of(audited(run).history).lost == ()
 
 
 def test_a_group_that_was_trained_and_never_handed_out_is_found() -> None:

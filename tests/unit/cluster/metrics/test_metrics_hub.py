@@ -66,6 +66,11 @@ def run_step(metrics: Metrics, clock: FakeClock, step: int, groups: list, gap: f
         scope.record(groups, UpdateReport(step, update), replay)
 
 
+def recorded_hub() -> tuple[FakeClock, MemorySink, Metrics]:
+    clock, sink = FakeClock(), MemorySink()
+    return clock, sink, make_metrics([sink], clock)
+
+
 def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> None:
     clock, sink = FakeClock(), MemorySink()
     cut = make_group("b", [0.0, 0.0, 0.0], spans=((4, 5),), finish_reason=FinishReason.LENGTH)
@@ -90,8 +95,7 @@ def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> No
 
 def test_means_over_all_sampled_groups_hold_the_rejected_ones_of_a_step() -> None:
     """One of 8 sampled responses is right; the trained group alone has 0.5."""
-    clock, sink = FakeClock(), MemorySink()
-    metrics = make_metrics([sink], clock)
+    clock, sink, metrics = recorded_hub()
     counts = RejectionCounts(metrics)
     for name in ("b", "c", "d"):
         counts.rejected(make_group(name, [0.0, 0.0]).outcome, "uniform")
@@ -138,8 +142,7 @@ def test_a_phase_that_fails_is_over() -> None:
 
 
 def test_nothing_is_emitted_or_counted_for_a_step_that_raised() -> None:
-    clock, sink = FakeClock(), MemorySink()
-    metrics = make_metrics([sink], clock)
+    clock, sink, metrics = recorded_hub()
     with pytest.raises(RuntimeError, match="learner died"), metrics.step(1) as scope:
         scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
         raise RuntimeError("learner died")
@@ -147,8 +150,7 @@ def test_nothing_is_emitted_or_counted_for_a_step_that_raised() -> None:
 
 
 def test_a_step_that_was_recorded_before_a_stop_is_emitted() -> None:
-    clock, sink = FakeClock(), MemorySink()
-    metrics = make_metrics([sink], clock)
+    clock, sink, metrics = recorded_hub()
     with pytest.raises(RunStopped), metrics.step(1) as scope:
         scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
         raise RunStopped
@@ -158,8 +160,7 @@ def test_a_step_that_was_recorded_before_a_stop_is_emitted() -> None:
 
 
 def test_a_step_that_an_earlier_part_of_the_run_recorded_is_not_recorded_again() -> None:
-    clock, sink = FakeClock(), MemorySink()
-    metrics = make_metrics([sink], clock)
+    clock, sink, metrics = recorded_hub()
     for step in (1, 2, 1, 2, 3):
         run_step(metrics, clock, step, [make_group("a", [1.0, 0.0])])
     assert [record.step for record in sink.records] == [1, 2, 3]

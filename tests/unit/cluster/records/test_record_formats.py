@@ -342,13 +342,7 @@ def test_an_equal_key_is_stored_and_processed_once() -> None:
     second = store.get_or_add("k", "copy_of_a.png", never)
     assert first is second
     assert (first.source, first.num_bytes, len(stored)) == ("a.png", 100, 1)
-
-
-def test_stored_bytes_grow_with_unique_media_not_with_uses() -> None:
-    store = in_process_store()
-    for key in ("a", "b", "a", "a"):
-        store.get_or_add(key, key, image)
-    assert (store.num_bytes, store.num_bytes_unique) == (200, 200)
+    assert (store.num_bytes, store.num_bytes_unique) == (100, 100)
 
 
 def test_beyond_the_budget_the_least_recently_used_medium_is_forgotten() -> None:

@@ -193,21 +193,12 @@ def live(groups: Sequence[ScoredGroup]) -> LiveGroups:
     return LiveGroups(KnownPrompts(groups), put=lambda value: value)
 
 
-class Saving(OneRank):
-    async def save(self, folder: Path) -> None:
-        self.rank.save(folder)
-        self.rank.finish_save()
-
-    async def load(self, folder: Path) -> int:
-        return self.rank.load(folder)
-
-
 async def test_replayed_weights_equal_the_runs_bit_for_bit(tmp_path: Path) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [numbered(random_groups(tokenizer, 3, 4, seed), 3 * seed) for seed in range(3)]
     config = tiny_config(model, "algorithm.kl.coef=0.1", "resources.reference.num_workers=1")
-    first = Saving(config)
+    first = OneRank(config)
     run = logged(first, log_in(tmp_path))
     for groups in steps:
         await run.update(groups)

@@ -83,23 +83,6 @@ async def test_two_waiters_never_share_one_slot() -> None:
     pending.pop().cancel()
 
 
-def test_a_step_does_not_wait_for_a_group_that_a_later_step_can_take() -> None:
-    gate = make_gate(prompts_per_step=1, max_staleness=1)
-    order: StepOrder[int] = StepOrder(gate)
-    slow, fast = start_all(gate)
-    gate.accept(fast)
-    order.add(fast, fast.number)
-    assert order.pop_step() == [fast.number]
-    gate.advance(1)
-    (late,) = start_all(gate)
-    gate.accept(late)
-    order.add(late, late.number)
-    assert order.pop_step() == [], "step 1 is the last one in which the slow group is young enough"
-    gate.accept(slow)
-    order.add(slow, slow.number)
-    assert order.pop_step() == [slow.number]
-
-
 def test_an_overtaken_group_is_trained_when_it_comes() -> None:
     gate = make_gate(prompts_per_step=1, max_staleness=1)
     order: OvertakingOrder[int] = OvertakingOrder(gate)

@@ -122,6 +122,11 @@ def weight_sync(
     )  # fmt: skip
 
 
+def sync_of(sender: FakeSender, *receivers: FakeReceiver, **options: Any) -> tuple[WeightSync, FixedMembers]:
+    members = FixedMembers(*receivers)
+    return weight_sync(sender, members=members, **options), members
+
+
 def bench(
     num: int, kind: type[FakeReceiver] = FakeReceiver, manifest: Manifest = MANIFEST, **options: Any
 ) -> tuple[FakeSender, list[Any], WeightSync]:
@@ -165,8 +170,7 @@ async def test_a_push_is_announced_once_while_its_receivers_are_at_it() -> None:
             return await super().receive_weights(manifest, bucket_bytes, version)
 
     sender, announced = FakeSender(), []
-    members = FixedMembers(Patient("rollout/0", sender), Patient("rollout/1", sender))
-    sync = weight_sync(sender, members=members, wave_size=1)
+    sync, members = sync_of(sender, Patient("rollout/0", sender), Patient("rollout/1", sender), wave_size=1)
     sync.on_announced.append(announced.append)
     async with asyncio.timeout(5):
         for version in range(2):
@@ -186,8 +190,7 @@ async def test_the_group_meets_once_for_many_pushes_and_ranks_follow_the_sender(
 async def test_a_late_joiner_is_served_from_the_store_and_the_next_push_forms_a_new_group() -> None:
     sender = FakeSender()
     first, late = FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender)
-    members = FixedMembers(first)
-    sync = weight_sync(sender, members=members)
+    sync, members = sync_of(sender, first)
     await sync.publish(1)
     assert await sync.admit(late) == 1
     assert (late.version, late.weight, late.ranks) == (1, sender.weight, [])
@@ -344,8 +347,7 @@ async def test_a_receiver_that_dies_in_the_middle_ends_in_a_new_epoch_of_the_liv
     """The broadcast breaks with it; the others get the version in epoch 2."""
     sender = BreakingSender()
     living = Mortal("rollout/0", sender, CUT_OFF)
-    members = FixedMembers(living, Mortal("rollout/1", sender, error), FakeReceiver("rollout/2", sender))
-    sync = weight_sync(sender, members=members)
+    sync, members = sync_of(sender, living, Mortal("rollout/1", sender, error), FakeReceiver("rollout/2", sender))
     pushes = pushes_of(sync)
     assert await sync.publish(1) == 1
     assert members.lost == {"rollout/1": error}
@@ -362,8 +364,7 @@ async def test_a_receiver_cut_off_from_a_sender_that_has_sent_all_is_given_what_
     """Its peer died as the last bytes were on their way through it; the learner has made another version since."""
     sender = FakeSender()
     cut_off, dying = Mortal("rollout/0", sender, CUT_OFF), Mortal("rollout/1", sender, WorkerDiedError("gone"))
-    members = FixedMembers(cut_off, dying, FakeReceiver("rollout/2", sender))
-    sync = weight_sync(sender, members=members)
+    sync, members = sync_of(sender, cut_off, dying, FakeReceiver("rollout/2", sender))
     sender.version, sender.weight = 2, 7.0
     await sync.publish(1)
     assert members.versions == {"rollout/0": 2, "rollout/2": 1}
@@ -403,8 +404,7 @@ async def test_a_cancelled_call_of_a_receiver_is_no_reason_to_send_again() -> No
 async def test_the_learner_goes_on_once_all_is_sent_and_the_next_push_waits_for_who_still_loads() -> None:
     sender = FakeSender()
     slow = Slow("rollout/0", sender)
-    members = FixedMembers(slow, FakeReceiver("rollout/1", sender))
-    sync = weight_sync(sender, members=members, canary_interval=0)
+    sync, members = sync_of(sender, slow, FakeReceiver("rollout/1", sender), canary_interval=0)
     pushes = pushes_of(sync)
     async with asyncio.timeout(5), sync.settling():
         assert await sync.publish(1) == 1
@@ -445,8 +445,7 @@ async def test_the_canary_compares_with_what_was_sent_while_the_learner_is_furth
     slow = Slow("rollout/0", sender)
     wrong = FakeReceiver("rollout/1", sender, error=error)
     cut_off = Mortal("rollout/2", sender, CUT_OFF)
-    members = FixedMembers(slow, wrong, cut_off)
-    sync = weight_sync(sender, members=members)
+    sync, members = sync_of(sender, slow, wrong, cut_off)
     pushes = pushes_of(sync)
     async with asyncio.timeout(5), sync.settling():
         await sync.publish(1)
@@ -504,8 +503,7 @@ async def test_a_wave_that_loses_a_member_leaves_the_others_alone() -> None:
     sender = FakeSender()
     good = [FakeReceiver(f"rollout/{n}", sender) for n in (0, 1, 3)]
     dying = Mortal("rollout/2", sender, WorkerDiedError("gone"))
-    members = FixedMembers(*good[:2], dying, good[2])
-    sync = weight_sync(sender, members=members, wave_size=2)
+    sync, members = sync_of(sender, *good[:2], dying, good[2], wave_size=2)
     await sync.publish(1)
     assert members.versions == {"rollout/0": 1, "rollout/1": 1, "rollout/3": 1}
     assert good[0].ranks == [(1, 1)]
@@ -567,8 +565,7 @@ class DeltaReceiver(FakeReceiver):
 async def test_changes_are_sent_since_the_version_that_every_receiver_of_the_wave_holds() -> None:
     sender = FakeSender(manifest=DELTA)
     first, late = DeltaReceiver("rollout/0", sender), DeltaReceiver("rollout/1", sender)
-    members = FixedMembers(first)
-    sync = weight_sync(sender, members=members)
+    sync, members = sync_of(sender, first)
     pushes = pushes_of(sync)
     for version in (1, 2):
         await sync.publish(version)

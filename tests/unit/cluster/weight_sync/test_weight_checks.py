@@ -34,8 +34,6 @@ from mobula.deploy.checks.parity import tolerance_of
 
 ROW_BYTES = NUM_COLUMNS * WORD_BYTES
 
-DTYPES = [torch.float32, torch.bfloat16]
-
 
 def digest_of(tensor: torch.Tensor) -> int:
     return int(digest(tensor.contiguous().view(-1).view(torch.uint8)))
@@ -67,16 +65,7 @@ def test_one_changed_byte_changes_it(num_bytes: int, data: st.DataObject) -> Non
     assert digest(sent) != digest(arrived)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_smallest_change_of_one_row_of_a_matrix_changes_it(dtype: torch.dtype) -> None:
-    sent = torch.randn(576, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
-    arrived = sent.clone()
-    arrived[300].view(torch.int32 if dtype is torch.float32 else torch.int16).add_(1)  # the next number of the dtype
-    assert digest_of(sent) != digest_of(arrived)
-    assert digest_of(sent) == digest_of(sent.clone())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_in_each_others_place_change_it(dtype: torch.dtype) -> None:
     sent = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
     arrived = sent[[1, 0, *range(2, 64)]]

@@ -29,14 +29,19 @@ TEXTS = [b"", b"{", b"\xff", b"[" * 20_000, b'{"a":' * 20_000, b"1" * 5000, b'{"
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
 
+IN_SESSION, IN_SAMPLER = {"session_id": "SESSION"}, {"sampling_session_id": "SESSION:sample:0"}
+LORA, TARGET = {"rank": 4, "seed": 1}, {**IN_SAMPLER, "cloned_sampler_id": 0}
+SAMPLED = "sample-SESSION:sample:0:3"
+SAMPLING = {"max_tokens": 2, "temperature": 1.0, "seed": 3, "stop": ["a"], "top_k": 2, "top_p": 0.5}
+CALL = {"name": "a", "arguments": {}, "status": "ok", "detail": ""}
 VALID: dict[str, dict[str, Any]] = {
     "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}, "sdk_version": "0.38.0", "type": "create_session"},
     "session_heartbeat": {"session_id": "SESSION"},
     "create_model": {
-        "session_id": "SESSION",
+        **IN_SESSION,
         "model_seq_id": 1,
         "base_model": NAME,
-        "lora_config": {"rank": 4, "seed": 1},
+        "lora_config": LORA,
         "user_metadata": {"a": "b"},
     },
     "get_info": {"model_id": "SESSION:train:0"},
@@ -48,33 +53,15 @@ VALID: dict[str, dict[str, Any]] = {
     "unload_model": {"model_id": "SESSION:train:0"},
     "create_sampling_session": {"session_id": "SESSION", "sampling_session_seq_id": 1, "base_model": NAME},
     "join_sampling_session": {"sampling_session_id": "SESSION:sample:1"},
-    "asample": {
-        "sampling_session_id": "SESSION:sample:0",
-        "seq_id": 3,
-        "num_samples": 1,
-        "prompt": PROMPT,
-        "sampling_params": {"max_tokens": 2, "temperature": 1.0, "seed": 3, "stop": ["a"], "top_k": 2, "top_p": 0.5},
-    },
-    "cancel_future": {"request_id": "sample-SESSION:sample:0:3"},
+    "asample": {**IN_SAMPLER, "seq_id": 3, "num_samples": 1, "prompt": PROMPT, "sampling_params": SAMPLING},
+    "cancel_future": {"request_id": SAMPLED},
     "retrieve_future": {"request_id": "SESSION:train:0:99"},
-    "retrieve_futures": {
-        "target": {"sampling_session_id": "SESSION:sample:0", "cloned_sampler_id": 0},
-        "prev_cursor": 0,
-        "timeout": 0.01,
-        "retrieved_request_ids": ["sample-SESSION:sample:0:3"],
-    },
+    "retrieve_futures": {"target": TARGET, "prev_cursor": 0, "timeout": 0.01, "retrieved_request_ids": [SAMPLED]},
     "weights_info": {"tinker_path": "tinker://x/weights/a"},
     "copy_weights": {"source_path": "tinker://x/weights/a", "session_id": "SESSION", "ttl_seconds": 4000},
     "ttl": {"ttl_seconds": 4000},
     "reset": {"call": 0, "seed": 3, "options": {}},
-    "step": {
-        "call": 1,
-        "action": {
-            "text": "a",
-            "is_truncated": False,
-            "tool_calls": [{"name": "a", "arguments": {}, "status": "ok", "detail": ""}],
-        },
-    },
+    "step": {"call": 1, "action": {"text": "a", "is_truncated": False, "tool_calls": [CALL]}},
     "demonstrate": {"call": 2},
     "completions": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "model": "m", "n": 1},
     "sessions": {"session": "a", "task": "b"},

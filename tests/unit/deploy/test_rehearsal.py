@@ -161,23 +161,21 @@ async def ends_s(decoder: Decoder, groups: Sequence[Sequence[int]], prompt_token
     return list(await asyncio.gather(*map(end_s, groups)))
 
 
-def test_a_step_takes_longer_for_each_response_in_the_batch() -> None:
+@pytest.mark.parametrize(
+    ("speed", "groups", "prompt_tokens", "ends"),
+    [
+        # ten steps of two responses, 2 s each; then ten of one, 1.5 s each
+        pytest.param({"sequence_s": 0.5}, [[10], [20]], 0, [20.0, 35.0], id="longer with each response in the batch"),
+        pytest.param({"prefill_tokens_per_s": 100.0}, [[10, 10]], 300, [13.0], id="one stop for a prompt of siblings"),
+    ],
+)
+def test_a_batch_is_decoded_in_steps(speed: dict, groups: list[list[int]], prompt_tokens: int, ends: list) -> None:
     async def main() -> list[float]:
-        decoder = Decoder(DecodeSpeed(step_s=1.0, sequence_s=0.5), num_slots=4)
+        decoder = Decoder(DecodeSpeed(step_s=1.0, **speed), num_slots=4)
         decoder.resume(0)
-        return await ends_s(decoder, [[10], [20]])
+        return await ends_s(decoder, groups, prompt_tokens)
 
-    # Ten steps of two responses, 2 s each; then ten of one, 1.5 s each.
-    assert run_virtually(main()) == pytest.approx([20.0, 35.0])
-
-
-def test_a_prompt_stops_the_batch_once_for_all_siblings() -> None:
-    async def main() -> list[float]:
-        decoder = Decoder(DecodeSpeed(step_s=1.0, prefill_tokens_per_s=100.0), num_slots=4)
-        decoder.resume(0)
-        return await ends_s(decoder, [[10, 10]], prompt_tokens=300)
-
-    assert run_virtually(main()) == pytest.approx([13.0])
+    assert run_virtually(main()) == pytest.approx(ends)
 
 
 def test_work_on_shared_cores_slows_all_of_it_down() -> None:

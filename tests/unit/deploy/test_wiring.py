@@ -261,6 +261,13 @@ class WarmStartLearner:
         return self._gain * len(self.batches)
 
 
+async def warmed(prepared: Prepared) -> WarmStartLearner:
+    """A learner that never reaches the target, after its warm start."""
+    learner = WarmStartLearner(gain=0.01)
+    await warm_start(prepared, learner)
+    return learner
+
+
 async def test_it_ends_at_the_first_check_that_reaches_the_target(prepared: Prepared) -> None:
     learner = WarmStartLearner(gain=0.1)
     assert await warm_start(prepared, learner) == pytest.approx(0.6)
@@ -274,8 +281,7 @@ async def test_it_gives_up_after_its_last_step_and_returns_how_far_it_came(prepa
 
 
 async def test_examples_are_train_rows_with_their_right_answer_and_eos(prepared: Prepared) -> None:
-    learner = WarmStartLearner(gain=0.01)
-    await warm_start(prepared, learner)
+    learner = await warmed(prepared)
     train = {row.sample_id: row for row in prepared.splits["train"].rows}
     seen = [example for batch in learner.batches for example in batch]
     assert len({example.prompt.sample_id for example in seen}) == 40, "no row comes twice within an epoch"
@@ -288,8 +294,7 @@ async def test_examples_are_train_rows_with_their_right_answer_and_eos(prepared:
 
 
 async def test_checks_are_the_same_validation_rows_every_time(prepared: Prepared) -> None:
-    learner = WarmStartLearner(gain=0.01)
-    await warm_start(prepared, learner)
+    learner = await warmed(prepared)
     validation = [row.sample_id for row in prepared.splits["validation"].rows[:5]]
     assert [[e.prompt.sample_id for e in checked] for checked in learner.checks] == [validation] * 4
 
@@ -297,8 +302,7 @@ async def test_checks_are_the_same_validation_rows_every_time(prepared: Prepared
 async def test_rl_does_not_start_with_the_prompts_of_the_warm_start(prepared: Prepared) -> None:
     from mobula.actors.datasets.prompts import PromptSource
 
-    learner = WarmStartLearner(gain=0.01)
-    await warm_start(prepared, learner)
+    learner = await warmed(prepared)
     taught = [example.prompt.sample_id for batch in learner.batches for example in batch]
     rows, seed = prepared.splits["train"].rows, prepared.config.seed
     rl = PromptSource(rows, prepared.preparation, seed=seed, split_name="train")
@@ -310,8 +314,7 @@ async def test_num_rows_limits_what_it_learns_from_and_the_seed_chooses_them(pre
     limited = replace(prepared, config=prepared.config.model_copy(update={"warm_start": warm}))
     seen = []
     for _ in range(2):
-        learner = WarmStartLearner(gain=0.01)
-        await warm_start(limited, learner)
+        learner = await warmed(limited)
         seen.append({example.prompt.sample_id for batch in learner.batches for example in batch})
     assert len(seen[0]) == 6 and seen[0] == seen[1]
 
@@ -319,8 +322,7 @@ async def test_num_rows_limits_what_it_learns_from_and_the_seed_chooses_them(pre
 async def test_rows_are_spread_over_the_answers(prepared: Prepared) -> None:
     """An answer that no row teaches has probability 0 ever after: no sample finds it, and its digit is lost."""
     warm = prepared.config.warm_start.model_copy(update={"num_rows": 15, "num_steps": 4})
-    learner = WarmStartLearner(gain=0.01)
-    await warm_start(replace(prepared, config=prepared.config.model_copy(update={"warm_start": warm})), learner)
+    learner = await warmed(replace(prepared, config=prepared.config.model_copy(update={"warm_start": warm})))
     rows = {e.prompt.sample_id: e.prompt.references[0] for batch in learner.batches for e in batch}
     counts = Counter(rows.values())
     assert sorted(counts) == list("0123456789")

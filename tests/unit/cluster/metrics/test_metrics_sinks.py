@@ -201,21 +201,16 @@ def test_a_console_that_is_no_terminal_gets_a_line_now_and_then(caplog: pytest.L
 def test_after_three_steps_a_line_has_the_rest(
     caplog: pytest.LogCaptureFixture, total_s: float, remaining: str
 ) -> None:
-    sink = EstimateSink(num_steps=30)
+    short, sink = EstimateSink(num_steps=3), EstimateSink(num_steps=30)
     with caplog.at_level(logging.INFO):
+        for step in range(1, 4):
+            short.emit(record(step))
+        assert caplog.records == [], "a run of three steps needs no estimate"
         for step in range(11, 31):  # a run that goes on
             slow = 100.0 if step == 11 else 1.0  # the first step starts up much
             sink.emit(replace(record(step), seconds={"total": slow * total_s}))
     [line] = [r.message for r in caplog.records]
     assert line == f"a step takes {total_s:.1f} s: {remaining} for 17 steps"
-
-
-def test_a_run_of_three_steps_needs_no_estimate(caplog: pytest.LogCaptureFixture) -> None:
-    sink = EstimateSink(num_steps=3)
-    with caplog.at_level(logging.INFO):
-        for step in range(1, 4):
-            sink.emit(record(step))
-    assert caplog.records == []
 
 
 def test_a_terminal_shows_a_bar_with_the_numbers_and_held_out_accuracy() -> None:
@@ -425,14 +420,8 @@ def test_an_address_is_of_one_tracker() -> None:
 
 def offline_records(folder: Path, num_parts: int) -> list[Any]:
     """The records of both parts, once W&B's own process has written the last one of each."""
-    end = time.monotonic() + 30
-    while True:
-        records = written_records(folder)
-        kinds = [r.WhichOneof("record_type") for r in records]
-        if kinds.count("exit") == num_parts:
-            return records
-        assert time.monotonic() < end, kinds
-        time.sleep(0.2)
+    wait_until(lambda: sum(r.WhichOneof("record_type") == "exit" for r in written_records(folder)) == num_parts, 30)
+    return written_records(folder)
 
 
 def written_records(folder: Path) -> list[Any]:

@@ -482,8 +482,5 @@ def test_reflection_ratios_of_a_table_counted_by_hand() -> None:
         "reflection_ratio": 0.4, "reflection_ratio_in_correct": 0.6, "reflection_ratio_in_incorrect": 0.2,
         "correct_ratio": 0.5, "correct_ratio_in_reflection": 0.75, "correct_ratio_in_no_reflection": 1 / 3,
     }  # fmt: skip
-
-
-def test_a_ratio_of_no_responses_is_0() -> None:
-    ratios = reflection_ratios([True], [False])
-    assert ratios["reflection_ratio_in_incorrect"] == ratios["correct_ratio_in_reflection"] == 0.0
+    none = reflection_ratios([True], [False])
+    assert none["reflection_ratio_in_incorrect"] == none["correct_ratio_in_reflection"] == 0.0

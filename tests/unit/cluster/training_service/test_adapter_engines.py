@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import SETTINGS, make_group, make_prompt
+from runs import release
 from waiting import until
 
 from mobula.cluster.errors import RolloutError, WorkerDiedError
@@ -107,7 +108,7 @@ class Bench:
         self.made: list[Any] = []
         self.retried: Counter[str] = Counter()
         self.pool = RolloutPool(
-            self.spawn, num, release=self.release, policy=POLICY, health=HEALTH, on_lost=lambda kind: None
+            self.spawn, num, release=release, policy=POLICY, health=HEALTH, on_lost=lambda kind: None
         )
         self._prepare, self._kind = prepare, kind
 
@@ -116,8 +117,6 @@ class Bench:
         self._prepare(engine, len(self.made))
         self.made.append(engine)
         return engine
-
-    async def release(self, index: int) -> None: ...
 
     def count_retry(self, kind: str) -> None:
         self.retried[kind] += 1

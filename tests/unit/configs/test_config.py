@@ -399,11 +399,8 @@ FLOW = ("experiment=glyphs_grpo",)
         (["algorithm=gspo"], {"loss": "gspo", "loss_aggregation": "sequence_mean"}),
         (["algorithm=dr_grpo"], {"loss_aggregation": "sequence_sum_token_norm"}),
         (["algorithm=ppo_gae"], {"advantage": "gae", "gae_lambda": 0.95, "gamma": 1.0, "critic.value_clip": 0.2}),
-        (
-            ["algorithm=ppo_gae"],
-            {"loss": "ppo_clip", "losses.ppo_clip.clip_low": 0.2, "losses.ppo_clip.clip_high": 0.2},
-        ),
-        (["algorithm=ppo_gae"], {"critic.place": "learner_ranks", "shaping.whiten": True}),
+        (["algorithm=ppo_gae"], {"losses.ppo_clip.clip_low": 0.2, "losses.ppo_clip.clip_high": 0.2}),
+        (["algorithm=ppo_gae"], {"loss": "ppo_clip", "critic.place": "learner_ranks", "shaping.whiten": True}),
         ([*FLOW, "algorithm=flow_grpo"], {"losses.ppo_clip.clip_low": 1e-4, "losses.ppo_clip.clip_high": 1e-4}),
         ([*FLOW, "algorithm=flow_grpo_fast"], {"losses.ppo_clip.clip_low": 1e-5, "losses.ppo_clip.clip_high": 1e-5}),
         ([*FLOW, "algorithm=flow_grpo_wan"], {"losses.ppo_clip.clip_low": 1e-3, "losses.ppo_clip.clip_high": 1e-3}),

@@ -243,10 +243,7 @@ NO_HUB_NAME = "no hub name, which looks like HuggingFaceTB/"
         ("/nonexist/model", rf"no such folder \(/ has no nonexist.*\), and it is {NO_HUB_NAME}"),
         ("a/b/c", rf"no such folder \(.* has no a.*\), and it is {NO_HUB_NAME}"),
         ("no name", rf"no such folder \(.* has no no name.*\), and it is {NO_HUB_NAME}"),
-        (
-            "no-owner/no-model",
-            r"no such folder \(.*\), and no hub name that can be had, as HuggingFaceTB/.* is one \(.*\)",
-        ),
+        ("no-owner/no-model", r"no such folder \(.*\), and no hub name that can be had, as HuggingFaceTB/.* \(.*\)"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_named_with_the_next_action(

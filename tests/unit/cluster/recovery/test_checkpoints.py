@@ -296,9 +296,8 @@ async def test_the_configuration_is_accepted_once_the_checkpoint_is_loaded(tmp_p
     await setup.checkpoints.resume()
     again = Setup(tmp_path)
     again.checkpoints.learner, again.checkpoints.on_accepted = Other(), lambda: accepted.append("other")
-    with pytest.raises(
-        CheckpointError, match=r"step-000000 cannot be loaded .*tensors of another policy\): set policy"
-    ):
+    message = r"step-000000 cannot be loaded .*tensors of another policy\): set policy"
+    with pytest.raises(CheckpointError, match=message):
         await again.checkpoints.resume()
     assert accepted == ["new"]
     again.checkpoints.learner = again.learner

@@ -158,9 +158,8 @@ async def test_a_group_that_waited_in_vain_may_come_again(caplog: pytest.LogCapt
 async def test_a_take_waits_for_rollouts_until_its_deadline() -> None:
     replay = ReplayBuffer(take_s=0.02)
     await replay.put([make_scored("a")])
-    with pytest.raises(
-        DeadlineError, match=r"waited 0\.02 s for the replay buffer to hold 2 finished groups, it has 1"
-    ):
+    message = r"waited 0\.02 s for the replay buffer to hold 2 finished groups, it has 1"
+    with pytest.raises(DeadlineError, match=message):
         await replay.take(2)
     assert ids(await replay.take(1)) == ["a"]
 

@@ -418,9 +418,8 @@ async def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_all
 async def test_engines_that_die_of_one_cause_after_every_push_end_the_run_before_the_budget_does() -> None:
     lenient = RestartPolicy(max_restarts=50, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
     yard = Yard()
-    with pytest.raises(
-        RestartLoopError, match=r"3 engines in a row died within 10 weight pushes .*RuntimeError: no offset"
-    ):
+    message = r"3 engines in a row died within 10 weight pushes .*RuntimeError: no offset"
+    with pytest.raises(RestartLoopError, match=message):
         async with asyncio.timeout(5), pool_of(1, yard, health=PATIENT, policy=lenient) as (pool, _):
             for n in range(50):
                 await pool.generate(make_prompt(f"0/{n}/s{n}"), SETTINGS)

@@ -199,10 +199,7 @@ async def test_a_collector_gets_the_spans_over_http(tmp_path: Path) -> None:
         (["tracing.exporter=otlp"], "exporter=otlp sends to an address"),
         (["tracing.address=http://127.0.0.1:4318/v1/traces"], "exporter=otlp sends to an address"),
         (["tracing.exporter=otlp", "tracing.address=http://me:s3cret@there/v1"], "tracing.address has credentials"),
-        (
-            ["num_steps=5", "tracing.chrome_steps=[3,6]"],
-            r"chrome_steps=\[3, 6\] has steps that are not between 1 and num_steps=5",
-        ),
+        (["num_steps=5", "tracing.chrome_steps=[3,6]"], r"\[3, 6\] has steps that are not between 1 and num_steps=5"),
         (["num_steps=5", "tracing.profile_steps=[9]"], "tracing.profile_steps"),
     ],
 )

@@ -464,9 +464,8 @@ async def test_work_does_not_wait_for_a_pool_that_is_gone() -> None:
     work, waiting = team.work(), team.work()
     await settle()
     team.user.queue.lose(work.slot, DIED)
-    with pytest.raises(
-        WorkerDiedError, match=r"every rollout worker is lost.*rollout/0: error: PlacementError: no room"
-    ):
+    message = r"every rollout worker is lost.*rollout/0: error: PlacementError: no room"
+    with pytest.raises(WorkerDiedError, match=message):
         await waiting.task
     with pytest.raises(WorkerDiedError, match="resume=auto"):
         async with team.user.queue.slot():

@@ -111,9 +111,8 @@ def test_a_full_disk_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch,
     assert machine.ray_folder({"TMPDIR": "full"}, fallback=Path("t")) == Path("t/ray")
     assert machine.ray_folder({"TMPDIR": "t"}, fallback=Path("full")) is None
     for environment in ({}, {"TMPDIR": "full"}):
-        with pytest.raises(
-            PreflightError, match="full is on a disk with 1 MiB free, .*free the disk, or set RAY_TMPDIR"
-        ):
+        message = "full is on a disk with 1 MiB free, .*free the disk, or set RAY_TMPDIR"
+        with pytest.raises(PreflightError, match=message):
             machine.ray_folder(environment, fallback=Path("full"))
 
 

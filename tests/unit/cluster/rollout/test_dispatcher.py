@@ -44,16 +44,14 @@ class Bench:
         max_retries: int = 0,
         admission_filter: AdmissionFilter = KEEP_ALL,
         prompts: FakePrompts | None = None,
-        prompts_per_step: int = 2,
-        max_staleness: int = 0,
+        **gate: int,
     ) -> None:
         self.prompts = prompts or FakePrompts()
         self.replay = ReplayBuffer()
         self.rollouts = rollouts
         self.retries: list[str] = []
-        self.gate = StalenessGate(
-            prompts_per_step=prompts_per_step, max_staleness=max_staleness, max_concurrent=2, total_steps=100
-        )
+        least = {"prompts_per_step": 2, "max_staleness": 0, "max_concurrent": 2, "total_steps": 100}
+        self.gate = StalenessGate(**{**least, **gate})
         self.dispatcher = RolloutDispatcher(
             prompts=self.prompts,
             gate=self.gate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,19 +32,10 @@ def resources(*overrides: str) -> ResourcesConfig:
     return load_config(["experiment=digits", *overrides]).resources
 
 
-def workers(
-    num_workers: int,
-    num_cpus: float,
-    num_gpus: float = 0,
-    bind_cores: bool = False,
-    custom: dict[str, float] | None = None,
-    labels: dict[str, str] | None = None,
-    strategy: str = "auto",
-) -> RolloutResources:
-    return RolloutResources(
-        num_workers=num_workers, num_cpus=num_cpus, num_gpus=num_gpus, num_threads=1, bind_cores=bind_cores,
-        first_core=0, custom_resources=custom or {}, node_labels=labels or {}, strategy=strategy, tensor_parallel=1,
-    )  # fmt: skip
+def workers(num_workers: int, num_cpus: float, num_gpus: float = 0, **changes: Any) -> RolloutResources:
+    least = {"num_threads": 1, "bind_cores": False, "first_core": 0, "custom_resources": {}, "node_labels": {}}
+    least |= {"strategy": "auto", "tensor_parallel": 1}
+    return RolloutResources(num_workers=num_workers, num_cpus=num_cpus, num_gpus=num_gpus, **{**least, **changes})
 
 
 def nodes_of(plan: PlacementPlan, role: str) -> list[str]:
@@ -159,7 +151,6 @@ worker_counts = st.builds(
     num_workers=st.integers(0, 5),
     num_cpus=st.sampled_from([0.1, 0.3, 0.5, 1, 2]),
     num_gpus=st.sampled_from([0, 0.3, 0.5, 1, 2]),
-    bind_cores=st.just(False),
 )
 clusters = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=4)
 
@@ -199,21 +190,23 @@ def placed_on(reward: WorkerResources, nodes: list[NodeResources] = LABELLED) ->
 
 
 def test_a_role_gets_only_nodes_with_all_of_its_labels() -> None:
-    assert placed_on(workers(2, 1, labels={"zone": "a"})) == ["a", "a"]
-    assert set(placed_on(workers(3, 1, labels={"zone": "b"}))) <= {"b", "c"}
+    assert placed_on(workers(2, 1, node_labels={"zone": "a"})) == ["a", "a"]
+    assert set(placed_on(workers(3, 1, node_labels={"zone": "b"}))) <= {"b", "c"}
     with pytest.raises(PlacementError, match="With the labels zone=b, disk=ssd there is no node"):
-        placed_on(workers(1, 1, labels={"zone": "b", "disk": "ssd"}))
+        placed_on(workers(1, 1, node_labels={"zone": "b", "disk": "ssd"}))
     with pytest.raises(PlacementError, match="With the labels zone=a there is a"):
-        placed_on(workers(17, 1, labels={"zone": "a"}))
+        placed_on(workers(17, 1, node_labels={"zone": "a"}))
 
 
 def test_custom_resources_are_counted_like_any_other() -> None:
-    assert sorted(placed_on(workers(3, 1, custom={"licence": 1.0}))) == ["b", "b", "c"]
+    assert sorted(placed_on(workers(3, 1, custom_resources={"licence": 1.0}))) == ["b", "b", "c"]
     with pytest.raises(PlacementError, match="0 GPUs, licence=1.0 each, and worker 3 fits nowhere.* 0 licence free"):
-        placed_on(workers(4, 1, custom={"licence": 1.0}))
+        placed_on(workers(4, 1, custom_resources={"licence": 1.0}))
     with pytest.raises(PlacementError, match="1 more reward workers"):
-        check_room(BASE.model_copy(update={"reward": workers(1, 1, custom={"seat": 1.0})}), "reward", 1, LABELLED)
-    assert bundle_of(workers(1, 2, custom={"licence": 1.0})) == {"CPU": 2, "licence": 1.0}
+        check_room(
+            BASE.model_copy(update={"reward": workers(1, 1, custom_resources={"seat": 1.0})}), "reward", 1, LABELLED
+        )
+    assert bundle_of(workers(1, 2, custom_resources={"licence": 1.0})) == {"CPU": 2, "licence": 1.0}
 
 
 def test_a_role_is_packed_or_spread_as_it_is_asked_to() -> None:

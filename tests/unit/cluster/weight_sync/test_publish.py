@@ -107,24 +107,15 @@ class FakeReceiver:
         self.weight, self.version = weight + self._error, version + self._version_error
 
 
-def weight_sync(
-    sender: FakeSender,
-    *receivers: FakeReceiver,
-    canary_interval: int = 1,
-    wave_size: int = 0,
-    members: FixedMembers | None = None,
-    ranks_of_receiver: int = 1,
-    tolerance: Tolerance = EXACT,
-) -> WeightSync:
-    return WeightSync(
-        sender, members or FixedMembers(*receivers), bucket_bytes=64, wave_size=wave_size, max_attempts=3,
-        canary_interval=canary_interval, canary_tolerance=tolerance, ranks_of_receiver=ranks_of_receiver, probe=PROBE,
-    )  # fmt: skip
-
-
-def sync_of(sender: FakeSender, *receivers: FakeReceiver, **options: Any) -> tuple[WeightSync, FixedMembers]:
+def sync_of(sender: FakeSender, *receivers: FakeReceiver, **changes: Any) -> tuple[WeightSync, FixedMembers]:
+    """A push without waves, with a canary each time; and its members."""
+    least = {"canary_interval": 1, "canary_tolerance": EXACT, "wave_size": 0, "ranks_of_receiver": 1}
     members = FixedMembers(*receivers)
-    return weight_sync(sender, members=members, **options), members
+    return WeightSync(sender, members, bucket_bytes=64, max_attempts=3, probe=PROBE, **{**least, **changes}), members
+
+
+def weight_sync(sender: FakeSender, *receivers: FakeReceiver, **changes: Any) -> WeightSync:
+    return sync_of(sender, *receivers, **changes)[0]
 
 
 def bench(
@@ -223,8 +214,8 @@ async def test_a_receiver_that_stays_at_another_version_is_named() -> None:
 @pytest.mark.parametrize("error", [0.5, -0.5, math.nan, math.inf])
 async def test_an_engine_that_computes_something_else_is_lost_and_named(error: float) -> None:
     sender = FakeSender()
-    members = FixedMembers(FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender, error=error))
-    await weight_sync(sender, members=members).publish(1)
+    sync, members = sync_of(sender, FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender, error=error))
+    await sync.publish(1)
     [(name, lost)] = members.lost.items()
     assert name == "rollout/1" and isinstance(lost, CanaryError)
     assert "rollout/1 by" in str(lost) and "canary_tolerance=0.001" in str(lost)
@@ -286,7 +277,7 @@ class RoundingSender(FakeSender):
 async def test_rounding_is_measured_once_at_the_first_push_and_engines_may_differ_by_it(canary_interval: int) -> None:
     sender = RoundingSender()
     engine, rounding = FakeReceiver("rollout/0", sender, error=0.59), MeasuredRounding()
-    sync = weight_sync(sender, engine, canary_interval=canary_interval, tolerance=Tolerance(0.3, 0.4, rounding))
+    sync = weight_sync(sender, engine, canary_interval=canary_interval, canary_tolerance=Tolerance(0.3, 0.4, rounding))
     for version in (1, 2):
         await sync.publish(version)
     assert rounding.widened(0.3) == pytest.approx(0.6)
@@ -484,8 +475,8 @@ async def test_a_wave_is_sent_to_once_the_one_before_it_has_loaded() -> None:
 
 async def test_the_last_receiver_may_die_too() -> None:
     sender = FakeSender()
-    members = FixedMembers(Mortal("rollout/0", sender, WorkerDiedError("gone")))
-    assert await weight_sync(sender, members=members).publish(1) == 1
+    sync, members = sync_of(sender, Mortal("rollout/0", sender, WorkerDiedError("gone")))
+    assert await sync.publish(1) == 1
     assert (members.version, list(members.lost)) == (1, ["rollout/0"])
 
 
@@ -531,9 +522,9 @@ async def test_a_sender_that_is_gone_ends_the_push_as_itself() -> None:
             raise WorkerDiedError("learner/0 died")
 
     sender = Gone()
-    members = FixedMembers(FakeReceiver("rollout/0", sender))
+    sync, members = sync_of(sender, FakeReceiver("rollout/0", sender))
     with pytest.raises(WorkerDiedError, match="learner/0 died"):
-        await weight_sync(sender, members=members).publish(1)
+        await sync.publish(1)
     assert members.version == -1
 
 

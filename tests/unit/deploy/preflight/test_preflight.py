@@ -374,12 +374,7 @@ def run_of(models: Path, name: str, *words: str) -> RunConfig:
     ],
 )
 def test_rows_are_packed_where_everything_allows_it(
-    models: Path,
-    name: str,
-    words: tuple[str, ...],
-    expected: tuple[bool, bool],
-    line: str,
-    caplog: pytest.LogCaptureFixture,
+    models: Path, name: str, words: tuple[str, ...], expected: tuple, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     found = with_row_layout(run_of(models, name, *words)).learner

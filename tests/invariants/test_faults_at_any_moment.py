@@ -227,27 +227,18 @@ faults = st.builds(
 )
 
 
-def finished_run(
-    injected: Sequence[Fault], *, max_staleness: int, drop_uniform: bool = False, timing: int = 0
-) -> tuple[Run, FaultyRollouts]:
+SHAPE = {"total_steps": STEPS, "prompts_per_step": SIZE, "max_concurrent": 8, "checkpoint_interval": 0}
+MAX_RETRIES = 10_000  # an engine that is down fails call after call
+
+
+def finished_run(injected: Sequence[Fault], *, timing: int = 0, **own: int) -> tuple[Run, FaultyRollouts]:
     def values(prompt_id: str) -> tuple[float, float]:
         return (1.0, random.Random(prompt_id).choice([0.0, 1.0]))
 
     pool = FaultyRollouts(ENGINES, injected, timing)
     with TemporaryDirectory() as folder:
-        run = Run(
-            Path(folder),
-            total_steps=STEPS,
-            prompts_per_step=SIZE,
-            max_staleness=max_staleness,
-            max_concurrent=8,
-            max_retries=10_000,  # an engine that is down fails call after call
-            drop_uniform=drop_uniform,
-            rollouts=pool,
-            values=values,
-            learner=TimedLearner(seconds=5.0),
-            checkpoint_interval=0,
-        )
+        roles = {"rollouts": pool, "values": values, "learner": TimedLearner(seconds=5.0)}
+        run = Run(Path(folder), max_retries=MAX_RETRIES, **SHAPE, **roles, **own)
         assert run_virtually(run.go()) == STEPS
     return run, pool
 

@@ -106,16 +106,9 @@ async def test_a_reward_model_ranks_held_out_pairs_and_scores_in_the_reward_pool
     metrics = await run.go()
     assert metrics.totals.evaluations[-1].accuracy > 0.9
     assert metrics.totals.last_values["held_out_margin"] > 0.5
-    function = RewardModel(
-        Tools(isolated=None, device="cpu", dtype="float32"),
-        model=str(config.run_folder / "policy"),
-        form="chat",
-        label=None,
-        output="logit",
-        question_pattern=QUESTION_PATTERN,
-        max_tokens=256,
-        batch_size=4,
-    )
+    options = {"form": "chat", "label": None, "output": "logit", "question_pattern": QUESTION_PATTERN}
+    options |= {"model": str(config.run_folder / "policy"), "max_tokens": 256, "batch_size": 4}
+    function = RewardModel(Tools(isolated=None, device="cpu", dtype="float32"), **options)
     rows = run.prepared.usable("validation").rows[:8]
     groups = [run.prepared.processor.prepare(row, f"x/{n}") for n, row in enumerate(rows)]
     requests = [

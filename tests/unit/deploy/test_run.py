@@ -346,15 +346,10 @@ def run_folder(folder: Path, config: RunConfig, steps: tuple[int, ...] = ()) -> 
 
     async def nothing() -> None: ...
 
+    unused = {"parts": {}, "prepare": nothing, "finish": nothing, "identity": {}}
+    schedule = CheckpointSchedule(1, 9, 9)
     checkpoints = Checkpoints(
-        run / "checkpoints",
-        learner=learner,
-        parts={},
-        prepare=nothing,
-        finish=nothing,
-        identity={},
-        resume_mode=Resume.AUTO,
-        schedule=CheckpointSchedule(1, 9, 9),
+        run / "checkpoints", learner=learner, resume_mode=Resume.AUTO, schedule=schedule, **unused
     )
     trained = next(p for name, p in learner.rank._policy.named_parameters() if p.requires_grad and "lora_A" not in name)
     for step in steps:

@@ -15,11 +15,11 @@ from mobula.cluster import errors
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 
-REPOSITORY = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[3]
 
-DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *DOCS, REPOSITORY / "examples" / "README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, ROOT / "examples" / "README.md"]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -49,12 +49,12 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_index_has_every_page() -> None:
-    linked = set(LINK.findall((REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")))
+    linked = set(LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
     assert {page.name for page in DOCS} - linked == {"README.md"}
 
 
 def test_every_test_file_that_a_page_names_exists() -> None:
-    names = {path.name for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    names = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     named = {name for page in PAGES for name in TEST_FILE.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 50 and named - names == set()
 
@@ -72,19 +72,19 @@ MAX_FILES = 28
 
 
 def test_the_path_of_a_row_is_what_the_walkthrough_says() -> None:
-    text = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
     section = text.split(SECTION)[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+\.py)` \| (.*) \|$", section, flags=re.MULTILINE)
     assert 0 < len(rows) <= MAX_FILES
     for path, what in rows:
-        code = (REPOSITORY / path).read_text(encoding="utf-8")
+        code = (ROOT / path).read_text(encoding="utf-8")
         for name in re.findall(r"`(\w+)`", what)[:1]:
             assert re.search(rf"\b(class|def) {name}\b", code), f"{path} defines no {name}"
 
 
-SECURITY = (REPOSITORY / "SECURITY.md").read_text(encoding="utf-8")
+SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
-TROUBLES = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 RULES = re.findall(r"^\| (.+?) \| `(tests/\S+)::(test_\w+)` \|$", SECURITY, re.MULTILINE)
 
@@ -96,7 +96,7 @@ KINDS = [
 
 
 def defined(path: str) -> set[str]:
-    tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
 
 
@@ -166,7 +166,7 @@ def long_cells(page: str) -> list[str]:
 
 
 def test_cells_of_tables_are_short() -> None:
-    pages = [*DOCS, REPOSITORY / "README.md"]
+    pages = [*DOCS, ROOT / "README.md"]
     found = {page.name: cells for page in pages if (cells := long_cells(page.read_text(encoding="utf-8")))}
     assert found == {}
 
@@ -186,9 +186,7 @@ def test_a_generated_cell_has_whole_sentences() -> None:
 
 TOPS = ("configs", "cluster", "actors", "learner", "rewards", "deploy")
 
-ROOMS = sorted(
-    {path.parent.relative_to(REPOSITORY).as_posix() for top in TOPS for path in (REPOSITORY / top).glob("*/*.py")}
-)
+ROOMS = sorted({path.parent.relative_to(ROOT).as_posix() for top in TOPS for path in (ROOT / top).glob("*/*.py")})
 ROOMS += ["cluster", "learner"]  # have modules of their own
 
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -203,7 +201,7 @@ KEY = re.compile(r"(?:data|environment|algorithm|learner|resources|sampler|metri
 
 
 def text_of(room: str) -> str:
-    return (REPOSITORY / room / "README.md").read_text(encoding="utf-8")
+    return (ROOT / room / "README.md").read_text(encoding="utf-8")
 
 
 def defined_in(module: Path) -> set[str]:
@@ -219,13 +217,10 @@ def defined_in(module: Path) -> set[str]:
 
 
 DEFINED = {
-    name
-    for top in (*TOPS, "tests/integration")
-    for path in (REPOSITORY / top).rglob("*.py")
-    for name in defined_in(path)
+    name for top in (*TOPS, "tests/integration") for path in (ROOT / top).rglob("*.py") for name in defined_in(path)
 }
 
-KEYS = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+KEYS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
 def missing(room: str, text: str) -> list[str]:
@@ -233,14 +228,14 @@ def missing(room: str, text: str) -> list[str]:
     found = []
     for span in SPAN.findall(text):
         if PATH.fullmatch(span):
-            if not (REPOSITORY / room / span).exists() and not any((REPOSITORY / room).glob(f"*/{span}")):
-                found += [span] if not (REPOSITORY / span).exists() else []
+            if not (ROOT / room / span).exists() and not any((ROOT / room).glob(f"*/{span}")):
+                found += [span] if not (ROOT / span).exists() else []
         elif NAME.fullmatch(span) and span not in DEFINED | {"Literal"}:
             found.append(span)
         elif KEY.fullmatch(span) and f"| `{span}" not in KEYS:
             found.append(span)
     for name, path in NOUN.findall(text):
-        modules = [folder / path for folder in (REPOSITORY / room, REPOSITORY) if (folder / path).is_file()]
+        modules = [folder / path for folder in (ROOT / room, ROOT) if (folder / path).is_file()]
         found += [f"{name} of {path}"] if not modules or name not in defined_in(modules[0]) else []
     return found
 

@@ -46,14 +46,9 @@ TAGS = {"run": "digits", "role": "driver", "index": "0"}
 
 
 def record(step: int, reward: float = 0.5, staleness: dict[int, int] | None = None) -> StepRecord:
-    return StepRecord(
-        step=step,
-        seconds={"update": 1.0, "other": 0.5, "total": 1.5},
-        values={"reward_mean": reward, "accuracy": reward, "tokens_per_s": 1234.0, "num_samples": 8.0},
-        staleness=staleness or {0: 80},
-        components={"answer": reward},
-        counters={"restarts": {"rollout": 2}},
-    )
+    seconds = {"update": 1.0, "other": 0.5, "total": 1.5}
+    values = {"reward_mean": reward, "accuracy": reward, "tokens_per_s": 1234.0, "num_samples": 8.0}
+    return StepRecord(step, seconds, values, staleness or {0: 80}, {"answer": reward}, {"restarts": {"rollout": 2}})
 
 
 class FakeSeries:

@@ -155,14 +155,9 @@ def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path) ->
 def test_numbers_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
     write_run(tmp_path / "odd", num_steps=6)
     path = tmp_path / "odd" / "metrics.jsonl"
-    bad = StepRecord(
-        step=7,
-        seconds={"update": math.nan, "other": math.inf, "total": math.nan},
-        values={"reward_mean": math.nan, "kl": math.inf, "entropy": -math.inf, "grad_norm": 1e308},
-        staleness={},
-        components={"answer": math.nan},
-        counters={},
-    )
+    seconds = {"update": math.nan, "other": math.inf, "total": math.nan}
+    values = {"reward_mean": math.nan, "kl": math.inf, "entropy": -math.inf, "grad_norm": 1e308}
+    bad = StepRecord(7, seconds, values, {}, {"answer": math.nan}, {})
     path.write_text(path.read_text() + to_line(bad) + "\n")
     text = report(tmp_path / "odd")
     Page(text)

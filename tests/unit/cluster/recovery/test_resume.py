@@ -281,12 +281,9 @@ class Bench_of_lost_groups:
         self.replay = ReplayBuffer(journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce))
         self.sampled_again: list[str] = []
         self.counted: list[str] = []
+        live = LiveGroups(FakePrompts(), put=lambda value: value)
         self.regenerator = GroupRegenerator(
-            self.replay,
-            LiveGroups(FakePrompts(), put=lambda value: value),
-            self._sample_again,
-            timeout_s=5,
-            on_lost=self.counted.append,
+            self.replay, live, self._sample_again, timeout_s=5, on_lost=self.counted.append
         )
 
     async def leased(self, *groups: ScoredGroup) -> list[ScoredGroup]:

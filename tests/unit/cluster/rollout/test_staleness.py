@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 
 from mobula.cluster.rollout.staleness import Admission, AgeLimit, OvertakingOrder, StalenessGate, StepOrder
 
+SIZES = st.fixed_dictionaries(
+    {"prompts_per_step": st.integers(1, 4), "max_staleness": st.integers(0, 3), "max_concurrent": st.integers(1, 20)}
+)
+TIMING = st.integers(0, 2**32)
 
-def make_gate(
-    prompts_per_step: int = 4, max_staleness: int = 0, max_concurrent: int = 100, total_steps: int = 1000
-) -> StalenessGate:
-    return StalenessGate(
-        prompts_per_step=prompts_per_step,
-        max_staleness=max_staleness,
-        max_concurrent=max_concurrent,
-        total_steps=total_steps,
-    )
+
+def make_gate(**changes: int) -> StalenessGate:
+    least = {"prompts_per_step": 4, "max_staleness": 0, "max_concurrent": 100, "total_steps": 1000}
+    return StalenessGate(**{**least, **changes})
 
 
 def start_all(gate: StalenessGate) -> list[Admission]:
@@ -135,17 +134,10 @@ def is_ready(gate: StalenessGate, finished: list[Admission], next_step: int) -> 
     return len(finished) >= size and fits
 
 
-@given(
-    prompts_per_step=st.integers(1, 4),
-    max_staleness=st.integers(0, 3),
-    max_concurrent=st.integers(1, 20),
-    timing=st.integers(0, 2**32),
-)
-def test_a_step_is_popped_exactly_when_the_rule_lets_it(
-    prompts_per_step: int, max_staleness: int, max_concurrent: int, timing: int
-) -> None:
+@given(sizes=SIZES, timing=TIMING)
+def test_a_step_is_popped_exactly_when_the_rule_lets_it(sizes: dict[str, int], timing: int) -> None:
     choose = random.Random(timing)
-    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    gate = make_gate(**sizes)
     order: StepOrder[Admission] = StepOrder(gate)
     finished: list[Admission] = []
     for _ in range(60):
@@ -157,7 +149,7 @@ def test_a_step_is_popped_exactly_when_the_rule_lets_it(
             order.add(admission, admission)
             finished.append(admission)
         if choose.random() < 0.8:
-            expected = sorted(finished)[:prompts_per_step] if is_ready(gate, finished, order.next_step) else []
+            expected = sorted(finished)[: gate.prompts_per_step] if is_ready(gate, finished, order.next_step) else []
             step = order.pop_step()
             assert step == expected
             finished = [admission for admission in finished if admission not in step]
@@ -182,21 +174,15 @@ def test_a_group_from_before_a_resume_is_due_before_one_that_is_started_after_it
     assert order.pop_step() == ["again"]
 
 
-@given(
-    prompts_per_step=st.integers(1, 4),
-    max_staleness=st.integers(0, 3),
-    max_concurrent=st.integers(1, 12),
-    num_moves=st.integers(1, 120),
-    timing=st.integers(0, 2**32),
-)
+@given(sizes=SIZES, num_moves=st.integers(1, 120), timing=TIMING)
 def test_after_a_kill_finished_groups_and_new_ones_are_neither_over_age_nor_in_each_others_way(
-    prompts_per_step: int, max_staleness: int, max_concurrent: int, num_moves: int, timing: int
+    sizes: dict[str, int], num_moves: int, timing: int
 ) -> None:
     choose = random.Random(timing)
-    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
-    finished, under_way, trained = live(gate, StepOrder(gate), choose, num_moves, max_concurrent)
+    gate = make_gate(**sizes)
+    finished, under_way, trained = live(gate, StepOrder(gate), choose, num_moves, sizes["max_concurrent"])
     resumed_at = gate.version + (trained > gate.version)  # a step may be written down whose weights were not pushed yet
-    again = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    again = make_gate(**sizes)
     again.resume(resumed_at, num_finished=len(finished), num_started=len(finished) + under_way)
     order: StepOrder[Admission] = StepOrder(again)
     order.resume(resumed_at)
@@ -206,7 +192,7 @@ def test_after_a_kill_finished_groups_and_new_ones_are_neither_over_age_nor_in_e
         order.add(kept, kept)
     while numbers and again.capacity > 0:
         again.start(numbers.pop())
-    live(again, order, choose, 60, max_concurrent)
+    live(again, order, choose, 60, sizes["max_concurrent"])
 
 
 def live(

@@ -158,16 +158,9 @@ def test_groups_count_once_through_their_tasks_and_the_newest_results_are_read(t
 
 
 def test_the_command_holds_what_was_asked(asked: LmmsEval, tmp_path: Path) -> None:
-    words = command_line(
-        replace(
-            asked,
-            include_path=tmp_path,
-            limit=4.0,
-            model_args=("max_pixels=3136", "device_map=auto"),
-            harness_options=("--force_simple", "--gen_kwargs", "temperature=0"),
-        )
-    )
-    assert words == [
+    asked = replace(asked, include_path=tmp_path, limit=4.0, model_args=("max_pixels=3136", "device_map=auto"))
+    asked = replace(asked, harness_options=("--force_simple", "--gen_kwargs", "temperature=0"))
+    assert command_line(asked) == [
         str(tmp_path / "environment" / "bin" / "python"), "-m", "lmms_eval", "eval", "--model", "qwen2_5_vl",
         "--model_args", f"pretrained={tmp_path}/model,device_map=cpu,max_pixels=3136,device_map=auto",
         "--tasks", "mini,other", "--device", "cpu", "--batch_size", "2", "--output_path", "raw", "--log_samples",

@@ -72,6 +72,7 @@ class Setting:
         return random.Random(f"{self.seed}/{prompt_id}")
 
 
+THREE_KILLS = st.lists(st.integers(1, 400), min_size=1, max_size=3)  # at most
 SETTINGS = st.builds(
     Setting,
     seed=st.integers(0, 2**32),
@@ -245,7 +246,7 @@ class Observed:
 
 
 @settings(max_examples=60)
-@given(setting=SETTINGS, kills=st.lists(st.integers(1, 400), min_size=1, max_size=3))
+@given(setting=SETTINGS, kills=THREE_KILLS)
 def test_what_learns_from_groups_as_they_arrive_knows_the_same_after_kills(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting, kills: list[int]
 ) -> None:
@@ -270,21 +271,12 @@ AUDITED_STEPS = 4
 
 
 @settings(max_examples=40)
-@given(
-    kills=st.lists(st.integers(1, 400), min_size=1, max_size=3),
-    max_staleness=st.integers(0, 2),
-    interval=st.integers(0, 2),
-    torn=st.integers(0, 30),
-)
+@given(kills=THREE_KILLS, max_staleness=st.integers(0, 2), interval=st.integers(0, 2), torn=st.integers(0, 30))
 def test_the_audit_of_a_killed_run_passes_and_counts_its_parts(
     tmp_path_factory: pytest.TempPathFactory, kills: list[int], max_staleness: int, interval: int, torn: int
 ) -> None:
     base = tmp_path_factory.mktemp("kills")
-    shape: dict[str, Any] = {
-        "total_steps": AUDITED_STEPS,
-        "max_staleness": max_staleness,
-        "checkpoint_interval": interval,
-    }
+    shape = {"total_steps": AUDITED_STEPS, "max_staleness": max_staleness, "checkpoint_interval": interval}
     for number, num_turns in enumerate(kills):
         folder, left = base / str(number), base / str(number + 1)
         run, _ = audited_run(folder, **shape)

@@ -225,6 +225,8 @@ faults = st.builds(
     at_s=st.floats(0, RUN_S),
     for_s=st.floats(0.01, RUN_S),
 )
+INJECTED = st.lists(faults, max_size=12)
+NOTICED = ("rollout_died", "rollout_hung", "LostReplyError", "LostReplyError")  # of each kind
 
 
 SHAPE = {"total_steps": STEPS, "prompts_per_step": SIZE, "max_concurrent": 8, "checkpoint_interval": 0}
@@ -258,12 +260,7 @@ def oldest_trained_age(run: Run) -> int:
 
 
 @settings(deadline=None)
-@given(
-    injected=st.lists(faults, max_size=12),
-    max_staleness=st.integers(0, 4),
-    drop_uniform=st.booleans(),
-    timing=st.integers(0, 2**32),
-)
+@given(injected=INJECTED, max_staleness=st.integers(0, 4), drop_uniform=st.booleans(), timing=st.integers(0, 2**32))
 def test_random_faults_lose_no_prompt_train_none_twice_and_change_none(
     injected: list[Fault], max_staleness: int, drop_uniform: bool, timing: int
 ) -> None:
@@ -280,15 +277,7 @@ def test_random_faults_lose_no_prompt_train_none_twice_and_change_none(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 4])
-@pytest.mark.parametrize(
-    ("kind", "noticed"),
-    [
-        (Kind.DIE, "rollout_died"),
-        (Kind.HANG, "rollout_hung"),
-        (Kind.SLOW, "LostReplyError"),
-        (Kind.LOSE_REPLY, "LostReplyError"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "noticed"), zip(Kind, NOTICED, strict=True))
 def test_each_kind_of_fault_is_noticed_and_survived(kind: Kind, noticed: str, max_staleness: int) -> None:
     faultless, _ = finished_run([], max_staleness=max_staleness)
     injected = [Fault(kind, engine, at_s=20.0, for_s=70.0) for engine in range(2)]

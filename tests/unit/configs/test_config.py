@@ -509,16 +509,10 @@ def test_a_value_is_text_where_text_or_a_path_is_expected(tmp_path: Path, value:
     assert (again.policy.model, again.data.prompt_suffix) == (expected, " Sag's, \\boxed{}!")
 
 
-@pytest.mark.parametrize(
-    ("preset", "expected"),
-    [
-        ("laptop", ("engine", "none")),
-        ("two_gpu", ("recomputed", "tis_token")),
-        ("eight_gpu_colocated", ("recomputed", "tis_token")),
-    ],
-)
-def test_a_clip_below_rounding_is_around_the_learners_own_policy(preset: str, expected: tuple[str, str]) -> None:
+@pytest.mark.parametrize("preset", ["laptop", "two_gpu", "eight_gpu_colocated"])
+def test_a_clip_below_rounding_is_around_the_learners_own_policy(preset: str) -> None:
     algorithm = load_config(["experiment=digits", "algorithm=gspo", f"resources={preset}"]).algorithm
+    expected = ("engine", "none") if preset == "laptop" else ("recomputed", "tis_token")
     assert (algorithm.old_logprobs, algorithm.correction) == expected
     plain = load_config(["experiment=digits", "algorithm=grpo", f"resources={preset}"]).algorithm
     assert (plain.old_logprobs, plain.correction) == ("engine", "none")

@@ -246,17 +246,13 @@ def test_a_command_trains_the_experiment_of_its_job_or_the_one_that_is_named(
 
 
 @pytest.mark.parametrize(
-    ("job", "rows", "roles"),
-    [
-        ("sft", "conversation", ["learner"]),
-        ("reward_model", "pair", ["learner"]),
-        ("dpo", "pair", ["learner", "reference"]),
-    ],
+    ("job", "rows", "more_roles"),
+    [("sft", "conversation", []), ("reward_model", "pair", []), ("dpo", "pair", ["reference"])],
 )
-def test_a_preset_starts_the_roles_of_its_job(job: str, rows: str, roles: list[str]) -> None:
+def test_a_preset_starts_the_roles_of_its_job(job: str, rows: str, more_roles: list[str]) -> None:
     config = load_config([f"experiment={job}", *GIVEN])
     assert (config.offline.job, config.offline.rows, config.offline.is_on) == (job, rows, True)
-    assert list(needed_roles(config)) == roles
+    assert list(needed_roles(config)) == ["learner", *more_roles]
     preset = Path(FOLDER / "experiment" / f"{job}.yaml").read_text()
     assert len(preset.splitlines()) <= 25
 

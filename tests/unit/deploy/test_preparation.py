@@ -86,10 +86,8 @@ def test_a_run_is_made_of_what_the_config_names_and_stores_images_as_given(share
 
 
 def test_a_run_refuses_engines_that_serve_adapters_before_it_starts(shared: Path, tmp_path: Path) -> None:
-    refused(
-        config(shared, tmp_path, "sampler.adapters.max_served=2"),
-        "sampler.adapters.max_served=2 freezes the weights .*: leave it out",
-    )
+    word = "sampler.adapters.max_served=2"
+    refused(config(shared, tmp_path, word), f"{word} freezes the weights .*: leave it out")
 
 
 def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -> None:
@@ -296,18 +294,12 @@ def swap(vocabulary: dict) -> None:
             r"differ, e\.g\. 'a' is id \d+ in the policy and id \d+ in the teacher; "
             r"set algorithm\.distillation\.teacher to",
         ),
-        (
-            "processor_config.json", "image_processor", lambda content: content.update(image_mean=[0.1] * 3),
-            r"images with image_mean=\[0\.1, ",
-        ),
-        (
-            "config.json", "text_config", lambda content: content.update(max_position_embeddings=64),
-            r"more than the 64 positions of algorithm",
-        ),
-        (
-            "config.json", "text_config", lambda content: content.update(vocab_size=100),
-            r"computes 100 logits and policy\.model=.* so the policy",
-        ),
+        ("processor_config.json", "image_processor", lambda content: content.update(image_mean=[0.1] * 3),
+         r"images with image_mean=\[0\.1, "),
+        ("config.json", "text_config", lambda content: content.update(max_position_embeddings=64),
+         r"more than the 64 positions of algorithm"),
+        ("config.json", "text_config", lambda content: content.update(vocab_size=100),
+         r"computes 100 logits and policy\.model=.* so the policy"),
     ],
 )  # fmt: skip
 def test_a_teacher_that_cannot_read_what_the_policy_reads_is_refused(

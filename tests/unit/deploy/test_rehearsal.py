@@ -120,12 +120,8 @@ def test_a_full_disk_ends_the_run_with_its_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_256_engines_and_512_ranks_are_played_in_a_minute_of_cpu_time(tmp_path: Path) -> None:
     started = time.process_time()
-    words = (
-        "resources.rollout.num_workers=256",
-        "resources.learner.num_workers=512",
-        "resources.reference.num_workers=0",
-        "algorithm.max_staleness=1",
-    )
+    sizes = {"rollout": 256, "learner": 512, "reference": 0}
+    words = ["algorithm.max_staleness=1", *(f"resources.{role}.num_workers={num}" for role, num in sizes.items())]
     many = ("algorithm.prompts_per_step=512", "algorithm.max_concurrent_groups=1024")
     overrides = tuple(word for word in WORDS if not word.startswith("algorithm.prompts_per_step"))
     found = page(tmp_path, *words, *many, mean_tokens=100, base=overrides, nodes="96x8x80GB")

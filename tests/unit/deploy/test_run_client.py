@@ -154,13 +154,8 @@ def start() -> Iterator[Start]:
     started = []
 
     def run(program: str, **env: str) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, **env},
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+        child = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **env}, **options)
         started.append(child)
         assert child.stdout.readline() == "up\n"
         return child

@@ -298,20 +298,15 @@ class Room:
 
 
 @pytest.mark.parametrize(
-    ("states", "wanted", "asked_for"),
-    [
-        ([SERVING], 3, [("reward", 2)]),
-        ([SERVING, DRAINING], 3, [("reward", 2)]),
-        ([SERVING, SERVING], 2, []),
-        ([SERVING, SERVING], 1, []),
-    ],
+    ("states", "wanted", "missing"),
+    [([SERVING], 3, 2), ([SERVING, DRAINING], 3, 2), ([SERVING, SERVING], 2, 0), ([SERVING, SERVING], 1, 0)],
 )
 async def test_room_is_looked_for_only_for_those_that_are_missing(
-    states: list[WorkerState], wanted: int, asked_for: list[tuple[str, int]]
+    states: list[WorkerState], wanted: int, missing: int
 ) -> None:
     role, room = FakeRole(*states), Room(5)
     await RoomFirst("reward", role, room.check).scale(wanted)
-    assert (room.asked, role.asked) == (asked_for, [wanted])
+    assert (room.asked, role.asked) == ([("reward", missing)] if missing else [], [wanted])
 
 
 async def test_without_room_the_role_is_not_asked() -> None:

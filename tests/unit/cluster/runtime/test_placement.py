@@ -235,14 +235,8 @@ def test_an_engine_over_several_gpus_lies_on_one_node_and_takes_whole_gpus() -> 
 
 def test_an_engine_over_two_gpus_beside_shares_is_refused_on_a_node_of_two_and_placed_on_one_of_three() -> None:
     """Ray would leave it pending: 1.1 GPUs of two are free, and only one of them is whole."""
-    words = (
-        "resources=two_gpu",
-        "resources.rollout.tensor_parallel=2",
-        "resources.rollout.num_gpus=2",
-        "resources.learner.num_gpus=0.6",
-        "resources.reference.num_gpus=0.3",
-    )
-    asked = resources(*words)
+    engine = ("resources=two_gpu", "resources.rollout.tensor_parallel=2", "resources.rollout.num_gpus=2")
+    asked = resources(*engine, "resources.learner.num_gpus=0.6", "resources.reference.num_gpus=0.3")
     with pytest.raises(PlacementError) as caught:
         plan_placement(asked, [NodeResources("two", num_cpus=8, num_gpus=2)], ALL_ROLES)
     message = str(caught.value)

@@ -156,14 +156,9 @@ def variables(monkeypatch: pytest.MonkeyPatch, address: str, **found: str) -> di
     environment = dict(found)
     monkeypatch.setattr(network.os, "environ", environment)
     monkeypatch.setattr(network, "node_address", lambda: address)
-    monkeypatch.setattr(
-        "psutil.net_if_addrs",
-        lambda: {
-            "lo": [SimpleNamespace(address="127.0.0.1")],
-            "eth0": [SimpleNamespace(address="fe80::1"), SimpleNamespace(address="192.168.0.2")],
-            "ib0": [SimpleNamespace(address="10.0.0.2")],
-        },
-    )
+    addresses = {"lo": ["127.0.0.1"], "eth0": ["fe80::1", "192.168.0.2"], "ib0": ["10.0.0.2"]}
+    interfaces = {name: [SimpleNamespace(address=each) for each in own] for name, own in addresses.items()}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
     use_node_interface()
     return environment
 

@@ -48,10 +48,8 @@ def test_a_second_start_names_the_holder_and_writes_nothing(tmp_path: Path, monk
     folder = tmp_path / "runs" / "one"
     with folders.run_lock(folder):
         before = (folder.stat().st_mtime_ns, (folder / folders.LOCK_FILE).read_bytes())
-        with pytest.raises(
-            PreflightError,
-            match=rf"process {os.getpid()} on .* \(Slurm job 42\) since .*: stop it with `scancel 42` on",
-        ):
+        holder = rf"process {os.getpid()} on .* \(Slurm job 42\) since .*: stop it with `scancel 42` on"
+        with pytest.raises(PreflightError, match=holder):
             with folders.run_lock(folder):
                 raise AssertionError("two hold it")
         assert (folder.stat().st_mtime_ns, (folder / folders.LOCK_FILE).read_bytes()) == before

@@ -195,13 +195,11 @@ def test_a_reward_against_its_accuracy_and_one_that_follows_length_are_found(con
 def rewarded(reward: Callable[[str, str, int], float], text: Callable[[str, int], str]) -> tuple[AnswerGroup, ...]:
     """As `answers`, with rewards by label, text and a running number."""
     numbers = iter(range(10**6))
-    return tuple(
-        replace(
-            group,
-            answers=tuple(replace(a, reward=reward(group.references[0], a.text, next(numbers))) for a in group.answers),
-        )
-        for group in answers(text)
-    )
+
+    def scored(answer: KeptAnswer, label: str) -> KeptAnswer:
+        return replace(answer, reward=reward(label, answer.text, next(numbers)))
+
+    return tuple(replace(g, answers=tuple(scored(a, g.references[0]) for a in g.answers)) for g in answers(text))
 
 
 def coin(label: str, text: str, number: int) -> float:

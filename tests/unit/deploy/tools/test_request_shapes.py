@@ -30,20 +30,14 @@ ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
 
 IN_SESSION, IN_SAMPLER = {"session_id": "SESSION"}, {"sampling_session_id": "SESSION:sample:0"}
-LORA, TARGET = {"rank": 4, "seed": 1}, {**IN_SAMPLER, "cloned_sampler_id": 0}
+LORA, NOTE, TARGET = {"rank": 4, "seed": 1}, {"a": "b"}, {**IN_SAMPLER, "cloned_sampler_id": 0}
 SAMPLED = "sample-SESSION:sample:0:3"
 SAMPLING = {"max_tokens": 2, "temperature": 1.0, "seed": 3, "stop": ["a"], "top_k": 2, "top_p": 0.5}
 CALL = {"name": "a", "arguments": {}, "status": "ok", "detail": ""}
 VALID: dict[str, dict[str, Any]] = {
     "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}, "sdk_version": "0.38.0", "type": "create_session"},
     "session_heartbeat": {"session_id": "SESSION"},
-    "create_model": {
-        **IN_SESSION,
-        "model_seq_id": 1,
-        "base_model": NAME,
-        "lora_config": LORA,
-        "user_metadata": {"a": "b"},
-    },
+    "create_model": {**IN_SESSION, "model_seq_id": 1, "base_model": NAME, "lora_config": LORA, "user_metadata": NOTE},
     "get_info": {"model_id": "SESSION:train:0"},
     "optim_step": {"model_id": "SESSION:train:0", "seq_id": 7, "adam_params": ADAM},
     "load_weights": {"model_id": "SESSION:train:0", "path": "tinker://x/weights/a", "optimizer": True, "seq_id": 8},

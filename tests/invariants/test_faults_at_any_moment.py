@@ -255,10 +255,6 @@ def trained_ids(run: Run) -> list[str]:
     return [prompt_id for step in run.learner.prompt_ids for prompt_id in step]
 
 
-def oldest_trained_age(run: Run) -> int:
-    return max(version - group.summary.oldest_version for version, groups in run.learner.trained for group in groups)
-
-
 @settings(deadline=None)
 @given(injected=INJECTED, max_staleness=st.integers(0, 4), drop_uniform=st.booleans(), timing=st.integers(0, 2**32))
 def test_random_faults_lose_no_prompt_train_none_twice_and_change_none(
@@ -269,7 +265,8 @@ def test_random_faults_lose_no_prompt_train_none_twice_and_change_none(
     trained = trained_ids(run)
     assert sorted(trained) == sorted(trained_ids(faultless))
     assert len(set(trained)) == STEPS * SIZE
-    assert oldest_trained_age(run) <= max_staleness
+    ages = [version - group.summary.oldest_version for version, groups in run.learner.trained for group in groups]
+    assert max(ages) <= max_staleness
     rejected = run_virtually(run.replay.stats()).num_rejected
     assert rejected.keys() <= {"uniform"}, f"{DUPLICATE}: a group arrived twice; stale: finished work was thrown away"
     assert run.dispatcher.pending() == ()

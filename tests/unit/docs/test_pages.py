@@ -200,10 +200,6 @@ NAME = re.compile(r"[A-Z][A-Za-z0-9_]+|[a-z]+(?:_[a-z]+)+")
 KEY = re.compile(r"(?:data|environment|algorithm|learner|resources|sampler|metrics|rewards|policy)\.[a-z_]+")
 
 
-def text_of(room: str) -> str:
-    return (ROOT / room / "README.md").read_text(encoding="utf-8")
-
-
 def defined_in(module: Path) -> set[str]:
     """Names that a module defines at its top level."""
     names: set[str] = set()
@@ -242,7 +238,7 @@ def missing(room: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_has_a_readme_whose_names_exist(room: str) -> None:
-    text = text_of(room)
+    text = (ROOT / room / "README.md").read_text(encoding="utf-8")
     assert 8 <= len(text.splitlines()) <= 25
     assert text.startswith(f"# {room}\n")
     parts = ("Enters", "Leaves", "Nouns", "Read first", "One more")

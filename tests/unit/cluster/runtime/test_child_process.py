@@ -134,14 +134,10 @@ def test_a_child_ends_after_its_parent_was_killed(function: str, tmp_path: Path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
     wait_until(lambda: note.exists() and note.read_text() != "")
-    [child] = [int(pid) for pid in children_of(parent.pid)]
+    [child] = map(int, Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())
     parent.kill()
     parent.wait()
     stat = Path(f"/proc/{child}/stat")
     wait_until(lambda: not stat.exists() or " Z " in stat.read_text())  # a container's init may not collect it
     if function == "start_sleeper":  # what it started is in no one's group any more
         os.kill(int(note.read_text()), signal.SIGKILL)
-
-
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

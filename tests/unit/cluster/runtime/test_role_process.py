@@ -196,16 +196,12 @@ raise SystemExit("the end")
 """
 
 
-def run_process(path: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PROCESS, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
-
-
 def test_everything_goes_to_the_file_and_the_log_before_names_it(tmp_path: Path) -> None:
     path = role_log(tmp_path / "logs", "rollout/0")
     assert path == tmp_path / "logs" / "rollout-0.log"
-    done = run_process(path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PROCESS, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == ["before", f"{POINTER}{path}"]
     first, *lines = path.read_text().splitlines()

@@ -283,12 +283,15 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_a_side_process_gives_its_result_or_an_error_that_names_what_was_waited_for() -> None:
+def test_a_result_and_an_error_of_ours_travel_as_they_are_and_another_error_as_its_text() -> None:
     assert in_side_process(os.path.join, 60, "a path", "a", "b") == "a/b"
     with pytest.raises(PlacementError, match="no room"):
         in_side_process(fail, 60, "a failure", PlacementError("no room"))
     with pytest.raises(WorkerDiedError, match="KeyError: 'bug'"):
         in_side_process(fail, 60, "a failure", KeyError("bug"))
+
+
+def test_a_side_process_that_dies_or_hangs_is_an_error() -> None:
     with pytest.raises(WorkerDiedError, match="what waited for a word: its process died with exit code 3"):
         in_side_process(os._exit, 60, "a word", 3)
     with pytest.raises(DeadlineError, match="waited 0.2 s for a sleeper"):

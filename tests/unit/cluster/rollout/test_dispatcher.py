@@ -108,7 +108,7 @@ def test_uniform_groups_are_those_of_equal_accuracy_or_of_equal_rewards(
     assert AdmissionFilter(2, True, 9, "right").reason_to_reject(rewards) == by_accuracy
     assert AdmissionFilter(2, True, 9).reason_to_reject(rewards) == by_reward
     assert AdmissionFilter(2, False, 9, "right").reason_to_reject(rewards) is None
-    assert AdmissionFilter(2, False, 9).reason_to_reject([rewards[0], None]) == "too_few_scored"
+    assert AdmissionFilter(2, False, 9).reason_to_reject(rewards[:1]) == "too_few_scored"
 
 
 @pytest.mark.parametrize("error", [RolloutError("engine"), WorkerDiedError("rollout/1"), DeadlineError("slow")])

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import LORA, config_of, equal, factors, met_at, steps, train, without_sharing
+from backend_run import LORA, config_of, connected, equal, factors, steps, train, without_sharing
+from one_learner import saved
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -231,8 +232,7 @@ CASES = {
 
 def _exporting_rank(rank: int, case: Case, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    learner = Learner(case.config(model), rank, 2, (250,))
-    learner.connect(met_at(learner, rank, out / "address"))
+    learner = connected(Learner(case.config(model), rank, 2, (250,)), rank, 2, out / "address")
     first, second = steps(AutoTokenizer.from_pretrained(model))
     _write(learner, rank, out / "0")
     learner.update(first, 1)
@@ -248,8 +248,7 @@ def _exporting_rank(rank: int, case: Case, model: Path, out: Path) -> None:
 
 def _write(learner: Learner, rank: int, out: Path) -> None:
     """The state, and what the ranks gather of their weights at that moment."""
-    learner.save(out / "state")
-    learner.finish_save()
+    saved(learner, out / "state")
     learner.export(out / "expected")
     found = factors(learner)
     if rank == 0:

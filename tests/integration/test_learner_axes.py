@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import LORA, config_of, equal, met_at, steps, train
+from backend_run import LORA, config_of, connected, equal, steps, train
 from jobs import Job
+from one_learner import saved
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -102,10 +103,9 @@ def _resave(rank: int, num_ranks: int, model: Path, source: Path, target: Path) 
     native.MIN_UNIT_NUMEL = 0
     ranks = f"resources.learner.num_workers={num_ranks}"
     learner = Learner(config_of(model, "learner=fsdp2", ranks, AVERAGE), rank, num_ranks, (250,))
-    learner.connect(met_at(learner, rank, target / "address"))
+    connected(learner, rank, num_ranks, target / "address")
     learner.load(source)
-    learner.save(target / "state")
-    learner.finish_save()
+    saved(learner, target / "state")
     learner.close()
 
 
@@ -113,8 +113,7 @@ def _rounded_alike(rank: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
     native.MIN_UNIT_NUMEL = native.MAX_WHOLE_GRADIENT_BYTES = 0
     bfloat16 = ("resources.dtype=bfloat16", "learner.master_dtype=bfloat16")
-    learner = Learner(config_of(model, *TWO_BY_TWO, *bfloat16), rank, 4, (250,))
-    learner.connect(met_at(learner, rank, out / "address"))
+    learner = connected(Learner(config_of(model, *TWO_BY_TWO, *bfloat16), rank, 4, (250,)), rank, 4, out / "address")
     before = [tensor.clone() for tensor in local(learner._backend.trained().values())]
     for version, groups in enumerate(steps(AutoTokenizer.from_pretrained(model))):
         learner.update(groups, version + 1)

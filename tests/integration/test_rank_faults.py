@@ -4,6 +4,7 @@ without faults, bit for bit. Ranks share rows, hold replicas of the model, or tr
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from jobs import Job, in_order, none_left, trained_places
 from runs import audited
 from sabotage import Saboteur
 from safetensors.torch import load_file
+from struck_roles import SABOTAGE
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
@@ -23,7 +25,8 @@ from mobula.learner.rank import load_algorithm
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 
-SCRIPT = Path(__file__).with_name("struck_rank_job.py")
+SCRIPT = Path(__file__).with_name("replaced_job.py")
+STRUCK = "Learner=struck_ranks:StruckLearner,CriticRank=struck_ranks:StruckCritic"
 NUM_STEPS = 6
 WORDS = (
     "experiment=digits",
@@ -106,8 +109,13 @@ def job_in(folder: Path, ranks: str = CRITIC) -> Job:
     return Job(folder, (*WORDS, *overrides, f"data.path={folder / 'digits'}"))
 
 
-def start(job: Job) -> Any:
-    return job.start(str(SCRIPT), str(job.folder))
+def start(job: Job) -> subprocess.Popen[str]:
+    """The job whose ranks, or whose driver, meet the faults that are planned in its folder."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(SABOTAGE, str(job.folder))
+        process = job.start(str(SCRIPT), STRUCK)
+    Saboteur(job.folder).enlist("driver", process.pid)
+    return process
 
 
 @pytest.fixture(scope="module", params=[CRITIC])

@@ -16,10 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from backend_run import config_of, equal, met_at, weights
-from family_ranks import update_all
+from backend_run import config_of, connected, equal, weights
+from family_ranks import BACKENDS, update_all
 from learner_data import image, prompt, random_groups, tiny_config
-from mixed_media_ranks import BACKENDS, update
 from scored_rows import HOT, family_prompts, kept_bytes, tree
 from tiny_checkpoints import write_text_policy
 from transformers import AutoTokenizer
@@ -39,32 +38,36 @@ from mobula.learner.shares import StepGroups
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 UNSPLIT = ("qwen3.5", "gemma3")  # layers with a state, a mask for images: refused by name
-
 NAMES = [name for name in TINY if name != "smolvlm" or importlib.util.find_spec("num2words")]
+SPLIT = [name for name in NAMES if name not in UNSPLIT]
+IMAGE_FAMILIES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl3", "glm4v")
+MODELS = {"one": NAMES, "fsdp2": NAMES, "halves": SPLIT, "exchanged": IMAGE_FAMILIES, "zero3": IMAGE_FAMILIES}
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Below `1`, `2` and `halves`, what one process, two ranks and two ranks with a part of each row made of each
-    model."""
+    """Below `one` and the name of each backend, what its ranks made of each model. Ranks that wait for each other run
+    into the test's timeout."""
     out = tmp_path_factory.mktemp("ranks")
     for name in NAMES:
         write_tiny(name, out / name, seed=1)
     multiprocessing.set_forkserver_preload(["family_ranks"])
-    halved = [name for name in NAMES if name not in UNSPLIT]
-    for case, number, names, num_sharing in (("1", 1, NAMES, 1), ("2", 2, NAMES, 1), ("halves", 2, halved, 2)):
-        folder = out / case
-        folder.mkdir()
-        arguments = (number, names, out, folder, num_sharing)
-        mp.start_processes(update_all, args=arguments, nprocs=number, start_method="forkserver")
+    for backend, names in MODELS.items():
+        (out / backend).mkdir()
+        # DeepSpeed keeps process groups of a model that is gone: processes of its own for each.
+        for some in [[name] for name in names] if backend == "zero3" else [names]:
+            arguments, num_ranks = (backend, some, out, out / backend), 2 if backend in BACKENDS else 1
+            mp.start_processes(update_all, args=arguments, nprocs=num_ranks, start_method="forkserver")
     return out
 
 
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_equal_one(ran: Path, name: str) -> None:
-    one, two = (torch.load(ran / number / f"{name}.pt") for number in ("1", "2"))
+@pytest.mark.parametrize(
+    ("backend", "name"), [(backend, name) for backend in ("fsdp2", "exchanged", "zero3") for name in MODELS[backend]]
+)
+def test_two_ranks_equal_one(ran: Path, backend: str, name: str) -> None:
+    one, two = (torch.load(ran / folder / f"{name}.pt") for folder in ("one", backend))
     assert equal(one["after"], two["after"], atol=2e-6)
     assert not equal(one["after"], one["before"], atol=2e-5)
     assert two["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=1e-4)
@@ -72,43 +75,11 @@ def test_two_ranks_equal_one(ran: Path, name: str) -> None:
 
 @pytest.mark.families
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSPLIT])
+@pytest.mark.parametrize("name", SPLIT)
 def test_two_ranks_with_a_part_of_each_row_equal_one(ran: Path, name: str) -> None:
-    one, halves = (torch.load(ran / case / f"{name}.pt") for case in ("1", "halves"))
+    one, halves = (torch.load(ran / folder / f"{name}.pt") for folder in ("one", "halves"))
     assert equal(one["after"], halves["after"], atol=1e-6)
     assert halves["metrics"] == pytest.approx(one["metrics"], rel=1e-5, abs=1e-6)
-
-
-IMAGE_FAMILIES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl3", "glm4v")
-
-
-@pytest.fixture(scope="module")
-def mixed_media_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Below the name of each backend, what its ranks made of each model. Ranks that wait for each other run into the
-    test's timeout."""
-    out = tmp_path_factory.mktemp("ranks")
-    for name in IMAGE_FAMILIES:
-        write_tiny(name, out / name, seed=1)
-    multiprocessing.set_forkserver_preload(["mixed_media_ranks"])
-    for backend, (num_ranks, _) in BACKENDS.items():
-        folder = out / backend
-        folder.mkdir()
-        for (
-            name
-        ) in IMAGE_FAMILIES:  # DeepSpeed keeps process groups of a model that is gone: processes of its own for each
-            mp.start_processes(update, args=(backend, name, out, folder), nprocs=num_ranks, start_method="forkserver")
-    return out
-
-
-@pytest.mark.families
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
-@pytest.mark.parametrize("name", IMAGE_FAMILIES)
-def test_two_ranks_of_mixed_media_equal_one(mixed_media_run: Path, backend: str, name: str) -> None:
-    one, two = (torch.load(mixed_media_run / folder / f"{name}.pt") for folder in ("one", backend))
-    assert equal(one["after"], two["after"], atol=2e-6)
-    assert not equal(one["after"], one["before"], atol=2e-5)
-    assert two["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=1e-4)
 
 
 NUM_TOKENS = 2048
@@ -192,7 +163,7 @@ def split_rows_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_qwen2_5_vl(out / "images", seed=0)
     for name in TREES:
         write_tiny(name, out / name)
-    multiprocessing.set_forkserver_preload(["kept_bytes"])
+    multiprocessing.set_forkserver_preload(["scored_rows"])
     for num_ranks in (1, 2, 4):
         mp.start_processes(_rank, args=(num_ranks, out), nprocs=num_ranks, start_method="forkserver")
     return out
@@ -297,8 +268,8 @@ def train(rank: int, words: Sequence[str], model: Path, steps: Sequence[Sequence
     seen = {}
     for way in ("shares", "everything"):
         (out / way).mkdir(exist_ok=True)
-        ranked, num_bytes = Learner(config_of(model, *TWO, *words), rank, 2, (250,)), 0
-        ranked.connect(met_at(ranked, rank, out / way / "address"))
+        num_bytes = 0
+        ranked = connected(Learner(config_of(model, *TWO, *words), rank, 2, (250,)), rank, 2, out / way / "address")
         ranked.begin_rl()
         if way == "everything":
             ranked.steps._parts = replace(ranked.steps._parts, shares=AllGroups())

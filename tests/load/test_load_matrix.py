@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from jobs import Job, marked, none_left
+from jobs import MOBULA, Job, marked, none_left
 from load_model import NUM_ROWS, write_load_data, write_load_model
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
@@ -27,7 +27,7 @@ from mobula.cluster.replay.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.load, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(2400)]
 
-SCRIPT = Path(__file__).with_name("load_job.py")
+APART = (str(Path(__file__).parents[1] / "integration" / "replaced_job.py"), "RolloutActor=engine_cores:CoreApart")
 RESULTS = "MOBULA_LOAD_RESULTS"  # environment: append each row's figures to this file
 DEADLINE_S = 2100.0
 LOOK_S = 2.0
@@ -199,7 +199,8 @@ def test_a_run_under_load(row: Row, inputs: dict[str | int, Path], tmp_path: Pat
         job.write_reward()
         model = inputs["long tail" if row.max_tokens == 1024 else "whole"]
         common = [word.format(folder=tmp_path, model=model, data=inputs[row.prompt_tokens]) for word in COMMON]
-        process = job.start_script(str(SCRIPT), row.core, *common, *row.words())
+        command = APART if row.core == "process" else (*MOBULA, "train")
+        process = job.start_script(*command, *common, *row.words())
         for _ in _looks(process):
             if (job.run_folder / "metrics.jsonl").exists() and job.steps:
                 memory.append(sum(_held(pid) for pid in marked(job.marks[0])))

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from learner_data import group, image, prompt, random_groups, tiny_config
@@ -20,6 +21,7 @@ from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import PEFT_PREFIX, is_factor, split_factor
 
+Ranked = TypeVar("Ranked", bound=Any)
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
 
 
@@ -33,12 +35,8 @@ def steps(tokenizer) -> list[list[ScoredGroup]]:
 def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
     """Everything that `follow` does, on one rank; rank 0 writes what it saw."""
     tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
-    learner = Learner(config, rank, world_size, (250,))
-    learner.connect(met_at(learner, rank, out / "address") if world_size > 1 else "")
-    seen = follow(learner, steps(tokenizer), tokenizer, out)
-    if rank == 0:
-        torch.save(seen, out / "seen.pt")
-    learner.close()
+    learner = connected(Learner(config, rank, world_size, (250,)), rank, world_size, out / "address")
+    leave(learner, rank, follow(learner, steps(tokenizer), tokenizer, out), out / "seen.pt")
 
 
 def train_on_gpu(rank: int, num_ranks: int, words: tuple[str, ...], model: Path, out: Path) -> None:
@@ -49,16 +47,22 @@ def train_on_gpu(rank: int, num_ranks: int, words: tuple[str, ...], model: Path,
     train(config_of(model, *ranks, *words), rank, num_ranks, out)
 
 
-def met_at(learner: Learner, rank: int, path: Path) -> str:
-    """The address of rank 0, passed on through a file."""
+def connected(learner: Ranked, rank: int, world_size: int, path: Path) -> Ranked:
+    """The learner, or another rank, once it has met the others at the address of rank 0, which a file passes on."""
     if rank == 0:
-        address = learner.rendezvous_address()
-        path.with_suffix(".part").write_text(address)
+        path.with_suffix(".part").write_text(learner.rendezvous_address() if world_size > 1 else "")
         path.with_suffix(".part").rename(path)
-        return address
     while not path.exists():
         time.sleep(0.01)
-    return path.read_text()
+    learner.connect(path.read_text())
+    return learner
+
+
+def leave(learner: Learner, rank: int, seen: object, path: Path) -> None:
+    """Rank 0 writes what it saw; the ranks part."""
+    if rank == 0:
+        torch.save(seen, path)
+    learner.close()
 
 
 def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: Path) -> dict:
@@ -103,8 +107,7 @@ def followed(
 ) -> None:
     """Two steps, a checkpoint, a third step; back to the checkpoint, and the third step again. Rank 0 writes what it
     saw."""
-    learner = Learner(config, rank, world_size, banned_ids)
-    learner.connect(met_at(learner, rank, out / "address") if world_size > 1 else "")
+    learner = connected(Learner(config, rank, world_size, banned_ids), rank, world_size, out / "address")
 
     def update(version: int) -> dict[str, float]:
         groups, more = updates[version - 1]
@@ -119,9 +122,7 @@ def followed(
     learner.load(out / "state")
     update(3)
     seen["third_again"] = weights(learner)
-    if rank == 0:
-        torch.save(seen, out / "seen.pt")
-    learner.close()
+    leave(learner, rank, seen, out / "seen.pt")
 
 
 def without_sharing(metrics: dict[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from backend_run import config_of, met_at, weights
+from backend_run import config_of, connected, leave, weights
 from learner_data import group
 from scored_rows import family_prompts
 
@@ -27,33 +27,38 @@ def mixed(folder: Path, data: Path) -> list[ScoredGroup]:
     return [group(p, answers, [float(n % 2), 1.0 - n % 2], n) for n, p in enumerate([*text, *prompts[1:]])]
 
 
-def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, out: Path, num_sharing: int = 1) -> None:
-    """Train each model of `names` for a step; rank 0 writes its weights to `out`/NAME.pt.
+BACKENDS = {
+    "fsdp2": ("learner=fsdp2",),
+    "halves": ("learner=fsdp2", "learner.sequence_parallel=2"),
+    "exchanged": ("learner=fsdp2",),  # after every micro-batch, of which some have no medium
+    "zero3": ("learner=deepspeed", "learner.zero_stage=3"),
+}
 
-    `num_sharing` ranks share the tokens of a row.
-    """
+
+def update_all(rank: int, backend: str, names: Sequence[str], models: Path, out: Path) -> None:
+    """Train each model of `names` for a step, alone or on two ranks of a backend; rank 0 writes its weights and metrics
+    to `out`/NAME.pt."""
     torch.set_num_threads(1)
     native.MIN_UNIT_NUMEL = 0  # every block is a unit
+    if backend == "exchanged":
+        native.MAX_WHOLE_GRADIENT_BYTES = 0
+    world_size = 2 if backend in BACKENDS else 1
     for name in names:
         family = family_at(str(models / name))
-        ranks = (f"resources.learner.num_workers={world_size}", f"learner.sequence_parallel={num_sharing}")
-        words = ("learner=fsdp2", *ranks) if world_size > 1 else ()
         undecided = config_of(
             models / name,
             "data.max_prompt_tokens=512",
             "sampler.max_images_per_prompt=3",
             f"sampler.max_audios_per_prompt={2 * isinstance(family, AudioFamily)}",
             f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
-            *words,
+            f"resources.learner.num_workers={world_size}",
+            *BACKENDS.get(backend, ()),
         )
         config = with_row_layout(undecided)
         data = out / f"{name}-{rank}"
         data.mkdir(parents=True)
-        learner = Learner(config, rank, world_size, (250,))
-        learner.connect(met_at(learner, rank, out / f"address-{name}") if world_size > 1 else "")
+        learner = connected(Learner(config, rank, world_size, (250,)), rank, world_size, out / f"address-{name}")
         before = weights(learner)
         metrics = dict(learner.update(mixed(models / name, data), 1).metrics)
-        after = weights(learner)
-        if rank == 0:
-            torch.save({"before": before, "after": after, "metrics": metrics}, out / f"{name}.pt")
-        learner.close()
+        seen = {"before": before, "after": weights(learner), "metrics": metrics}
+        leave(learner, rank, seen, out / f"{name}.pt")

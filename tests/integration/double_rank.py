@@ -29,13 +29,13 @@ def write_model(folder: Path) -> None:
 
 def train(job: str, rank: int, num_ranks: int, model: Path, out: Path) -> None:
     import backend_run
-    import critic_run
     import offline_rows
     import test_algorithms_on_ranks
+    import test_critic_on_ranks as critic
 
     words = SHARING if num_ranks > 1 else ()
     if job == "critic":
-        critic_run.train(backend_run.config_of(model, *critic_run.WORDS, *words), rank, num_ranks, out)
+        critic.train(backend_run.config_of(model, *critic.WORDS, *words), rank, num_ranks, out)
     else:
         test_algorithms_on_ranks.train_offline(offline_rows.config_of(model, job, *words), job, rank, num_ranks, out)
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from adapter_rows import ADAM, OTHER, SPEC, call_of, factors_of, largest_difference, rows_of, text_row
+from adapter_rows import ADAM, OTHER, SPEC, call_of, factors_of, rows_of, text_row
 from backend_run import connected
 from learner_data import image, prompt, tiny_config
+from one_learner import largest_difference
 from safetensors.torch import load_file
 from tiny_checkpoints import write_text_policy
 from transformers import AutoTokenizer

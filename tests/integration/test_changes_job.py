@@ -8,7 +8,6 @@ import pytest
 from jobs import Job, none_left
 
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
 
@@ -32,8 +31,7 @@ def test_killed_engines_and_learner_ranks_get_and_send_whole_tensors_and_then_ch
             job.kill_worker(role)
         job.finish(training)
         none_left(job.marks[-1])
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS)
+    found = job.done(NUM_STEPS)
     assert found.summary.restarts >= 2
     # In order of time: a slow checkpoint lets the new learner repeat the first steps.
     records = [r for r in read_records(job.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from jobs import REPOSITORY, REWARD, SMALL
+from jobs import REPOSITORY, REWARD, SMALL, steps_of
 from ray_apart import ENVIRONMENT, dashboard_head, free_port, start_command, start_words
 from typer.testing import CliRunner
 from waiting import wait_until
@@ -158,17 +158,12 @@ def test_a_submitted_run_is_stopped_and_goes_on_when_it_is_sent_again(cluster: A
     options = ["--working-dir", str(REPOSITORY), "--env", f"PYTHONPATH={folder}", "--no-follow"]
     code, output = command("submit", *words, *options, *at)
     assert code == 0 and "job sent submitted" in output, output
-    wait_until(lambda: _steps(run) >= 2, 900, lambda: cluster.jobs().logs("sent"))
+    wait_until(lambda: len(steps_of(run)) >= 2, 900, lambda: cluster.jobs().logs("sent"))
     code, output = command("stop", "sent", "--timeout", "300", *at)
     assert code == 0 and "stopped" in output, output
-    reached = _steps(run)
+    reached = len(steps_of(run))
     assert (run / "summary.json").is_file() and (run / "report.html").is_file()
     again = [word if word != "num_steps=40" else f"num_steps={reached + 1}" for word in words]
     code, output = command("submit", *again, *options[:-1], "--follow", *at)
     assert code == 0, output
-    assert "job sent-2 submitted" in output and _steps(run) == reached + 1
-
-
-def _steps(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_text().count('"kind": "step"') if path.is_file() else 0
+    assert "job sent-2 submitted" in output and len(steps_of(run)) == reached + 1

@@ -175,7 +175,6 @@ def test_a_run_learns(experiment: str, axis: str, tmp_path: Path) -> None:
     data = () if experiment == "pixel_maze_ppo" else (f"data.path={tmp_path / 'data'}",)
     words = (f"experiment={experiment}", "resources=laptop", *data, *LEARNING_AXES[axis], "checkpoints.keep=1")
     with Job(tmp_path, words, small=("metrics.progress=false",)) as job:
-        assert job.start().wait(2000) == 0, job.output
-    report = read_run_folder(job.run_folder)
-    before, after = report.summary.accuracy_before, report.summary.accuracy_after
-    assert after - before >= GAINS[experiment]
+        job.finish(job.start(), 2000)
+    summary = read_run_folder(job.run_folder).summary
+    assert summary.accuracy_after - summary.accuracy_before >= GAINS[experiment]

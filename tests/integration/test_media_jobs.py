@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from flow_run import REDNESS, WORDS, write_texts
 from jobs import BARE, Job, none_left
 
-from mobula.cluster.metrics.report.run_folder import PLAN_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import PLAN_FILE, RunFolder
 from mobula.cluster.metrics.report.samples import read_artifacts
 from mobula.examples.tones.tones import write_tones
 
@@ -33,9 +33,8 @@ SMALL = (
 def test_clips_are_sampled_and_trained_on(tmp_path: Path) -> None:
     words = ("experiment=digit_clips", "resources=laptop", f"data.path={tmp_path / 'clips'}", f"num_steps={NUM_STEPS}")
     with Job(tmp_path, words, small=SMALL) as job:
-        job.finish(job.start())
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_STEPS, [])
+        found = job.trained(NUM_STEPS)
+    assert found.faults == []
     assert found.summary.logprob_gap_mean <= 1e-5 and 0 < found.summary.logprob_gap_max <= 1e-3
     assert found.summary.media_bytes_unique > 0 and not found.skipped
     assert "processor" in {row["role"] for row in json.loads((job.run_folder / PLAN_FILE).read_text())}
@@ -51,9 +50,7 @@ def test_sounds_are_trained_on_and_the_corrupt_one_is_skipped_counted_and_named(
     words = ("experiment=tones", "resources=laptop", "num_steps=3", "algorithm.drop_uniform_groups=false")
     short = ("data=jsonl", f"data.path={data}", "resources.rollout.num_workers=1")
     with Job(tmp_path, (*words, *short)) as job:
-        job.finish(job.start())
-    report = read_run_folder(job.run_folder)
-    assert (report.summary.status, report.summary.version) == ("done", 3)
+        report = job.trained(3)
     assert report.summary.logprob_gap_max <= 1e-3
     assert report.summary.media_bytes_unique > 0
     [skipped] = report.skipped
@@ -90,9 +87,7 @@ def test_a_video_model_is_trained_and_its_videos_are_written(tmp_path: Path, nam
     changed = ("resources.", "policy=", "sampler.flow.max_text_tokens")
     words = tuple(word for word in WORDS if not word.startswith(changed))
     with Job(tmp_path, (*words, *own), small=BARE) as job:
-        job.finish(job.start())
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version) == ("done", 1)
+        found = job.trained(1)
     assert found.summary.logprob_gap_mean == 0 and not found.skipped
     rows = read_artifacts(job.run_folder / "artifacts")
     assert len(rows) == 3
@@ -115,11 +110,9 @@ def finished(tmp_path: Path, preset: str, also: Callable[[Job], None] | None = N
     own += (f"rewards.components.0.function={reward}:score", "replay.trajectory_log=true")
     words = tuple(word for word in WORDS if not word.startswith("resources."))
     with Job(tmp_path, (*words, *own), small=BARE) as job:
-        job.finish(job.start())
+        found = job.trained(NUM_FLOW_STEPS)
         if also is not None:
             also(job)
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version) == ("done", NUM_FLOW_STEPS)
     assert found.summary.logprob_gap_mean == 0 and not found.skipped
     pipeline = DiffusionPipeline.from_pretrained(job.run_folder / "policy")
     assert type(pipeline).__name__ == "StableDiffusion3Pipeline"

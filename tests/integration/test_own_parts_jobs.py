@@ -16,7 +16,6 @@ import pytest
 from jobs import RUN_DEADLINE_S, SMALL, Job, marked, none_left
 from tiny_checkpoints import write_text_policy
 
-from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.workers.faults import FAULTS_FILE, read_faults
 from mobula.configs.load import load_resolved
 from mobula.examples.digits.digits import write_digits
@@ -108,9 +107,7 @@ def test_a_run_of_relative_files_in_a_directory_outside_of_the_repository(tmp_pa
         (project / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_text_policy(tmp_path / "model", "qwen3")
     with Job(tmp_path, (*WORDS, f"data.path={project}"), directory=project) as job:
-        job.finish(job.start())
-    summary = read_run_folder(job.run_folder).summary
-    assert (summary.status, summary.version) == ("done", NUM_STEPS)
+        job.trained(NUM_STEPS)
     lines = [line.split() for line in (job.run_folder / "lines.txt").read_text().splitlines()]
     assert [line[0] for line in lines] == ["1", "2"] and all(0 <= float(line[1]) <= 2 for line in lines)
 
@@ -133,10 +130,9 @@ def test_a_text_model_of_ones_own_trains_on_the_settings_for_released_checkpoint
     with Job(
         folder, (*words, f"data.path={write_sums(folder / 'sums')}", "sampler.max_tokens=40", "warm_start.num_steps=0")
     ) as job:
-        job.finish(job.start())
-    config, found = load_resolved(job.run_folder / "config.yaml"), read_run_folder(job.run_folder)
+        found = job.trained(4)
+    config = load_resolved(job.run_folder / "config.yaml")
     assert (config.learner.learning_rate, config.warm_start.num_steps, config.needs_reference) == (1e-6, 0, False)
-    assert (found.summary.status, found.summary.version) == ("done", 4)
     assert found.summary.logprob_gap_mean < 1e-5 and found.summary.logprob_gap_max < 1e-3
     log = (job.run_folder / "run.log").read_text(encoding="utf-8")
     assert "(qwen3, " in log and "nothing frozen" in log
@@ -165,10 +161,8 @@ def test_parquet_with_images_is_trained_on(tmp_path: Path) -> None:
     few = ("resources=laptop_overlapped", "learner=single", f"num_steps={NUM_STEPS}", "sampler.max_tokens=8")
     apart = ("resources.processor.num_workers=1", "resources.processor.num_cpus=0.1")
     with Job(tmp_path, (*words, *few, *apart, "warm_start.num_steps=0")) as job:
-        job.finish(job.start())
+        found = job.trained(NUM_STEPS)
     assert pq.ParquetFile(data / "train.parquet").num_row_groups > 1
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS)
     assert found.summary.logprob_gap_mean < 1e-5
     assert found.summary.media_bytes_unique > 0 and not found.skipped
 
@@ -230,8 +224,7 @@ def test_a_judge_scores_every_response_and_its_killed_worker_costs_none(job: Job
     assert killed in marked(job.marks[0])
     os.kill(killed, signal.SIGKILL)
     job.finish(run)
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version) == ("done", NUM_JUDGED_STEPS)
+    found = job.done(NUM_JUDGED_STEPS)
     judged = [step.components["judge"] for step in found.steps]
     assert len(judged) == NUM_JUDGED_STEPS and all(1 < value < 5 for value in judged), judged
     for step in found.steps:

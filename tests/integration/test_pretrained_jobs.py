@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Job
+from jobs import MOBULA, Job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.examples.sums.sums import write_sums
 from mobula.learner.policies.pretrained import PRETRAINED
 
@@ -65,9 +64,7 @@ def job_in(folder: Path, source: Path, data: Path, *words: str, small: tuple[str
 )
 def test_engine_and_learner_agree(tmp_path: Path, source: Path, words: tuple[str, ...], mean_bound: float) -> None:
     with job_in(tmp_path, source, source / "sums", "experiment=sums", "num_steps=4", *words) as job:
-        job.finish(job.start())
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version) == ("done", 4)
+        found = job.trained(4)
     gaps = [step.values["logprob_gap_mean"] for step in found.steps]
     assert sum(gaps) / len(gaps) < mean_bound
     # A step of older tokens is measured on a few fresh ones, and one tail token is off by 1e-4 in float32.
@@ -79,10 +76,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, source: Path) -> None
     words = ("experiment=sums", "num_steps=5", "checkpoints.interval_steps=2", "resume=auto")
     with job_in(tmp_path, source, source / "sums", *words) as job:
         job.kill_after(3)
-        job.finish(job.start())
-    found = read_run_folder(job.run_folder)
+        found = job.trained(5)
     assert "resumed from" in (job.run_folder / "run.log").read_text(encoding="utf-8")
-    assert (found.summary.status, found.summary.version) == ("done", 5)
     assert [step.step for step in found.steps] == [1, 2, 3, 4, 5]
 
 
@@ -93,7 +88,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Iterator[Jo
     write_pairs(source / "sums", folder / "pairs")
     words = ("num_steps=4", "offline.batch_size=16", "learner.learning_rate=1e-4", "learner.warmup_steps=0")
     with job_in(folder, source, folder / "pairs", *words, small=("evaluation.num_prompts=16",)) as job:
-        job.finish(job.start("-m", "mobula.deploy.cli", "sft"))
+        job.finish(job.start(*MOBULA, "sft"))
         yield job
 
 
@@ -115,9 +110,8 @@ def write_pairs(sums: Path, folder: Path) -> None:
 
 
 def test_sft_lowers_the_loss_and_its_export_loads_in_transformers(tuned: Job) -> None:
-    found = read_run_folder(tuned.run_folder)
-    losses = [step.values["loss"] for step in found.steps]
-    assert found.summary.status == "done" and losses[-1] < losses[0]
+    losses = [step.values["loss"] for step in tuned.done(4).steps]
+    assert losses[-1] < losses[0]
     tuned.finish(tuned.start_command("export", str(tuned.run_folder), "--output", str(tuned.folder / "export")))
     model = AutoModelForCausalLM.from_pretrained(tuned.folder / "export", local_files_only=True)
     trained = AutoModelForCausalLM.from_pretrained(tuned.run_folder / "policy", local_files_only=True)
@@ -131,10 +125,8 @@ def test_sft_lowers_the_loss_and_its_export_loads_in_transformers(tuned: Job) ->
 def test_dpo_raises_the_margin(tmp_path: Path, source: Path, tuned: Job) -> None:
     words = ("num_steps=3", "offline.batch_size=8", "learner.learning_rate=1e-5", "learner.warmup_steps=0")
     with job_in(tmp_path, source, tuned.folder / "pairs", *words, small=("evaluation.num_prompts=16",)) as job:
-        job.finish(job.start("-m", "mobula.deploy.cli", "dpo"))
-    found = read_run_folder(job.run_folder)
-    losses = [step.values["loss"] for step in found.steps]
-    assert found.summary.status == "done" and losses[0] == pytest.approx(math.log(2), abs=1e-4)
+        losses = [step.values["loss"] for step in job.trained(3, *MOBULA, "dpo").steps]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
     assert losses[-1] < losses[0]
 
 

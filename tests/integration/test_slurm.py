@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import REPOSITORY, REWARD, SMALL
+from jobs import REPOSITORY, REWARD, SMALL, steps_of
 from slurm import reason_against, two_node_slurm
 from waiting import wait_until
 
@@ -22,12 +22,8 @@ without_slurm = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(2400), without_slurm]
 
 
-def num_steps(folder: Path) -> int:
-    path = folder / "runs" / "job" / "metrics.jsonl"
-    return path.read_text().count('"kind": "step"') if path.is_file() else 0
-
-
 def test_a_job_on_two_nodes_is_stopped_in_order_queued_again_and_finished(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "job"
     (tmp_path / "job_reward.py").write_text(REWARD)
     words = overridden(
         SMALL,
@@ -44,16 +40,15 @@ def test_a_job_on_two_nodes_is_stopped_in_order_queued_again_and_finished(tmp_pa
         def said() -> str:
             return f"{slurm.state(job)}: {slurm.logs()}"
 
-        wait_until(lambda: num_steps(tmp_path) >= 2 or slurm.is_over(job), RUN_S, said)
+        wait_until(lambda: len(steps_of(folder)) >= 2 or slurm.is_over(job), RUN_S, said)
         assert not slurm.is_over(job), said()
-        placed = json.loads((tmp_path / "runs" / "job" / "plan.json").read_text())
+        placed = json.loads((folder / "plan.json").read_text())
         assert len({row["node_id"] for row in placed if row["role"] == "rollout"}) == 2, "an engine on each node"
         slurm.run("scancel", "--batch", "--signal=TERM", str(job))
-        wait_until(lambda: (tmp_path / "runs/job/summary.json").is_file(), RUN_S, said)
-        reached = num_steps(tmp_path)
-        assert 2 <= reached < NUM_STEPS
+        wait_until(lambda: (folder / "summary.json").is_file(), RUN_S, said)
+        assert 2 <= len(steps_of(folder)) < NUM_STEPS
         wait_until(lambda: slurm.is_over(job), RUN_S, said)
         assert slurm.state(job) == "COMPLETED", said()
-    run = read_run_folder(tmp_path / "runs" / "job")
+    run = read_run_folder(folder)
     assert (run.summary.status, run.summary.num_steps) == ("done", NUM_STEPS)
     assert [step.step for step in run.steps] == list(range(1, NUM_STEPS + 1))

@@ -15,7 +15,7 @@ from jobs import BARE, SMALL, Job, none_left
 from safetensors.numpy import load_file
 from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets
 
-from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import RunFolder
 from mobula.deploy.pages.report import write_report
 from mobula.examples.digits.digits import write_digits
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -48,10 +48,9 @@ def short_lists(folder: Path) -> Path:
 def test_long_answers_are_taught_and_engine_and_learner_agree_on_every_token(tmp_path: Path) -> None:
     words = ("experiment=digit_list", "resources=laptop", f"data.path={short_lists(tmp_path / 'data')}")
     with Job(tmp_path, (*words, "data.kind=jsonl", f"num_steps={NUM_STEPS}"), small=DIGIT_LIST_SMALL) as job:
-        job.finish(job.start())
+        found = job.trained(NUM_STEPS)
         none_left(job.marks[0])
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_STEPS, [])
+    assert found.faults == []
     assert 0.03 < found.summary.accuracy_before < 1, "0 without the right sentences; random digits in them: a tenth"
     assert any(0 < sample.reward < 1 for sample in found.samples.samples)
     ended = {sample.num_tokens for sample in found.samples.samples if sample.finish_reason == "stop"}
@@ -94,12 +93,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 @pytest.fixture(scope="module")
 def report(job: Job) -> RunFolder:
-    return read_run_folder(job.run_folder)
+    return job.done(5)
 
 
 @pytest.mark.matrix
 def test_stages_open_in_order_by_success_and_go_on_after_a_resume(job: Job, report: RunFolder) -> None:
-    assert (report.summary.status, report.summary.version) == ("done", 5)
     assert [step.step for step in report.steps] == [1, 2, 3, 4, 5]
     stages = [int(step.values["curriculum_stage"]) for step in report.steps]
     assert stages == sorted(stages) and stages[-1] >= 1, "a stage has opened"
@@ -136,14 +134,9 @@ AGENT = (
 )  # fmt: skip
 
 
-def trained(folder: Path, *words: str, small: tuple[str, ...] = BARE) -> RunFolder:
-    with Job(folder, words, small) as job:
-        job.finish(job.start())
-        return read_run_folder(job.run_folder)
-
-
-def check(report: RunFolder) -> None:
-    assert (report.summary.status, report.summary.version) == ("done", NUM_AGENT_STEPS)
+def check_agent(folder: Path, *words: str) -> None:
+    with Job(folder, (*AGENT, *words), BARE) as job:
+        report = job.trained(NUM_AGENT_STEPS)
     assert report.summary.logprob_gap_max <= 1e-3
     assert all(record.values["turns_mean"] == 2 for record in report.steps)
     rewards = [record.values["reward_mean"] for record in report.steps]
@@ -154,7 +147,7 @@ def check(report: RunFolder) -> None:
 def test_a_program_of_ones_own_is_trained(tmp_path: Path) -> None:
     options = write_program(tmp_path)
     command = f"environment.options.command=[{sys.executable},{tmp_path / 'agent.py'}]"
-    check(trained(tmp_path, *AGENT, "environment=program", command, f"environment.options.tasks={options['tasks']}"))
+    check_agent(tmp_path, "environment=program", command, f"environment.options.tasks={options['tasks']}")
 
 
 @pytest.mark.matrix
@@ -162,7 +155,7 @@ def test_a_program_of_ones_own_is_trained(tmp_path: Path) -> None:
 def test_an_agent_of_verifiers_is_trained(tmp_path: Path) -> None:
     folder = write_tasksets(tmp_path)
     words = ("environment.options.env.taskset.id=mobula-letters", f"environment.options.import_path=[{folder}]")
-    check(trained(tmp_path, *AGENT, "environment=verifiers", f"environment.options.python={PYTHON}", *words))
+    check_agent(tmp_path, "environment=verifiers", f"environment.options.python={PYTHON}", *words)
 
 
 PLACES = {
@@ -195,11 +188,10 @@ def critic_job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def critic_report(critic_job: Job) -> RunFolder:
-    return read_run_folder(critic_job.run_folder)
+    return critic_job.done(3)
 
 
 def test_the_critic_is_trained_in_every_step_and_the_policy_after_its_warm_up(critic_report: RunFolder) -> None:
-    assert (critic_report.summary.status, critic_report.summary.version) == ("done", 3)
     steps = [step.values for step in critic_report.steps]
     assert [step["learning_rate"] > 0 for step in steps] == [False, True, True]
     for step in steps:
@@ -243,10 +235,9 @@ def test_the_policy_approaches_a_teacher_whose_rewards_it_never_sees(tmp_path: P
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
     own = (f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}")
     with Job(tmp_path, (*DISTILLATION_WORDS, *own)) as job:
-        job.finish(job.start())
+        found = job.trained(NUM_DISTILLATION_STEPS)
         none_left(job.marks[0])
-    found = read_run_folder(job.run_folder)
-    assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_DISTILLATION_STEPS, [])
+    assert found.faults == []
     assert found.summary.logprob_gap_mean <= 1e-5
     kl = [step.values["kl"] for step in found.steps]
     assert sum(kl[-3:]) < 0.6 * sum(kl[:3]), kl
@@ -257,6 +248,5 @@ def test_the_run_ends_and_engine_and_learner_agree_on_every_sampled_token(tmp_pa
     words = ("experiment=calculator", "resources=laptop", "num_steps=3", "algorithm.drop_uniform_groups=false")
     few = ("environment.num_train=64", "environment.num_validation=8", "environment.num_test=8")
     short = ("warm_start.num_steps=10", "warm_start.check_interval=10", "resources.rollout.num_workers=1")
-    report = trained(tmp_path, *words, *few, *short, small=SMALL)
-    assert (report.summary.status, report.summary.version) == ("done", 3)
-    assert report.summary.logprob_gap_max <= 1e-3
+    with Job(tmp_path, (*words, *few, *short)) as job:
+        assert job.trained(3).summary.logprob_gap_max <= 1e-3

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from engines import LORA, TEMPERATURE, Engine, Model, new_learner, perturb_adapters
 from learner_data import tiny_config
+from one_learner import saved
 from transformers import AutoModelForCausalLM
 
 from mobula.cluster.records.trajectory import Prompt, TrajectoryGroup
@@ -81,11 +82,6 @@ def factors_of(rank: AdapterRank, adapter: str) -> dict[str, torch.Tensor]:
     return {f"{name}.{n}": t.detach().clone() for name, pair in pairs for n, t in enumerate(pair)}
 
 
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
 LANGUAGE = (*LORA, "policy.freeze=[visual.]")  # vLLM adapts the language model alone
 
 
@@ -104,10 +100,9 @@ def write_adapters(model: Model, names: Sequence[str], folder: Path, first_seed:
     for seed, name in enumerate(names, start=first_seed):
         learner = new_learner(model, *LANGUAGE)
         perturb_adapters(learner, seed=seed, scale=0.3)
-        learner.save(folder / f"{name}-state")
-        learner.finish_save()
         folders[name] = folder / name
-        export_state(learner._config, folder / f"{name}-state", folders[name], merge=False, average=False)
+        state = saved(learner, folder / f"{name}-state")
+        export_state(learner._config, state, folders[name], merge=False, average=False)
         learners[name] = learner
     return Adapters(learners, folders)
 

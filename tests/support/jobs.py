@@ -14,6 +14,7 @@ from pathlib import Path
 
 from waiting import wait_until
 
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
@@ -90,6 +91,17 @@ class Job:
     def finish(self, process: subprocess.Popen[str], deadline_s: float = RUN_DEADLINE_S) -> None:
         assert process.wait(deadline_s) == 0, self.output
 
+    def done(self, num_steps: int) -> RunFolder:
+        """What it left, whose steps are all done."""
+        found = read_run_folder(self.run_folder)
+        assert (found.summary.status, found.summary.version) == ("done", num_steps), self.output
+        return found
+
+    def trained(self, num_steps: int, *command: str) -> RunFolder:
+        """What it leaves after all of its steps."""
+        self.finish(self.start(*command))
+        return self.done(num_steps)
+
     def wait(
         self, process: subprocess.Popen[str], condition: Callable[[], object], deadline_s: float = RUN_DEADLINE_S
     ) -> None:
@@ -119,7 +131,7 @@ class Job:
     @property
     def steps(self) -> list[int]:
         """As they stand in `metrics.jsonl`, in order."""
-        return [r.step for r in read_records(self.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)]
+        return steps_of(self.run_folder)
 
     def __enter__(self) -> Job:
         return self
@@ -130,6 +142,10 @@ class Job:
             for process_id in marked(mark):
                 with suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
+
+
+def steps_of(run_folder: Path) -> list[int]:
+    return [r.step for r in read_records(run_folder / "metrics.jsonl") if isinstance(r, StepRecord)]
 
 
 def marked(mark: str) -> dict[int, str]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from jobs import REPOSITORY, REWARD, SMALL, steps_of
-from ray_apart import ENVIRONMENT, dashboard_head, free_port, start_command, start_words
+from jobs import MOBULA, REPOSITORY, REWARD, SMALL, steps_of
+from ray_apart import ENVIRONMENT, START_S, dashboard_head, free_port, num_alive, python, start_command, start_words
 from typer.testing import CliRunner
 from waiting import wait_until
 
@@ -23,7 +18,6 @@ from mobula.deploy.jobs.client import STOPPED, Jobs
 
 pytestmark = [pytest.mark.timeout(900)]
 
-START_S = 240.0
 IN_ORDER = """
 import pathlib, signal, sys, time
 def end(*_):
@@ -57,48 +51,26 @@ class Apart:
         return Jobs(self.dashboard, "disabled")
 
 
-def is_served(url: str) -> bool:
-    with suppress(OSError), urllib.request.urlopen(f"{url}/api/version", timeout=2):
-        return True
-    return False
-
-
-def num_nodes(url: str) -> int:
-    with suppress(OSError), urllib.request.urlopen(f"{url}/nodes?view=summary", timeout=5) as answer:
-        nodes = json.load(answer)["data"]["summary"]
-        return sum(node["raylet"].get("state") == "ALIVE" for node in nodes)
-    return 0
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     with dashboard_head(num_cpus=1) as head:
-        wait_until(lambda: is_served(head.dashboard), START_S, lambda: "the dashboard of the head")
+        wait_until(lambda: num_alive(head.dashboard) == 1, START_S, lambda: "the dashboard of the head")
         ports = (f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}")
         own = (f"--address={head.address}", "--node-ip-address=127.0.0.1", *ports, "--num-cpus=2")
         head.processes.append(start_command(start_words(*own)))
-        wait_until(lambda: num_nodes(head.dashboard) == 2, START_S, lambda: "two nodes")
+        wait_until(lambda: num_alive(head.dashboard) == 2, START_S, lambda: "two nodes")
         yield Apart(head.dashboard, head.address, tmp_path_factory.mktemp("shared"))
 
 
 def command(*words: str) -> tuple[int, str]:
     """`mobula` with these words in a process of its own: exit code and output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mobula.deploy.cli", *words],
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    return done.returncode, done.stdout + done.stderr
+    return python(*MOBULA, *words, timeout_s=900)
 
 
 def test_a_job_ends_with_its_own_code_and_is_listed(cluster: Apart) -> None:
     jobs = cluster.jobs()
-    python = sys.executable
     for name, code in (("good", 0), ("bad", 3)):
-        jobs.submit(name, f'{python} -c "print(40 + 2); raise SystemExit({code})"', {}, {"run": name})
+        jobs.submit(name, f'{sys.executable} -c "print(40 + 2); raise SystemExit({code})"', {}, {"run": name})
     for name, code in (("good", 0), ("bad", 3)):
         written: list[str] = []
         assert jobs.follow(name, written.append) == code

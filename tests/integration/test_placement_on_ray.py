@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
-from ray_apart import end_all, free_port, num_nodes, python, raylet
+from ray_apart import free_port, python, raylet, two_nodes
 from waiting import wait_until
 
 from mobula.cluster.errors import PlacementError
@@ -56,8 +54,6 @@ def wait_until_free(num_cpus: float) -> None:
     everything = PlacedWorker("probe", 0, node.node_id, num_cpus=num_cpus, num_gpus=0, num_threads=1, cores=())
     remove_placement_groups(create_placement_groups(PlacementPlan((everything,)), run_name="probe", timeout_s=20))
 
-
-START_S = 240.0
 
 PLACE = """
 import json, os, sys
@@ -104,31 +100,19 @@ def gpu_presets() -> list[str]:
     return sorted(found.values())
 
 
-@contextmanager
-def two_nodes(front: str, back: str, num_cpus: int) -> Iterator[str]:
+def gpu_nodes(front: str, back: str, num_cpus: int) -> AbstractContextManager[str]:
     """The address of a cluster of two raylets with the GPUs of these ids. No such GPU has to be there: Ray counts those
     of `--num-gpus`."""
-    sessions = Path(tempfile.mkdtemp(prefix="mv", dir="/tmp"))  # sockets below it have short names
-    found = f"127.0.0.1:{free_port()}"
-    head = ["--head", f"--port={found.rpartition(':')[2]}", f"--temp-dir={sessions}", "--include-dashboard=false"]
 
-    def node(devices: str, label: str, *words: str) -> subprocess.Popen[bytes]:
-        return raylet(devices, label, f"--num-gpus={len(devices.split(','))}", f"--num-cpus={num_cpus}", *words)
+    def node(devices: str, label: str) -> Callable[..., subprocess.Popen[bytes]]:
+        return partial(raylet, devices, label, f"--num-gpus={len(devices.split(','))}", f"--num-cpus={num_cpus}")
 
-    processes = [node(front, "front", *head)]
-    try:
-        wait_until(lambda: num_nodes(found) == 1, START_S, lambda: "the head")
-        processes.append(node(back, "back", f"--address={found}"))
-        wait_until(lambda: num_nodes(found) == 2, START_S, lambda: "two nodes")
-        yield found
-    finally:
-        end_all(processes)
-        shutil.rmtree(sessions, ignore_errors=True)
+    return two_nodes(node(front, "front"), node(back, "back"), f"127.0.0.1:{free_port()}")
 
 
 def placed(address: str, *words: str) -> dict[str, Any]:
     """What `PLACE` finds."""
-    printed = python(PLACE, address, *words)
+    _, printed = python("-c", PLACE, address, *words)
     assert "found " in printed, printed
     return json.loads(printed.partition("found ")[2].splitlines()[0])
 
@@ -137,7 +121,7 @@ def placed(address: str, *words: str) -> dict[str, Any]:
 def address() -> Iterator[str]:
     """Of two nodes with eight GPUs each."""
     eight = ",".join(map(str, range(8)))
-    with two_nodes(eight, eight, num_cpus=64) as found:
+    with gpu_nodes(eight, eight, num_cpus=64) as found:
         yield found
 
 
@@ -168,7 +152,7 @@ def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for() -> None
         "resources.learner.node_labels={devices: front}", "resources.rollout.node_labels={devices: front}",
         "resources.reference.node_labels={devices: back}",
     ]  # fmt: skip
-    with two_nodes("0,1,2", "3", num_cpus=8) as address:
+    with gpu_nodes("0,1,2", "3", num_cpus=8) as address:
         found = placed(address, *words)
     found = {name: found["seen"][name] for name, (num_gpus, _) in found["booked"].items() if num_gpus}
     assert found.pop("reference/0") == "3"

@@ -15,7 +15,6 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,14 @@ import pytest
 import yaml
 from docs.generate.panels import DASHBOARDS, RUNS, Query
 from jobs import PROMPTS_PER_STEP, REPOSITORY, Job
-from ray_apart import dashboard_head, free_port
-from waiting import wait_until
+from ray_apart import START_S, dashboard_head, free_port
+from waiting import is_served, wait_until
 
 from mobula.cluster.tracing.tracer import Stage
 
 PROMETHEUS = shutil.which(os.environ.get("PROMETHEUS", "prometheus"))
 RULES = REPOSITORY / "deploy" / "prometheus" / "alerts.yaml"
 GPU_PANELS = {("workers", "Busy GPUs"), ("workers", "GPU memory")}
-START_S = 240.0
 SCRAPE_S = 2
 NUM_STEPS = 200  # Ray exports every 10 s, and `increase` needs two values 15 s apart: some 40 s on a quiet machine
 SERVICES = "prom_metrics_service_discovery.json"  # which Ray keeps in its temporary folder
@@ -115,12 +113,6 @@ def prometheus(folder: Path, port: int, services: Path) -> subprocess.Popen[byte
         )
 
 
-def is_ready(url: str) -> bool:
-    with suppress(OSError), urllib.request.urlopen(f"{url}/-/ready", timeout=2):
-        return True
-    return False
-
-
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     folder = tmp_path_factory.mktemp("scraped")
@@ -132,7 +124,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         services = head.sessions / SERVICES
         wait_until(services.is_file, START_S, lambda: f"{SERVICES} of the head")
         head.processes.append(prometheus(folder, own, services))
-        wait_until(lambda: is_ready(url), START_S, lambda: (folder / "prometheus.log").read_text())
+        wait_until(lambda: is_served(f"{url}/-/ready"), START_S, lambda: (folder / "prometheus.log").read_text())
         start = time.time()
         with Job(folder, (*WORDS, *words)) as job:
             job.finish(job.start())

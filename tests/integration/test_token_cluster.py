@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import MOBULA, REPOSITORY, REWARD, SMALL
-from ray_apart import dashboard_head
+from ray_apart import START_S, dashboard_head, num_alive
 from waiting import wait_until
 
 from mobula.configs.overrides import overridden
 
-START_S = 240.0
 REFUSED_S = 90.0  # most of it the import of a run's libraries on a busy machine; Ray alone would take 20 s longer
 TOKEN = "f" * 64
 RIGHT = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
@@ -52,18 +48,10 @@ class Guarded:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     with dashboard_head(num_cpus=4, store_bytes=300_000_000, **RIGHT) as head:
-        found = Guarded(head.address, head.dashboard, tmp_path_factory.mktemp("shared"))
-        wait_until(lambda: has_node(found), START_S, lambda: "the node of the head")
-        yield found
-
-
-def has_node(cluster: Guarded) -> bool:
-    admitted = {"Authorization": f"Bearer {TOKEN}"}
-    request = urllib.request.Request(f"{cluster.dashboard}/nodes?view=summary", headers=admitted)
-    with suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
-        nodes = json.load(answer)["data"]["summary"]
-        return any(node["raylet"].get("state") == "ALIVE" for node in nodes)
-    return False
+        wait_until(
+            lambda: num_alive(head.dashboard, Authorization=f"Bearer {TOKEN}"), START_S, lambda: "the node of the head"
+        )
+        yield Guarded(head.address, head.dashboard, tmp_path_factory.mktemp("shared"))
 
 
 def environment(auth: Mapping[str, str]) -> dict[str, str]:

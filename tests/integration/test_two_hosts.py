@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 from diffusers import DiffusionPipeline
 from flow_run import REDNESS, WORDS, write_texts
 from jobs import REPOSITORY, REWARD, SMALL
-from ray_apart import COUNT, ENVIRONMENT, Host, end_all, reason_against, start_command, start_words, two_hosts
-from waiting import wait_until
+from ray_apart import COUNT, ENVIRONMENT, Host, reason_against, start_command, start_words, two_hosts, two_nodes
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.configs.overrides import overridden
 
 WHY_NOT = reason_against()
-START_S = 240.0
 PORT = 6399
 without_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1800), without_hosts]
@@ -50,20 +47,11 @@ def ray_node(host: Host, *words: str, **env: str) -> subprocess.Popen[bytes]:
 @pytest.fixture
 def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """`request.param` has environment variables of the other node."""
-    sessions = Path(tempfile.mkdtemp(prefix="mh", dir="/tmp"))  # sockets below it have short names
-    processes: list[subprocess.Popen[bytes]] = []
     with two_hosts() as (head, other):
         found = Pair(head, other, tmp_path)
-        try:
-            words = ("--head", f"--port={PORT}", f"--temp-dir={sessions}", "--include-dashboard=false")
-            processes.append(ray_node(head, *words))
-            wait_until(lambda: num_nodes(found) == 1, START_S, lambda: "the head")
-            processes.append(ray_node(other, f"--address={found.address}", **request.param))
-            wait_until(lambda: num_nodes(found) == 2, START_S, lambda: "two nodes")
+        nodes = (partial(ray_node, head), partial(ray_node, other, **request.param))
+        with two_nodes(*nodes, found.address, lambda _: num_nodes(found)):
             yield found
-        finally:
-            end_all(processes)
-            shutil.rmtree(sessions, ignore_errors=True)
 
 
 def on_head(pair: Pair, *words: str) -> subprocess.CompletedProcess[str]:

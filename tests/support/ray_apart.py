@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,17 +10,21 @@ import socket
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
-END_S = 30
+START_S, END_S = 240.0, 30
+Start = Callable[..., subprocess.Popen[bytes]]  # words of `ray start` -> the node
 
 COUNT = """
 import sys, ray
@@ -84,18 +89,40 @@ def raylet(devices: str, label: str, *words: str) -> subprocess.Popen[bytes]:
     return start_command(start_words(*own, *words), CUDA_VISIBLE_DEVICES=devices)
 
 
-def python(script: str, *words: str) -> str:
-    """The output of a driver of these nodes."""
-    env = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300
-    )
-    return done.stdout + done.stderr
+def python(*words: str, timeout_s: float = 300.0) -> tuple[int, str]:
+    """The exit code and the output of Python, as a driver of these nodes."""
+    env, command = {**os.environ, **ENVIRONMENT}, [sys.executable, *words]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout_s)
+    return done.returncode, done.stdout + done.stderr
 
 
 def num_nodes(address: str) -> int:
-    printed = python(COUNT, address)
+    _, printed = python("-c", COUNT, address)
     return int(printed.rpartition("nodes ")[2].split()[0]) if "nodes " in printed else 0
+
+
+def num_alive(dashboard: str, **headers: str) -> int:
+    """Nodes as the dashboard of a head shows them."""
+    request = urllib.request.Request(f"{dashboard}/nodes?view=summary", headers=headers)
+    with suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
+        return sum(node["raylet"].get("state") == "ALIVE" for node in json.load(answer)["data"]["summary"])
+    return 0
+
+
+@contextmanager
+def two_nodes(head: Start, other: Start, address: str, num_nodes: Callable[[str], int] = num_nodes) -> Iterator[str]:
+    """The address of a cluster of two nodes, which these start, the other one once the head is there."""
+    sessions = Path(tempfile.mkdtemp(prefix="mh", dir="/tmp"))  # sockets below it have short names
+    port = address.rpartition(":")[2]
+    processes = [head("--head", f"--port={port}", f"--temp-dir={sessions}", "--include-dashboard=false")]
+    try:
+        wait_until(lambda: num_nodes(address) == 1, START_S, lambda: "the head")
+        processes.append(other(f"--address={address}"))
+        wait_until(lambda: num_nodes(address) == 2, START_S, lambda: "two nodes")
+        yield address
+    finally:
+        end_all(processes)
+        shutil.rmtree(sessions, ignore_errors=True)
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import tinker
+from waiting import wait_until_served
 
 CLOSE_S = 15.0
 KEY = "tml-a-key-of-the-tests"
@@ -38,15 +37,4 @@ def train_at(client: Any, rows: list[Any], steps: int, loss: str = "cross_entrop
 
 
 def wait_until_up(process: subprocess.Popen[bytes], port: int, wait_s: float) -> None:
-    deadline = time.monotonic() + wait_s
-    while not is_up(port):
-        assert process.poll() is None, "the service ended"
-        assert time.monotonic() < deadline, "the service does not start"
-        time.sleep(0.05)
-
-
-def is_up(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
-    except httpx.TransportError:
-        return False
+    wait_until_served(f"http://127.0.0.1:{port}/health", process, wait_s, lambda: "the service does not start")

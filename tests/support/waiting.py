@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
@@ -38,6 +41,21 @@ def wait_until(
     while not condition():
         assert time.monotonic() < end, f"waited {deadline_s:g} s: {what()}"
         time.sleep(next(pauses))
+
+
+def is_served(url: str) -> bool:
+    """Whether a GET there succeeds."""
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        return True
+    return False
+
+
+def wait_until_served(
+    url: str, process: subprocess.Popen[Any], deadline_s: float, what: Callable[[], object] = lambda: ""
+) -> None:
+    """While the process that serves it goes on."""
+    wait_until(lambda: is_served(url) or process.poll() is not None, deadline_s, what)
+    assert process.poll() is None, what()
 
 
 def _pauses() -> Iterator[float]:

@@ -20,11 +20,11 @@ from engines import (
     start_actor,
     weight_sync,
 )
+from fakes import pushes_of
 from gpus import ON_A_GPU
 from one_learner import copied
 from skipping_engine import SkippingActor
 
-from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.deploy.checks.parity import tolerance_of
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
@@ -96,12 +96,8 @@ async def test_parameters_after_pushes_of_changes_are_those_of_whole_tensors(tmp
     engine = await started(tmp_path / "model", 2, "weight_sync.payload=delta")
     learner = new_learner(engine.model)
     try:
-        sync, pushes = weight_sync(engine, LocalSender(learner), tolerance=tolerance_of(engine.model.config)), []
-
-        async def keep(push: Push) -> None:
-            pushes.append(push)
-
-        sync.on_published.append(keep)
+        sync = weight_sync(engine, LocalSender(learner), tolerance=tolerance_of(engine.model.config))
+        pushes = pushes_of(sync)
         for version in range(5):
             await sync.publish(version)
             perturb(learner, seed=version, scale=1e-4)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapter_engine import prompt_logprobs
-from adapter_rows import write_adapters
-from engines import LORA, Engine, new_learner, open_model, perturb_adapters, start_actor
+from adapter_rows import LANGUAGE, write_adapters
+from engines import Engine, new_learner, open_model, perturb_adapters, start_actor
+from one_learner import saved
 from PIL import Image
 from waiting import until
 
@@ -99,9 +100,6 @@ async def test_calls_of_a_killed_engine_give_the_tokens_of_their_seed_and_its_su
     await pool.close()
 
 
-LANGUAGE = (*LORA, "policy.freeze=[visual.]")  # vLLM puts adapters into the language model alone
-
-
 @pytest.mark.families
 @pytest.mark.exhaustive
 def test_log_probs_under_an_exported_adapter_are_those_of_the_merged_policy(tmp_path: Path) -> None:
@@ -118,9 +116,8 @@ def test_log_probs_under_an_exported_adapter_are_those_of_the_merged_policy(tmp_
     before = [learner.sequence_logprobs(prompt) for prompt in prompts]
     perturb_adapters(learner, seed=1, scale=0.3)
     expected = [learner.sequence_logprobs(prompt) for prompt in prompts]
-    learner.save(tmp_path / "state")
-    learner.finish_save()
-    export_state(learner._config, tmp_path / "state", tmp_path / "adapter", merge=False, average=False)
+    state = saved(learner, tmp_path / "state")
+    export_state(learner._config, state, tmp_path / "adapter", merge=False, average=False)
 
     asked = [
         {"ids": prompt.compact_ids.tolist(), "images": [str(p) for p in row.images]}

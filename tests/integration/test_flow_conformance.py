@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flow_run import FlowRun, janus_config
+from one_learner import saved
 from peft import PeftModel
 from transformers import JanusForConditionalGeneration
 
@@ -41,8 +42,7 @@ async def test_janus_conforms(tmp_path: Path) -> None:
     assert (await run.step(1))["logprob_gap_max"] < 1e-5
     after, expected = await run.actor.prompt_logprobs(prompt), run.learner.sequence_logprobs(prompt)
     assert np.abs(after - before).max() > 1e-3 > 10 * np.abs(after - expected).max()
-    run.learner.save(tmp_path / "state")
-    run.learner.finish_save()
+    saved(run.learner, tmp_path / "state")
     again = FlowRun(run.config, writes=False)
     again.learner.connect("")
     again.learner.load(tmp_path / "state")

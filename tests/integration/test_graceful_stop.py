@@ -16,7 +16,8 @@ from fakes import FakeMetrics, FakeStep
 from jobs import BARE, GONE_DEADLINE_S, MOBULA, RUN_DEADLINE_S, SMALL, Job, none_left
 from offline_rows import conversation, write_rows
 from safetensors.torch import load_file
-from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
+from small_cluster import Shape, SmallRun
+from test_faults import expected
 
 from mobula.cluster.errors import RunStopped
 from mobula.cluster.metrics.report.run_folder import read_run_folder
@@ -152,9 +153,7 @@ def test_small_roles_are_stopped_in_every_phase_and_train_each_group_once(tmp_pa
         assert newest[0] == reached
     run = SmallRun(tmp_path, Shape(total_steps=8, num_engines=1, num_rewards=1), on_version=nothing)
     assert asyncio.run(run.go()) == 8
-    ids = [f"0/{n}/s{n}" for n in range(8 * PROMPTS_PER_STEP)]
-    expected = [sorted(ids[i : i + PROMPTS_PER_STEP]) for i in range(0, len(ids), PROMPTS_PER_STEP)]
-    assert [sorted(step) for step in run.trained] == expected
+    assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(8)]
 
 
 PROXY = "http://127.0.0.1:9"  # where nothing listens

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import numpy as np
 import pytest
 import ray
 from clips import noise_frames, write_clip
+from data_rows import encoded
+from fakes import FakeHosts
 from http_servers import PROXIES, media_server
 
 from mobula.actors.datasets.prompts import PromptSource
@@ -62,25 +63,12 @@ def spawn(config: RunConfig) -> Any:
     return actor.options(num_cpus=0.5, runtime_env={"env_vars": environment}).remote(config)
 
 
-class Hosts:
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-
-    async def start(self, index: int) -> Any:
-        return spawn(self._config)
-
-    async def stop(self, index: int, handle: Any) -> None:
-        ray.kill(handle)
-
-    async def release(self, index: int) -> None: ...
-
-
 def make_pool(prepared: Prepared, store: MediaStore, workers: list[Any], losses: list[str]) -> ProcessorPool:
     return ProcessorPool(
         workers,
         store,
         prepared.processor.num_media,
-        hosts=Hosts(prepared.config),
+        hosts=FakeHosts(lambda index: spawn(prepared.config), end=ray.kill),
         restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),
         start_s=120,
         alive_s=60,
@@ -166,11 +154,7 @@ def web_words(folder: Path, cache: str) -> list[str]:
 def write_web_rows(folder: Path) -> dict[str, bytes]:
     """Rows of two web images each, the last of one that is not there; the files by their path."""
     folder.mkdir()
-    whole = {}
-    for place, image in enumerate(noise_frames(2 * NUM_WEB, (96, 64))):
-        content = BytesIO()
-        image.save(content, format="PNG")
-        whole[f"/{place}.png"] = content.getvalue()
+    whole = {f"/{place}.png": encoded(image) for place, image in enumerate(noise_frames(2 * NUM_WEB, (96, 64)))}
     pairs = [[f"SERVER/{2 * n}.png", f"SERVER/{2 * n + 1}.png"] for n in range(NUM_WEB)]
     rows = [{"question": "<image> or <image>?", "images": pair} for pair in pairs]
     rows += [{"question": "<image>?", "images": ["SERVER/absent.png"]}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_rows import encoded
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -69,11 +69,8 @@ pytestmark = [
 
 def write_task(folder: Path) -> Path:
     """A task of four images of one colour each."""
-    rows = []
-    for red in REDS:
-        image = io.BytesIO()
-        Image.new("RGB", (56, 56), (red, 20, 30)).save(image, "PNG")
-        rows.append({"question": "Which colour is it?", "answer": f"red {red}", "image": image.getvalue()})
+    images = {red: encoded(Image.new("RGB", (56, 56), (red, 20, 30))) for red in REDS}
+    rows = [{"question": "Which colour is it?", "answer": f"red {red}", "image": images[red]} for red in REDS]
     tasks = folder / "tasks"
     tasks.mkdir()
     pq.write_table(pa.Table.from_pylist(rows), folder / "images.parquet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import ANSWER_S, CHROMIUM, Browser
+from data_rows import encoded
 from fakes import make_prompt
 from http_servers import reward_app, serving
 from metrics_data import fetch_value, make_group, write_run
@@ -73,9 +73,7 @@ def image(level: int, side: int) -> bytes:
     """PNG of a square of one level on black, so that its brightness identifies what is drawn."""
     pixels = np.zeros((side, side, 3), dtype=np.uint8)
     pixels[side // 4 : -side // 4, side // 4 : -side // 4] = level
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return encoded(Image.fromarray(pixels))
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +127,8 @@ def test_a_video_shows_its_first_frame_and_plays(browser: Browser, drawn: Path) 
     browser.open(write_report(drawn).as_uri())
     videos = "[...document.querySelectorAll('video')]"
     assert browser.evaluate(f"{videos}.length") == 4, "two of the first step, two of the last"
-    assert browser.evaluate("[...document.querySelectorAll('#videos ~ .card h4')].map(h => h.textContent)") == [
-        "Step 1",
-        "Step 4",
-    ]
+    titles = browser.evaluate("[...document.querySelectorAll('#videos ~ .card h4')].map(h => h.textContent)")
+    assert titles == ["Step 1", "Step 4"]
     assert browser.evaluate(f"{videos}.every(v => v.poster.startsWith('data:image/jpeg'))")
     wait_until(lambda: browser.evaluate(f"{videos}.every(v => v.readyState >= 2)"))
     sizes = browser.evaluate(f"{videos}.map(v => [v.videoWidth, v.videoHeight, v.duration])")

@@ -7,23 +7,22 @@ import os
 import re
 import selectors
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from engine_judge import OF_ANY_JUDGE
+from fakes import FakeHosts
+from http_servers import CONNECTION
+from ray_apart import free_port
 from reward_data import answers, component, pool_over, rewards_of
 from tiny_checkpoints import encoded_image
-from waiting import until
+from waiting import until, wait_until_served
 
 from mobula.cluster.records.trajectory import Response
 from mobula.cluster.runtime.ray_actors import answer
@@ -52,11 +51,8 @@ components:
 accuracy_component: accuracy
 """
 
-CONNECTION = {
-    "dialect": "mobula", "batch_size": 2, "max_concurrency": 2, "timeout_s": 60.0, "total_timeout_s": 120.0,
-    "max_attempts": 3, "backoff_s": 0.1, "max_backoff_s": 1.0, "max_request_bytes": 1 << 20, "max_reply_bytes": 1 << 20,
-    "max_failures": 3, "aside_s": 5.0, "token_env": "REWARD_TOKEN",
-}  # fmt: skip
+PATIENT = {**CONNECTION, "max_attempts": 2, "timeout_s": 100.0, "total_timeout_s": 200.0}
+TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 
 
 @contextmanager
@@ -87,8 +83,8 @@ def test_a_served_file_scores_and_stops_when_asked(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     with served(tmp_path, "--token-env", "REWARD_TOKEN", "--timeout", "40") as (process, url):
-        tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
-        http = build_function("http", {**CONNECTION, "urls": [f"{url}/score"]}, tools)
+        own = {"dialect": "mobula", "batch_size": 2, "urls": [f"{url}/score"], "token_env": "REWARD_TOKEN"}
+        http = build_function("http", {**PATIENT, **own}, TOOLS)
         texts = (r"\boxed{4}", r"\boxed{\frac{8}{2}}", r"\boxed{5}", "4")
         requests = [RewardRequest(Response(text, 3, False), ("4",), {}, "2 + 2?") for text in texts]
         outcomes = evaluate_batch(http, requests)
@@ -96,10 +92,8 @@ def test_a_served_file_scores_and_stops_when_asked(tmp_path: Path, monkeypatch: 
         assert outcomes[0].breakdown == {"accuracy": 1.0, "format": 1.0, "shape": 1.0}
         hanging = RewardRequest(Response("a" * 50 + "b", 3, False), ("4",), {}, "")  # "shape" backtracks without end
         late, early = evaluate_batch(http, [hanging, requests[1]])
-        assert isinstance(late, ScoringFailure) and late.kind in (
-            FailureKind.TIMED_OUT,
-            FailureKind.FAILED,
-        )  # time or memory
+        of_time_or_memory = (FailureKind.TIMED_OUT, FailureKind.FAILED)
+        assert isinstance(late, ScoringFailure) and late.kind in of_time_or_memory
         assert isinstance(early, Score) and early.value == 1.5, "one that hangs costs no other its score"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -130,8 +124,7 @@ ENVIRONMENT = {
 def chat_url(tmp_path: Path) -> Iterator[str]:
     """A server with a tiny model of random weights."""
     model, log = write_tiny_qwen2_5_vl(tmp_path / "model"), tmp_path / "log"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--dtype", "float32", "--max-model-len", "1024", "--max-num-batched-tokens", "1024"]
@@ -140,52 +133,29 @@ def chat_url(tmp_path: Path) -> Iterator[str]:
         environment = {**os.environ, **ENVIRONMENT}
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
     try:
-        _wait_until_well(process, f"http://127.0.0.1:{port}/health", log)
+        wait_until_served(f"http://127.0.0.1:{port}/health", process, START_S, lambda: log.read_text()[-3000:])
         yield f"http://127.0.0.1:{port}/v1/chat/completions"
     finally:
         process.terminate()
         try:
             process.wait(30)
         finally:
-            _kill_group(process.pid)
-
-
-def _wait_until_well(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    until = time.monotonic() + START_S
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except (urllib.error.URLError, OSError):
-            is_waiting = process.poll() is None and time.monotonic() < until
-            assert is_waiting, f"vLLM does not start: {log.read_text()[-3000:]}"
-            time.sleep(0.5)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # all gone already
+            with suppress(ProcessLookupError):  # all gone already
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_judge_on_vllm_sees_and_scores(chat_url: str) -> None:
-    options: dict[str, Any] = {
-        "urls": [chat_url], **OF_ANY_JUDGE, "model": "judge", "max_concurrency": 4, "timeout_s": 100.0,
-        "total_timeout_s": 200.0, "max_attempts": 2, "backoff_s": 0.1, "max_backoff_s": 1.0,
-        "max_request_bytes": 1 << 20, "max_reply_bytes": 1 << 20, "max_failures": 2, "aside_s": 5.0, "token_env": None,
-    }  # fmt: skip
-    tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+    options = {**OF_ANY_JUDGE, **PATIENT, "urls": [chat_url], "model": "judge"}
     requests = [
         RewardRequest(Response("four", 1, False), (), {}, "2 + 2?"),
         RewardRequest(Response("noise", 1, False), (), {}, "What is it?", (encoded_image(1),)),
         RewardRequest(Response("noise", 1, False), (), {}, "What are they?", (encoded_image(1), encoded_image(2))),
     ]
-    made_to = evaluate_batch(build_function("judge", options, tools), requests)
+    made_to = evaluate_batch(build_function("judge", options, TOOLS), requests)
     assert all(isinstance(outcome, Score) and 1 <= outcome.value <= 5 for outcome in made_to), made_to
-    free_to = evaluate_batch(build_function("judge", {**options, "extra": {}}, tools), requests)
+    free_to = evaluate_batch(build_function("judge", {**options, "extra": {}}, TOOLS), requests)
     assert all(isinstance(it, ScoringFailure) and "gave no score" in it.reason for it in free_to), free_to
 
 
@@ -226,21 +196,12 @@ def spawn_worker(plugin_folder: Path) -> Any:
 
 
 async def test_a_killed_worker_and_functions_that_fail_lose_nothing(local_ray: str, plugin_folder: Path) -> None:
-    class Hosts:
-        async def start(self, index: int) -> Any:
-            return spawn_worker(plugin_folder)
-
-        async def stop(self, index: int, handle: Any) -> None:
-            ray.kill(handle)
-
-        async def release(self, index: int) -> None: ...
-
     workers = [spawn_worker(plugin_folder) for _ in range(2)]
     await asyncio.gather(*(answer(w.ping.remote(), timeout_s=60, what="a worker to start") for w in workers))
     pool = pool_over(
         SLOW_REWARDS,
         workers,
-        hosts=Hosts(),
+        hosts=FakeHosts(lambda index: spawn_worker(plugin_folder), end=ray.kill),
         restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),
         start_s=60,
         alive_s=60,

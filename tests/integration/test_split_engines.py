@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import FixedMembers
 
 from mobula.actors.samplers.vllm.weights import JoinInfo, MobulaWeightTransferEngine
 from mobula.cluster.weight_sync.changes import VersionStep
@@ -52,12 +53,8 @@ def rank_process(own_rank: int, calls: Connection) -> None:
             engine.init_transfer_engine(JoinInfo(**argument))
             calls.send(engine._group.rank)
         else:
-            calls.send(
-                {
-                    name: tensor.clone()
-                    for name, tensor in engine.receive(Manifest.from_wire(argument), BUCKET_BYTES, version=0)
-                }
-            )
+            received = engine.receive(Manifest.from_wire(argument), BUCKET_BYTES, version=0)
+            calls.send({name: tensor.clone() for name, tensor in received})
     engine.shutdown()
 
 
@@ -119,28 +116,11 @@ class Sender:
         await asyncio.to_thread(self._publisher.send, bucket_bytes, epoch)
 
 
-class Members:
-    def __init__(self, engines: list[SplitEngine]) -> None:
-        self._engines = engines
-
-    def receivers(self) -> list[SplitEngine]:
-        return self._engines
-
-    def lose(self, receiver: SplitEngine, error: Exception) -> None:
-        raise error
-
-    def announced(self, version: int) -> None: ...
-
-    def published(self, version: int) -> None: ...
-
-    def synced(self, receiver: SplitEngine, version: int) -> None: ...
-
-
 async def main() -> None:
     engines, sender = [SplitEngine(f"rollout/{n}") for n in range(ENGINES)], Sender()
     sync = WeightSync(
         sender,
-        Members(engines),
+        FixedMembers(*engines),
         bucket_bytes=BUCKET_BYTES,
         wave_size=0,
         max_attempts=1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import io
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ import psutil
 import pytest
 import tinker
 import torch
+from data_rows import encoded
 from fastapi.testclient import TestClient
 from peft import PeftModel
 from PIL import Image
@@ -287,9 +287,7 @@ def test_all_weights_train_sample_and_survive_kills(model: Path, tmp_path: Path,
 
 
 def picture(colour: str) -> Any:
-    content = io.BytesIO()
-    Image.new("RGB", (56, 56), colour).save(content, "PNG")
-    return types.ImageChunk(data=content.getvalue(), format="png")
+    return types.ImageChunk(data=encoded(Image.new("RGB", (56, 56), colour)), format="png")
 
 
 def question_of(tokenizer: Any, colour: str) -> list[Any]:

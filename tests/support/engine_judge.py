@@ -45,9 +45,9 @@ def outcomes(model: Path, requests: Sequence[RewardRequest], **options: Any) -> 
     return evaluate_batch(judge(model, **options), requests)
 
 
-def refusal(model: Path, **options: Any) -> str:
-    """Why a judge with these options is not built by tools of its own."""
-    own = Tools(None, "cpu", "float32")  # type: ignore[arg-type]
+def refusal(model: Path, own: Tools | None = None, **options: Any) -> str:
+    """Why a judge with these options is not built, by default by tools of its own."""
+    own = own or Tools(None, "cpu", "float32")  # type: ignore[arg-type]
     try:
         build_function("vllm_judge", {**OPTIONS, "model": str(model), **options}, own)
     except ValueError as error:
@@ -59,11 +59,8 @@ def shared(model: Path) -> tuple[bool, bool, str]:
     """Whether two judges have one engine, whether torch is as it was, and why one with other options is refused."""
     before = torch.set_num_threads
     one, two = judge(model), judge(model, maximum=9)
-    try:
-        judge(model, engine={**ENGINE, "max_num_seqs": 4})
-    except ValueError as error:
-        return one._engine is two._engine, torch.set_num_threads is before, str(error)
-    return one._engine is two._engine, torch.set_num_threads is before, ""
+    refused = refusal(model, tools(), engine={**ENGINE, "max_num_seqs": 4})
+    return one._engine is two._engine, torch.set_num_threads is before, refused
 
 
 def late(model: Path, requests: Sequence[RewardRequest]) -> tuple[Sequence[Outcome], int, Sequence[Outcome]]:

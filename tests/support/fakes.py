@@ -422,9 +422,12 @@ AT_ONCE = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0, max_backoff_
 class FakeHosts:
     """Implements `mobula.cluster.workers.work_queue.Hosts`. `start(index)` is what makes a worker; it may raise."""
 
-    def __init__(self, start: Callable[[int], Any], *, booked: int = 0) -> None:
-        """Places 0 to `booked` - 1 are taken by the first workers."""
+    def __init__(
+        self, start: Callable[[int], Any], *, booked: int = 0, end: Callable[[Any], None] = lambda handle: None
+    ) -> None:
+        """Places 0 to `booked` - 1 are taken by the first workers; `end` stops a worker."""
         self._start = start
+        self._end = end
         self.booked = set(range(booked))
         self.started: Counter[int] = Counter()
         self.stopped: list[tuple[int, Any]] = []
@@ -438,6 +441,7 @@ class FakeHosts:
     async def stop(self, index: int, handle: Any) -> None:
         await asyncio.sleep(0)
         self.stopped.append((index, handle))
+        self._end(handle)
 
     async def release(self, index: int) -> None:
         await asyncio.sleep(0)

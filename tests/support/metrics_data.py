@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from data_rows import encoded
 from fakes import make_trajectory
 from PIL import Image, ImageDraw
 
@@ -87,16 +87,12 @@ def digit_image(digit: str, size: int = 56) -> bytes:
     """A PNG with `digit` drawn on it."""
     image = Image.new("L", (size, size), 16)
     ImageDraw.Draw(image).text((size // 3, size // 5), digit, fill=235, font_size=size // 2)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(image)
 
 
 def flat_image(level: int, size: tuple[int, int] = (16, 16)) -> bytes:
     """A PNG of one grey."""
-    buffer = io.BytesIO()
-    Image.new("RGB", size, (level,) * 3).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(Image.new("RGB", size, (level,) * 3))
 
 
 def make_group(

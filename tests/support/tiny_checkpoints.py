@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from data_rows import encoded
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -102,9 +102,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 def encoded_image(seed: int, size: tuple[int, int] = (64, 48)) -> bytes:
     """Noise as a PNG."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = BytesIO()
-    Image.fromarray(pixels).save(buffer, format="PNG")
-    return buffer.getvalue()
+    return encoded(Image.fromarray(pixels))
 
 
 def write_text_model(folder: Path, *, num_labels: int = 1, pad: bool = True) -> Path:

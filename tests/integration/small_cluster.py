@@ -6,8 +6,7 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import ray
 import torch
-from fakes import FakeMetrics, FakePrompts, stop_request
+from fakes import FakeEvaluator, FakeHosts, FakeMetrics, FakePrompts, stop_request
 from reward_data import component, pool_over, rewards_of
 from sabotage import Saboteur
 from small_roles import TRANSFER_S, SmallLearner, SmallRollout
@@ -84,19 +83,11 @@ def start(role: type, name: str, *args: Any, max_concurrency: int = 1, options: 
     return actor.options(**bare, **options).remote(Seat((), 1, None), *args, **settings)
 
 
-class Hosts:
+class Hosts(FakeHosts):
     """Starts and ends the workers of a pool; they book nothing."""
-
-    def __init__(self, spawn: Callable[[int], Any]) -> None:
-        self._spawn = spawn
-
-    async def start(self, index: int) -> Any:
-        return self._spawn(index)
 
     async def stop(self, index: int, handle: Any) -> None:
         await stop(handle, timeout_s=1, what=f"worker {index}")
-
-    async def release(self, index: int) -> None: ...
 
 
 def lasting_pool(spawn: Callable[[int], Awaitable[RolloutClient]]) -> RolloutPool:
@@ -106,20 +97,11 @@ def lasting_pool(spawn: Callable[[int], Awaitable[RolloutClient]]) -> RolloutPoo
     return RolloutPool(spawn, 2, release=_forget, policy=policy, health=health, on_lost=lambda kind: None)
 
 
-class Visitor:
-    """Looks at each version where an evaluation would; the loop waits for it."""
-
-    def __init__(self, visit: Callable[[int], Awaitable[None]]) -> None:
-        self._visit = visit
-
-    @asynccontextmanager
-    async def evaluating(self) -> AsyncIterator[None]:
-        yield
+class Visitor(FakeEvaluator):
+    """The loop waits until its function has looked at a version."""
 
     async def maybe_run(self, version: int) -> None:
-        await self._visit(version)
-
-    async def finish(self) -> None: ...
+        await self._due(version)
 
 
 class SmallRun:
@@ -130,7 +112,7 @@ class SmallRun:
         folder: Path,
         shape: Shape,
         *,
-        on_version: Callable[[int], Awaitable[None]],
+        on_version: Callable[[int], Awaitable[None]] = lambda version: _nothing(),
         metrics: Metrics | FakeMetrics | None = None,
     ) -> None:
         self.folder = folder

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import RUN_DEADLINE_S, Job
+from jobs import REPEATABLE, RUN_DEADLINE_S, Job
 from runs import audited
 from waiting import wait_until
 
@@ -20,17 +20,7 @@ from mobula.deploy.report.audit import compared_weights
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 4
-WORDS = (
-    "experiment=digits",
-    "resources=laptop",
-    "sampler=huggingface",  # one group at a time: numbers do not depend on the requests beside it
-    "sampler.max_tokens=8",
-    "algorithm.max_staleness=0",
-    "learner.learning_rate=5e-4",
-    f"num_steps={NUM_STEPS}",
-    "checkpoints.interval_steps=2",
-    "replay.trajectory_log=true",
-)
+WORDS = (*REPEATABLE, "learner.learning_rate=5e-4", f"num_steps={NUM_STEPS}")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import count_by_reason
-from mobula.cluster.errors import DatasetError
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.deploy.cli import app
@@ -108,10 +107,8 @@ def test_an_image_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(mo
     assert "bad.png is corrupt" in skipped.detail
 
 
-def test_more_bad_samples_than_allowed_are_an_error_that_names_the_first_ones(model: Path, tmp_path: Path) -> None:
+def test_more_bad_samples_are_allowed_by_a_key(model: Path, tmp_path: Path) -> None:
     data = with_lost_images(tmp_path / "data")
-    with pytest.raises(DatasetError, match=r"5 of 25 samples.*lost-0.*data\.max_skipped_fraction is 0\.1: fix"):
-        prepared(model, data, tmp_path / "runs")
     run = prepared(model, data, tmp_path / "runs", "data.max_skipped_fraction=0.2")
     assert count_by_reason(run.skipped) == {"missing_file": 5}
 
@@ -157,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], list[str], list[str]]] = {  # d
         with_lost_images, [],
         [
             "5 of 25 samples of the split train are unusable: missing_file 5 (",
-            *(f"(lost-{n}): there is no file" for n in range(3)),
+            *(f"(lost-{n}): there is no file" for n in range(3)), "data.max_skipped_fraction is 0.1: fix",
         ],
     ),
     "a run folder that cannot be written": (

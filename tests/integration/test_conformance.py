@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.timeout(3000)]
 
 USUAL = ("qwen2.5-vl", "qwen3-vl", "internvl3", f"idefics3{TIED}")
 HERE = [name for name in TINY if name != "smolvlm" or importlib.util.find_spec("num2words")]
-OTHERS = [name for name in (*HERE, *(f"{name}{TIED}" for name in HERE)) if name not in USUAL]
+OTHERS = tuple(name for name in (*HERE, *(f"{name}{TIED}" for name in HERE)) if name not in USUAL)
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +29,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def usual(folder: Path) -> dict[str, Report]:
-    return measure_apart(USUAL, folder)
+def reports(request: pytest.FixtureRequest, folder: Path) -> dict[str, Report]:
+    return measure_apart(request.param, folder)
 
 
-@pytest.fixture(scope="module")
-def others(folder: Path) -> dict[str, Report]:
-    return measure_apart(OTHERS, folder)
+FAMILIES = [pytest.param(USUAL, name, id=name) for name in USUAL]
+FAMILIES += [pytest.param(OTHERS, name, marks=pytest.mark.exhaustive, id=name) for name in OTHERS]
 
 
-def check(report: Report, model: Path) -> None:
+@pytest.mark.parametrize(("reports", "name"), FAMILIES, indirect=["reports"])
+def test_a_family_conforms(reports: dict[str, Report], folder: Path, name: str) -> None:
+    report = reports[name]
     assert failures(report) == []
-    family = family_at(str(model))
+    family = family_at(str(folder / name / "model"))
     assert set(report.moved) == ({*family.parts, ALL} if takes_media(family) else {ALL})
     sees = not family.without_images_on("cpu", SamplerKind.VLLM)
     expected = {*CASES} if sees else {"text"}
@@ -50,14 +51,3 @@ def check(report: Report, model: Path) -> None:
     assert set(report.gaps) == expected
     assert report.adapters is not None
     assert report.num_parameters < 3_000_000
-
-
-@pytest.mark.parametrize("name", USUAL)
-def test_the_most_used_families(usual: dict[str, Report], folder: Path, name: str) -> None:
-    check(usual[name], folder / name / "model")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_other_family(others: dict[str, Report], folder: Path, name: str) -> None:
-    check(others[name], folder / name / "model")

@@ -136,15 +136,10 @@ def test_workers_that_rays_memory_monitor_ends_cost_nothing_but_time(tmp_path: P
     assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(result["version"])]
     causes = {fault.worker: fault.cause for fault in read_faults(tmp_path / FAULTS_FILE)}
     assert {"the learner", "rollout/0", "rollout/1"} <= causes.keys()
-    for worker, setting in (
-        ("the learner", "learner.tokens_per_microbatch"),
-        ("rollout/0", "sampler.vllm.kv_cache_bytes"),
-    ):
+    settings = {"the learner": "learner.tokens_per_microbatch", "rollout/0": "sampler.vllm.kv_cache_bytes"}
+    for worker, setting in settings.items():
         assert re.search(r"Ray ended its process \d+, which used [\d.]+ GB, because its node is out of", causes[worker])
         assert setting in causes[worker]
-
-
-async def _nothing(version: int) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -198,7 +193,7 @@ def assert_driven(folder: Path, num_steps: int, faults: Sequence[tuple[str, sign
     """All of these happened to the driver, and the run is as one to which nothing did."""
     assert json.loads((folder / "result.json").read_text())["version"] == num_steps
     assert Saboteur(folder).struck == [f"{moment} driver {int(kind)}" for moment, kind in faults]
-    run = SmallRun(folder, Shape(total_steps=num_steps), on_version=_nothing)
+    run = SmallRun(folder, Shape(total_steps=num_steps))
     assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(num_steps)]
     wait_until(lambda: not left(folder), GONE_S, lambda: left(folder))
     assert_no_placement_group_is_left()

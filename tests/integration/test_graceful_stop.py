@@ -137,13 +137,11 @@ class AskedIn(FakeMetrics):
 
 
 def test_small_roles_are_stopped_in_every_phase_and_train_each_group_once(tmp_path: Path, local_ray: str) -> None:
-    async def nothing(version: int) -> None: ...
-
     reached = 0
     for step, phase in ((2, "wait_for_rollouts"), (3, "update"), (5, "weight_sync"), (6, "reference")):
         asked = AskedIn(step, phase)
         shape = Shape(total_steps=8, num_engines=1, num_rewards=1, checkpoint_interval=1000)
-        asked.run = SmallRun(tmp_path, shape, on_version=nothing, metrics=asked)
+        asked.run = SmallRun(tmp_path, shape, metrics=asked)
         with pytest.raises(RunStopped):
             asyncio.run(asked.run.go())
         assert asked.results == [True]
@@ -151,7 +149,7 @@ def test_small_roles_are_stopped_in_every_phase_and_train_each_group_once(tmp_pa
         reached = step - 1 if phase == "wait_for_rollouts" else step
         newest = newest_learner_state(tmp_path / "checkpoints")
         assert newest[0] == reached
-    run = SmallRun(tmp_path, Shape(total_steps=8, num_engines=1, num_rewards=1), on_version=nothing)
+    run = SmallRun(tmp_path, Shape(total_steps=8, num_engines=1, num_rewards=1))
     assert asyncio.run(run.go()) == 8
     assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(8)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Job, in_order, none_left, trained_places
+from jobs import REPEATABLE, Job, in_order, none_left, trained_places
 from runs import audited
 from sabotage import Saboteur
 from safetensors.torch import load_file
@@ -28,33 +28,14 @@ pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.ma
 SCRIPT = Path(__file__).with_name("replaced_job.py")
 STRUCK = "Learner=struck_ranks:StruckLearner,CriticRank=struck_ranks:StruckCritic"
 NUM_STEPS = 6
-WORDS = (
-    "experiment=digits",
-    "resources=laptop",
-    "sampler=huggingface",  # one group at a time: the same numbers in every run
-    "sampler.max_tokens=8",
-    "resources.rollout.num_workers=1",
-    "algorithm.max_staleness=0",
-    "algorithm.num_minibatches=2",
-    "algorithm.kl.coef=0.1",
-    "algorithm.kl.controller=adaptive",
-    "algorithm.kl.horizon=50",
-    "algorithm.shaping.running_moments=scale",
-    "learner.warmup_steps=0",
-    f"num_steps={NUM_STEPS}",
-    "checkpoints.interval_steps=2",
-    "replay.trajectory_log=true",
-    "resume=auto",
-)
+WORDS = (*REPEATABLE, "resources.rollout.num_workers=1", "algorithm.num_minibatches=2", "learner.warmup_steps=0")
+WORDS += ("algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=50", "resume=auto")
+WORDS += ("algorithm.shaping.running_moments=scale", f"num_steps={NUM_STEPS}")
+OWN_RANKS = ("algorithm.critic.place=own_ranks", "resources.critic.num_workers=2")
 CRITIC = "critic on its own ranks"
 RANKS = {  # name -> overrides, and the faults of a run
     CRITIC: (
-        (
-            "algorithm=ppo_gae",
-            "algorithm.critic.place=own_ranks",
-            "algorithm.critic.warmup_steps=1",
-            "resources.critic.num_workers=2",
-        ),
+        ("algorithm=ppo_gae", "algorithm.critic.warmup_steps=1", *OWN_RANKS),
         [("critic_trains_2", "critic/1"), ("learner_trains_4", "learner/0"), ("critic_values_5", "critic/0")],
     ),
     "halves of rows": (

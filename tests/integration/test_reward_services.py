@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 from engine_judge import OF_ANY_JUDGE
+from engines import OFFLINE
 from fakes import FakeHosts
 from http_servers import CONNECTION
 from ray_apart import free_port
@@ -110,14 +111,8 @@ def test_a_file_that_is_unfit_is_one_message(tmp_path: Path) -> None:
 
 START_S = 280.0
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # its processes then import nothing a second time
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+FORKS = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}  # its processes then import nothing a second time
+ENVIRONMENT = {**OFFLINE, **FORKS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
 
 
 @pytest.fixture

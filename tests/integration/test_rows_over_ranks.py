@@ -212,17 +212,12 @@ def test_ranks_encode_each_image_once_and_have_the_gradients_of_one(split_rows_r
 
 TWO = ("learner=fsdp2", "resources.learner.num_workers=2")
 
+EPOCHS = ("algorithm=reinforce_pp", "algorithm.kl.coef=0.05", "algorithm.num_epochs=2", "algorithm.num_minibatches=2")
+EPOCHS += ("algorithm.old_logprobs=recomputed", "algorithm.entropy.top_share=0.5")
+EPOCHS += ("algorithm.shaping.repetition_penalty=0.1",)
 CASES = {
     "share": (),
-    "epochs": (
-        "algorithm=reinforce_pp",
-        "algorithm.kl.coef=0.05",
-        "algorithm.num_epochs=2",
-        "algorithm.num_minibatches=2",
-        "algorithm.old_logprobs=recomputed",
-        "algorithm.entropy.top_share=0.5",
-        "algorithm.shaping.repetition_penalty=0.1",
-    ),
+    "epochs": EPOCHS,
     "critic": ("algorithm=ppo_gae", "algorithm.kl.coef=0", "algorithm.critic.learning_rate=1e-3"),
 }
 

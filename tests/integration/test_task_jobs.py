@@ -158,14 +158,8 @@ def test_an_agent_of_verifiers_is_trained(tmp_path: Path) -> None:
     check_agent(tmp_path, "environment=verifiers", f"environment.options.python={PYTHON}", *words)
 
 
-PLACES = {
-    "learner_ranks": [],
-    "own_ranks": [
-        "algorithm.critic.place=own_ranks",
-        "resources.learner.num_workers=1",
-        "resources.critic.num_workers=2",
-    ],
-}
+OWN_RANKS = ("algorithm.critic.place=own_ranks", "resources.learner.num_workers=1", "resources.critic.num_workers=2")
+PLACES = {"learner_ranks": (), "own_ranks": OWN_RANKS}
 
 
 @pytest.fixture(

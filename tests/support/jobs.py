@@ -42,6 +42,11 @@ SMALL = (
 )  # fmt: skip
 
 
+# Of runs that are compared: one group is sampled at a time, so that numbers do not depend on the requests beside it.
+REPEATABLE = ("experiment=digits", "resources=laptop", "sampler=huggingface", "sampler.max_tokens=8")
+REPEATABLE += ("algorithm.max_staleness=0", "checkpoints.interval_steps=2", "replay.trajectory_log=true")
+
+
 @dataclass
 class Job:
     """One `mobula train` command, which may be started more than once; each start has a mark of its own."""

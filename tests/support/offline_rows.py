@@ -79,7 +79,11 @@ def conversation(image: str, digit: int, rng: np.random.Generator) -> dict[str, 
 
 def pair(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
     """A row of `dpo` and `reward_model`: the digit against another one."""
-    return {"messages": [_asked(image)], "chosen": boxed(digit), "rejected": boxed(_other(digit, rng))}
+    return {
+        "messages": [_asked(image)],
+        "chosen": boxed(digit),
+        "rejected": boxed(int(digit + rng.integers(1, 10)) % 10),
+    }
 
 
 def form_pair(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -117,7 +121,3 @@ def _asked(image: str) -> dict[str, Any]:
         {"type": "text", "text": QUESTION.removeprefix("<image>")},
     ]
     return {"role": "user", "content": parts}
-
-
-def _other(digit: int, rng: np.random.Generator) -> int:
-    return int((digit + rng.integers(1, 10)) % 10)

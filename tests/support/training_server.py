@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import http_servers
 import uvicorn
 from training_roles import VOCABULARY, TinyEngines, TinyLearner
 
@@ -50,19 +49,11 @@ def running(folder: Path, tokens: Mapping[str, str] | None = None, port: int = 0
     learner, engines = TinyLearner(), TinyEngines()
     service = make_service(folder, learner, engines, **limits)
     app = tenant_gate(make_app(service), Tenants(tokens or {}), LIMITS.max_request_bytes)
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
-    thread.start()
+    server = http_servers.Running(app, port, grace_s=1)
     try:
-        deadline = time.monotonic() + 30
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < deadline, "the service does not start"
-            time.sleep(0.01)
-        bound = server.servers[0].sockets[0].getsockname()[1]
-        yield Running(f"http://127.0.0.1:{bound}", service, learner, engines)
+        yield Running(server.url, service, learner, engines)
     finally:
-        server.should_exit = True
-        thread.join(30)
+        server.stop()
 
 
 def main() -> None:

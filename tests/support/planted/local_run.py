@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from metrics_data import make_keeper
+from one_learner import at_hand, saved
 
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.reference.scorer import ReferenceScorer
@@ -24,7 +26,6 @@ from mobula.actors.rollout.actor import RolloutActor
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
-from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink
 from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.metrics.summary import interval_of_mean
@@ -38,7 +39,6 @@ from mobula.deploy.wiring.persistence import trajectory_log
 from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.roles import engine_settings, sampling_settings
 from mobula.deploy.wiring.warm_start import warm_start
-from mobula.learner.examples import stored_examples
 from mobula.learner.learner import Learner
 from mobula.rewards.components import RewardScoring
 from mobula.rewards.pool.worker import reward_request
@@ -50,11 +50,6 @@ NUM_HELD_OUT = 64  # prompts of an evaluation
 MAX_TRIES = 3  # prompts for each group of a step, before the run ends
 
 
-def as_given(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-    """Fetches from no object store."""
-    return list(references)
-
-
 class Awaited:
     """The learner as the warm start calls it."""
 
@@ -62,10 +57,10 @@ class Awaited:
         self._learner = learner
 
     async def supervised_step(self, examples: Sequence[Any]) -> dict[str, float]:
-        return self._learner.supervised_step(stored_examples(examples, lambda value: value))
+        return self._learner.supervised_step(at_hand(examples))
 
     async def answer_accuracy(self, examples: Sequence[Any]) -> float:
-        return self._learner.answer_accuracy(stored_examples(examples, lambda value: value))
+        return self._learner.answer_accuracy(at_hand(examples))
 
 
 class LocalRun:
@@ -74,7 +69,8 @@ class LocalRun:
     def __init__(self, config: RunConfig, cache: Path) -> None:
         self._config = config
         self._cache = cache
-        write_config_in(config)
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        write_config(config)
         self._prepared: Prepared = prepare(config, lambda value: value)  # type: ignore[assignment]
         self._actor = RolloutActor(config.sampler.kind, engine_settings(self._prepared, 0), object_timeout_s=5)
         self._learner = Learner(config, 0, 1, self._prepared.processor.media_token_ids)
@@ -85,15 +81,7 @@ class LocalRun:
         is_kept = config.replay.trajectory_log
         self._log: TrajectoryLog | None = trajectory_log(config.run_folder, config) if is_kept else None
         folder = config.run_folder
-        samples = SampleKeeper(
-            folder / SAMPLES_FILE,
-            limit=24,
-            num_steps=config.num_steps,
-            seed=0,
-            version=0,
-            fetch=as_given,
-            timeout_s=1.0,
-        )
+        samples = make_keeper(folder / SAMPLES_FILE, limit=24, num_steps=config.num_steps, seed=0)
         sink = JsonlSink(folder / METRICS_FILE, version=0)
         accuracy = config.rewards.accuracy_component
         self._metrics = Metrics([sink], time.perf_counter, accuracy_component=accuracy, samples=[samples])
@@ -135,10 +123,8 @@ class LocalRun:
             return
         await warm_start(self._prepared, Awaited(self._learner))  # type: ignore[arg-type]
         draft = folder.with_name(f"{folder.name}.{os.getpid()}")
-        self._learner.save(draft)
-        self._learner.finish_save()
         with suppress(OSError):  # another process was faster
-            draft.rename(folder)
+            saved(self._learner, draft).rename(folder)
 
     def _frozen(self) -> ReferenceScorer | None:
         config = self._config
@@ -206,12 +192,6 @@ class LocalRun:
             return groups
         scores = self._reference.score(groups)
         return [replace(group, reference_logprobs=own) for group, own in zip(groups, scores, strict=True)]
-
-
-def write_config_in(config: RunConfig) -> None:
-    """Makes the run folder, with its configuration."""
-    config.run_folder.mkdir(parents=True, exist_ok=True)
-    write_config(config)
 
 
 def write_done(config: RunConfig) -> None:

@@ -1,5 +1,6 @@
 """The table of planted faults: overrides of a short run, and the checks of which one must report each fault.
 
+    export PYTHONPATH=tests/support
     python tests/support/planted/planted_faults.py FOLDER [NAME...]   # makes the runs that FOLDER lacks, and diagnoses
     python tests/support/planted/planted_faults.py FOLDER --table     # prints the table of docs
 

@@ -157,56 +157,30 @@ class SmallRun:
             await asyncio.gather(*(role.close() for role in closing), return_exceptions=True)
 
     def _start(self) -> None:
-        self.rollout_pool = RolloutPool(
-            self._spawn_engine,
-            self.shape.num_engines,
-            release=_forget,
-            policy=POLICY,
-            health=HealthChecks(interval_s=0.5, probe_interval_s=5, max_failures_in_a_row=3, no_worker_s=START_S),
-            on_lost=self._lost,
-        )
+        health = HealthChecks(interval_s=0.5, probe_interval_s=5, max_failures_in_a_row=3, no_worker_s=START_S)
+        how = {"release": _forget, "policy": POLICY, "health": health, "on_lost": self._lost}
+        self.rollout_pool = RolloutPool(self._spawn_engine, self.shape.num_engines, **how)
         self._learner = LearnerGroup(self._spawn_ranks, CONFIG.timeouts, ray.put)
-        self._learner.lost_ranks = RestoredRanks(
-            self._learner,
-            newest=lambda: newest_learner_state(self.folder / "checkpoints"),
-            budget=RestartBudget(POLICY),
-            on_lost=self._lost,
-        )
-        self.replay = ReplayBuffer(
-            journal=JournalWriter(self._journal(), timeout_s=OBJECT_S),
-            min_ready=PROMPTS_PER_STEP,
-            room_s=30,
-            take_s=120,
-            close_s=2,
-        )
+        newest = partial(newest_learner_state, self.folder / "checkpoints")
+        budget = RestartBudget(POLICY)
+        self._learner.lost_ranks = RestoredRanks(self._learner, newest=newest, budget=budget, on_lost=self._lost)
+        journal = JournalWriter(self._journal(), timeout_s=OBJECT_S)
+        self.replay = ReplayBuffer(journal=journal, min_ready=PROMPTS_PER_STEP, room_s=30, take_s=120, close_s=2)
         self.rewards = self._reward_pool()
         self.reference = self._reference_pool()
 
     def _reward_pool(self) -> RewardPool:
         spawn = partial(self._spawn_worker, SmallReward, "reward")
-        return pool_over(
-            rewards_of(component("place", "exact_match"), on_failure="stop"),
-            [spawn(index) for index in range(self.shape.num_rewards)],
-            hosts=Hosts(spawn),
-            restarts=POLICY,
-            start_s=START_S,
-            alive_s=1,
-            timeout_s=8,
-            max_in_flight=4,
-            max_attempts=5,
-        )
+        rewards = rewards_of(component("place", "exact_match"), on_failure="stop")
+        workers = [spawn(index) for index in range(self.shape.num_rewards)]
+        settings = {"start_s": START_S, "alive_s": 1, "timeout_s": 8, "max_in_flight": 4, "max_attempts": 5}
+        return pool_over(rewards, workers, hosts=Hosts(spawn), restarts=POLICY, **settings)
 
     def _reference_pool(self) -> ReferencePool:
         spawn = partial(self._spawn_worker, SmallScorer, "reference")
-        return ReferencePool(
-            [spawn(index) for index in range(self.shape.num_scorers)],
-            self.folder,
-            hosts=Hosts(spawn),
-            restarts=POLICY,
-            alive_s=1,
-            timeout_s=START_S,
-            max_attempts=5,
-        )
+        workers = [spawn(index) for index in range(self.shape.num_scorers)]
+        settings = {"alive_s": 1, "timeout_s": START_S, "max_attempts": 5}
+        return ReferencePool(workers, self.folder, hosts=Hosts(spawn), restarts=POLICY, **settings)
 
     def _controller(self) -> Controller:
         dispatcher = self._dispatcher()
@@ -238,12 +212,11 @@ class SmallRun:
             total_steps=self.shape.total_steps,
         )
         self.prompts = FakePrompts(epoch_size=1_000_000)
+        rollouts = RetryingRollouts(self.rollout_pool, self.in_flight_requests, max_retries=20, on_retry=self._retried)
         return RolloutDispatcher(
             prompts=self.prompts,
             gate=gate,
-            rollouts=RetryingRollouts(
-                self.rollout_pool, self.in_flight_requests, max_retries=20, on_retry=self._retried
-            ),
+            rollouts=rollouts,
             rewards=self.rewards,
             replay=self.replay,
             settings=SamplingSettings(2, 1.0, 3, 7),
@@ -285,16 +258,9 @@ class SmallRun:
         return checkpoints, learner
 
     def _weights(self, dispatcher: RolloutDispatcher) -> WeightSync:
-        weights = WeightSync(
-            self._learner,
-            self.rollout_pool,
-            bucket_bytes=BUCKET_BYTES,
-            wave_size=self.shape.wave_size,
-            max_attempts=6,
-            canary_interval=1,
-            canary_tolerance=Tolerance(1e-6, 0.0),
-            probe=FakePrompts().next(),
-        )
+        canary = {"canary_interval": 1, "canary_tolerance": Tolerance(1e-6, 0.0), "probe": FakePrompts().next()}
+        how = {"bucket_bytes": BUCKET_BYTES, "wave_size": self.shape.wave_size, "max_attempts": 6}
+        weights = WeightSync(self._learner, self.rollout_pool, **how, **canary)
         self.rollout_pool.admit_with(weights.admit)
         weights.on_announced.append(dispatcher.advance)
         return weights

@@ -64,14 +64,9 @@ async def test_calls_of_a_killed_engine_give_the_tokens_of_their_seed_and_its_su
 
     async def nothing(index: int) -> None: ...
 
-    pool = RolloutPool(
-        spawn,
-        2,
-        release=nothing,
-        policy=RestartPolicy(max_restarts=5, window_s=600, backoff_s=0.1, max_backoff_s=1),
-        health=HealthChecks(interval_s=5, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=300),
-        on_lost=losses.append,
-    )
+    policy = RestartPolicy(max_restarts=5, window_s=600, backoff_s=0.1, max_backoff_s=1)
+    health = HealthChecks(interval_s=5, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=300)
+    pool = RolloutPool(spawn, 2, release=nothing, policy=policy, health=health, on_lost=losses.append)
     engines = adapter_engines(model.prepared, pool, in_flight, lambda kind: retried.update([kind]))
     await pool.start()
     async with pool.tended():

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
@@ -99,7 +98,7 @@ def test_an_image_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(mo
     whole = (data / "good.png").read_bytes()
     run = prepared(model, write_data(data, image(data, whole[: len(whole) // 2])), tmp_path / "runs")
     assert run.skipped == [], "headers alone are read beforehand"
-    source = PromptSource(run.splits[TRAIN].rows, run.preparation, seed=0, split_name=TRAIN)
+    source = run.source()
     served = {source.next().sample_id for _ in range(3 * NUM_GOOD)}
     assert served == {f"good-{n}" for n in range(NUM_GOOD)}
     [skipped] = source.skipped

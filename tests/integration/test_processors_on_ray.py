@@ -14,7 +14,7 @@ import pytest
 import ray
 from clips import noise_frames, write_clip
 from data_rows import encoded
-from fakes import FakeHosts
+from fakes import AT_ONCE, FakeHosts
 from http_servers import PROXIES, media_server
 
 from mobula.actors.datasets.prompts import PromptSource
@@ -23,7 +23,6 @@ from mobula.actors.processors.worker import ProcessorWorker
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.ray_actors import answer
-from mobula.cluster.workers.status import RestartPolicy
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import Prepared, prepare
@@ -64,18 +63,9 @@ def spawn(config: RunConfig) -> Any:
 
 
 def make_pool(prepared: Prepared, store: MediaStore, workers: list[Any], losses: list[str]) -> ProcessorPool:
-    return ProcessorPool(
-        workers,
-        store,
-        prepared.processor.num_media,
-        hosts=FakeHosts(lambda index: spawn(prepared.config), end=ray.kill),
-        restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),
-        start_s=120,
-        alive_s=60,
-        timeout_s=60,
-        object_s=30,
-        on_lost=losses.append,
-    )
+    more = {"hosts": FakeHosts(lambda index: spawn(prepared.config), end=ray.kill), "on_lost": losses.append}
+    deadlines = {"start_s": 120, "alive_s": 60, "timeout_s": 60, "object_s": 30}
+    return ProcessorPool(workers, store, prepared.processor.num_media, restarts=AT_ONCE, **deadlines, **more)
 
 
 async def test_prompts_of_workers_equal_those_of_the_driver_through_a_loss(local_ray: str, config: RunConfig) -> None:

@@ -18,7 +18,7 @@ import pytest
 import ray
 from engine_judge import OF_ANY_JUDGE
 from engines import OFFLINE
-from fakes import FakeHosts
+from fakes import AT_ONCE, FakeHosts
 from http_servers import CONNECTION
 from ray_apart import free_port
 from reward_data import answers, component, pool_over, rewards_of
@@ -27,7 +27,6 @@ from waiting import until, wait_until_served
 
 from mobula.cluster.records.trajectory import Response
 from mobula.cluster.runtime.ray_actors import answer
-from mobula.cluster.workers.status import RestartPolicy
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
@@ -178,31 +177,16 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def spawn_worker(plugin_folder: Path) -> Any:
     environment = {"PYTHONPATH": str(plugin_folder), "OMP_NUM_THREADS": "1"}
     actor = ray.remote(RewardWorker).options(num_cpus=0.5, runtime_env={"env_vars": environment})
-    return actor.remote(
-        SLOW_REWARDS,
-        "reward",
-        object_timeout_s=10,
-        start_timeout_s=60,
-        function_timeout_s=2,
-        group_timeout_s=60,
-        device="cpu",
-        dtype="float32",
-    )
+    limits = {"object_timeout_s": 10, "start_timeout_s": 60, "function_timeout_s": 2, "group_timeout_s": 60}
+    return actor.remote(SLOW_REWARDS, "reward", **limits, device="cpu", dtype="float32")
 
 
 async def test_a_killed_worker_and_functions_that_fail_lose_nothing(local_ray: str, plugin_folder: Path) -> None:
     workers = [spawn_worker(plugin_folder) for _ in range(2)]
     await asyncio.gather(*(answer(w.ping.remote(), timeout_s=60, what="a worker to start") for w in workers))
-    pool = pool_over(
-        SLOW_REWARDS,
-        workers,
-        hosts=FakeHosts(lambda index: spawn_worker(plugin_folder), end=ray.kill),
-        restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),
-        start_s=60,
-        alive_s=60,
-        timeout_s=120,
-        max_in_flight=2,
-    )
+    hosts = FakeHosts(lambda index: spawn_worker(plugin_folder), end=ray.kill)
+    deadlines = {"start_s": 60, "alive_s": 60, "timeout_s": 120}
+    pool = pool_over(SLOW_REWARDS, workers, hosts=hosts, restarts=AT_ONCE, **deadlines, max_in_flight=2)
     service = pool.services["reward"]
     bad = {3: "raise", 5: "hang", 8: "nan"}
     texts = [(str(i), bad.get(i, str(i + 0.5))) for i in range(12)]

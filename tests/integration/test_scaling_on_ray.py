@@ -50,15 +50,8 @@ ASK_S = 60.0
 def config(tmp_path: Path) -> RunConfig:
     """One reward worker, on a tenth of a core."""
     (tmp_path / "scaling_plugin.py").write_text(PLUGIN)
-    return load_config(
-        [
-            "experiment=digits",
-            "name=scaled",
-            f"folder={tmp_path}",
-            "rewards.components.0.function=scaling_plugin:score",
-            "timeouts.start_s=120",
-        ]
-    )
+    words = ["experiment=digits", "name=scaled", f"folder={tmp_path}", "timeouts.start_s=120"]
+    return load_config([*words, "rewards.components.0.function=scaling_plugin:score"])
 
 
 class Parts:

@@ -118,17 +118,9 @@ class Sender:
 
 async def main() -> None:
     engines, sender = [SplitEngine(f"rollout/{n}") for n in range(ENGINES)], Sender()
-    sync = WeightSync(
-        sender,
-        FixedMembers(*engines),
-        bucket_bytes=BUCKET_BYTES,
-        wave_size=0,
-        max_attempts=1,
-        canary_interval=0,
-        canary_tolerance=Tolerance(1.0, 0.0),
-        ranks_of_receiver=RANKS,
-        probe=None,
-    )
+    how = {"bucket_bytes": BUCKET_BYTES, "wave_size": 0, "max_attempts": 1, "ranks_of_receiver": RANKS}
+    canary = {"canary_interval": 0, "canary_tolerance": Tolerance(1.0, 0.0), "probe": None}
+    sync = WeightSync(sender, FixedMembers(*engines), **how, **canary)
     equal = []
     for version in (1, 2):
         sender.version = version

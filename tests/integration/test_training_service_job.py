@@ -10,8 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,15 +63,6 @@ def port() -> int:
     return free_port()
 
 
-def start(model: Path, folder: Path, port: int, *words: str) -> subprocess.Popen[bytes]:
-    """Starts the command and waits until it answers."""
-    command = [sys.executable, "-m", "mobula.deploy.cli", "serve-training", f"policy.model={model}"]
-    command += overridden(WORDS, words)
-    process = subprocess.Popen([*command, "--port", str(port), "--folder", str(folder)], cwd=folder.parent)
-    wait_until_up(process, port, 300)
-    return process
-
-
 def address(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
@@ -90,13 +80,33 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     psutil.wait_procs(children, timeout=30)
 
 
-@contextmanager
-def serving(model: Path, folder: Path, port: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = start(model, folder, port, *words)
-    try:
-        yield process
-    finally:
-        end(process, signal.SIGTERM)
+class Serving:
+    """The command, which may be started again, until the block ends."""
+
+    def __init__(self, model: Path, folder: Path, port: int, *words: str) -> None:
+        command = [sys.executable, "-m", "mobula.deploy.cli", "serve-training", f"policy.model={model}"]
+        self._command = [*command, *overridden(WORDS, words), "--port", str(port), "--folder", str(folder)]
+        self._folder, self._port = folder, port
+
+    def start(self) -> None:
+        """Waits until it answers."""
+        self.process = subprocess.Popen(self._command, cwd=self._folder.parent)
+        wait_until_up(self.process, self._port, 300)
+
+    def kill_actor(self, name: str) -> None:
+        """Kills the worker process of an actor class below the command."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        next(child for child in children if name in " ".join(child.cmdline())).kill()
+
+    def kill(self) -> None:
+        end(self.process, signal.SIGKILL)
+
+    def __enter__(self) -> Serving:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(self.process, signal.SIGTERM)
 
 
 def rows_of(tokenizer: Any) -> list[Any]:
@@ -109,53 +119,39 @@ def rows_of(tokenizer: Any) -> list[Any]:
 
 
 def test_client_trains_samples_and_survives_kills(model: Path, tmp_path: Path, port: int) -> None:
-    process = start(model, tmp_path / "service", port)
-    try:
-        with connect(address(port)) as service:
-            first, second = (service.create_lora_training_client(str(model), rank=8, seed=1).result() for _ in range(2))
-            rows = rows_of(first.get_tokenizer())
-            expected = train(first, rows, 10)
-            assert expected[-1] < 0.5 * expected[0]
-            sampler = first.save_weights_and_get_sampling_client().result()
-            tokens = rows[0].model_input.to_ints()
-            scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
-            forward = first.forward(rows, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
-            np.testing.assert_allclose(scored[1:], forward[:-1], atol=1e-4)
-            params = types.SamplingParams(max_tokens=4, temperature=0.0)
-            sampled = sampler.sample(types.ModelInput.from_ints(tokens[:-1]), 2, params).result()
-            assert sampled.sequences[0].tokens[0] == tokens[-1]
+    with Serving(model, tmp_path / "service", port) as command, connect(address(port)) as service:
+        first, second = (service.create_lora_training_client(str(model), rank=8, seed=1).result() for _ in range(2))
+        rows = rows_of(first.get_tokenizer())
+        expected = train(first, rows, 10)
+        assert expected[-1] < 0.5 * expected[0]
+        sampler = first.save_weights_and_get_sampling_client().result()
+        tokens = rows[0].model_input.to_ints()
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+        forward = first.forward(rows, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+        np.testing.assert_allclose(scored[1:], forward[:-1], atol=1e-4)
+        params = types.SamplingParams(max_tokens=4, temperature=0.0)
+        sampled = sampler.sample(types.ModelInput.from_ints(tokens[:-1]), 2, params).result()
+        assert sampled.sequences[0].tokens[0] == tokens[-1]
 
-            losses = train(second, rows, 4)
-            kill_actor(process, "AdapterRank")
-            losses += train(second, rows, 2)
-            pending = [(second.forward_backward(rows, "cross_entropy"), second.optim_step(ADAM)) for _ in range(4)]
-            pending[0][0].result()
-            end(process, signal.SIGKILL)
-            process = start(model, tmp_path / "service", port)
-            losses += [computed.result().metrics["loss:sum"] for computed, _ in pending]
-            assert [stepped.result().metrics["optimizer_steps"] for _, stepped in pending] == [7, 8, 9, 10]
-            np.testing.assert_allclose(losses, expected, atol=1e-4, rtol=1e-4)
+        losses = train(second, rows, 4)
+        command.kill_actor("AdapterRank")
+        losses += train(second, rows, 2)
+        pending = [(second.forward_backward(rows, "cross_entropy"), second.optim_step(ADAM)) for _ in range(4)]
+        pending[0][0].result()
+        command.kill()
+        command.start()
+        losses += [computed.result().metrics["loss:sum"] for computed, _ in pending]
+        assert [stepped.result().metrics["optimizer_steps"] for _, stepped in pending] == [7, 8, 9, 10]
+        np.testing.assert_allclose(losses, expected, atol=1e-4, rtol=1e-4)
 
-            kill_actor(process, "RolloutActor")
-            again = sampler.sample(types.ModelInput.from_ints(tokens[:-1]), 2, params).result()
-            assert again.sequences[0].tokens == sampled.sequences[0].tokens
-    finally:
-        end(process, signal.SIGTERM)
-
-
-def kill_actor(process: subprocess.Popen[bytes], name: str) -> None:
-    """Kills the worker process of an actor class below the command."""
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if name in " ".join(child.cmdline()):
-            child.kill()
-            return
-    raise AssertionError(f"no process of {name} runs")
+        command.kill_actor("RolloutActor")
+        again = sampler.sample(types.ModelInput.from_ints(tokens[:-1]), 2, params).result()
+        assert again.sequences[0].tokens == sampled.sequences[0].tokens
 
 
 def test_a_full_disk_ends_the_command_and_a_restart_continues(model: Path, tmp_path: Path, port: int) -> None:
     refuse = "CREATE TRIGGER full BEFORE UPDATE ON requests BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
-    process = start(model, tmp_path / "service", port)
-    try:
+    with Serving(model, tmp_path / "service", port) as command:
         service = connect(address(port))
         training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
         rows = rows_of(training.get_tokenizer())
@@ -165,14 +161,12 @@ def test_a_full_disk_ends_the_command_and_a_restart_continues(model: Path, tmp_p
         with pytest.raises(tinker.RequestFailedError, match="the training service has failed .*the disk is full") as e:
             training.forward_backward(rows, "cross_entropy").result(timeout=60)
         assert e.value.category == types.RequestErrorCategory.Server
-        assert process.wait(120) == 1
+        assert command.process.wait(120) == 1
         with sqlite3.connect(tmp_path / "service" / "service.sqlite") as database:
             database.execute("DROP TRIGGER full")
-        process = start(model, tmp_path / "service", port)
+        command.start()
         after = train(training, rows, 3)
         assert after[0] < before[2] and after[2] < after[0]
-    finally:
-        end(process, signal.SIGTERM)
 
 
 def of_policy(row: Any, logprobs: Any) -> Any:
@@ -192,7 +186,7 @@ def logprobs_of_peft(model: Path, adapter: Path, tokens: list[int]) -> np.ndarra
 
 
 def test_every_loss_runs_and_checkpoints_continue_and_are_sent_for_peft(model: Path, tmp_path: Path, port: int) -> None:
-    with serving(model, tmp_path / "service", port), connect(address(port)) as service:
+    with Serving(model, tmp_path / "service", port), connect(address(port)) as service:
         rest = service.create_rest_client()
         training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
         rows = rows_of(training.get_tokenizer())
@@ -242,48 +236,44 @@ def test_every_loss_runs_and_checkpoints_continue_and_are_sent_for_peft(model: P
 )
 def test_all_weights_train_sample_and_survive_kills(model: Path, tmp_path: Path, port: int, words: list[str]) -> None:
     words = [*words, "training_service.weights=full"]
-    process = start(model, tmp_path / "service", port, *words)
-    try:
-        with connect(address(port)) as service:
-            training = service.create_lora_training_client(str(model)).result()
-            assert not training.get_info().is_lora
-            rows, prompt_params = rows_of(training.get_tokenizer()), types.SamplingParams(max_tokens=1, temperature=0.0)
-            tokens = rows[0].model_input.to_ints()
-            prompt = types.ModelInput.from_ints(tokens)
-            base = service.create_sampling_client(base_model=str(model)).result()
-            before = base.compute_logprobs(prompt).result()
-            losses = train(training, rows, 5)
-            early = training.save_weights_and_get_sampling_client().result()
-            scored_early = early.compute_logprobs(prompt).result()
-            losses += train(training, rows, 5)
-            assert losses[-1] < 0.2 * losses[0]
+    with Serving(model, tmp_path / "service", port, *words) as command, connect(address(port)) as service:
+        training = service.create_lora_training_client(str(model)).result()
+        assert not training.get_info().is_lora
+        rows, prompt_params = rows_of(training.get_tokenizer()), types.SamplingParams(max_tokens=1, temperature=0.0)
+        tokens = rows[0].model_input.to_ints()
+        prompt = types.ModelInput.from_ints(tokens)
+        base = service.create_sampling_client(base_model=str(model)).result()
+        before = base.compute_logprobs(prompt).result()
+        losses = train(training, rows, 5)
+        early = training.save_weights_and_get_sampling_client().result()
+        scored_early = early.compute_logprobs(prompt).result()
+        losses += train(training, rows, 5)
+        assert losses[-1] < 0.2 * losses[0]
 
-            late = training.save_weights_and_get_sampling_client().result()
-            forward = training.forward(rows, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
-            np.testing.assert_allclose(late.compute_logprobs(prompt).result()[1:], forward[:-1], atol=1e-3)
-            for client, expected in ((early, scored_early), (base, before), (early, scored_early)):
-                np.testing.assert_allclose(client.compute_logprobs(prompt).result()[1:], expected[1:], atol=1e-4)
-            right = rows[0].loss_fn_inputs["target_tokens"].data[-1]
-            assert late.sample(prompt, 1, prompt_params).result().sequences[0].tokens == [right]
+        late = training.save_weights_and_get_sampling_client().result()
+        forward = training.forward(rows, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+        np.testing.assert_allclose(late.compute_logprobs(prompt).result()[1:], forward[:-1], atol=1e-3)
+        for client, expected in ((early, scored_early), (base, before), (early, scored_early)):
+            np.testing.assert_allclose(client.compute_logprobs(prompt).result()[1:], expected[1:], atol=1e-4)
+        right = rows[0].loss_fn_inputs["target_tokens"].data[-1]
+        assert late.sample(prompt, 1, prompt_params).result().sequences[0].tokens == [right]
 
-            state = training.save_state("ten").result().path
-            expected_losses = train(training, rows, 6)
-            training.load_state_with_optimizer(state).result()
-            end(process, signal.SIGKILL)
-            process = start(model, tmp_path / "service", port, *words)
-            continued = train(training, rows, 2)
-            kill_actor(process, "FullWeightsRank")
-            continued += train(training, rows, 1)
-            pending = [(training.forward_backward(rows, "cross_entropy"), training.optim_step(ADAM)) for _ in range(3)]
-            pending[0][0].result()
-            kill_actor(process, "FullWeightsRank")
-            continued += [computed.result().metrics["loss:sum"] for computed, _ in pending]
-            assert [stepped.result().metrics["optimizer_steps"] for _, stepped in pending] == [14, 15, 16]
-            np.testing.assert_allclose(continued, expected_losses, atol=1e-4, rtol=1e-3)
-            kill_actor(process, "RolloutActor")
-            np.testing.assert_allclose(early.compute_logprobs(prompt).result()[1:], scored_early[1:], atol=1e-4)
-    finally:
-        end(process, signal.SIGTERM)
+        state = training.save_state("ten").result().path
+        expected_losses = train(training, rows, 6)
+        training.load_state_with_optimizer(state).result()
+        command.kill()
+        command.start()
+        continued = train(training, rows, 2)
+        command.kill_actor("FullWeightsRank")
+        continued += train(training, rows, 1)
+        pending = [(training.forward_backward(rows, "cross_entropy"), training.optim_step(ADAM)) for _ in range(3)]
+        pending[0][0].result()
+        command.kill_actor("FullWeightsRank")
+        continued += [computed.result().metrics["loss:sum"] for computed, _ in pending]
+        assert [stepped.result().metrics["optimizer_steps"] for _, stepped in pending] == [14, 15, 16]
+        np.testing.assert_allclose(continued, expected_losses, atol=1e-4, rtol=1e-3)
+        command.kill_actor("RolloutActor")
+        np.testing.assert_allclose(early.compute_logprobs(prompt).result()[1:], scored_early[1:], atol=1e-4)
 
 
 def picture(colour: str) -> Any:
@@ -366,7 +356,7 @@ def with_banned_targets(row: Any, banned_ids: Sequence[int]) -> Any:
 def test_images_are_trained_and_sampled(tmp_path: Path, port: int, sampler: str) -> None:
     model = TINY["qwen2.5-vl"](tmp_path / "model")
     words = [f"sampler={sampler}", "sampler.max_images_per_prompt=1"]
-    with serving(model, tmp_path / "service", port, *words), connect(address(port)) as service:
+    with Serving(model, tmp_path / "service", port, *words), connect(address(port)) as service:
         training = service.create_lora_training_client(str(model), rank=16, seed=1).result()
         tokenizer, colours = training.get_tokenizer(), ("red", "blue")
         rows = [picture_row(tokenizer, colour, num_tokens=4) for colour in colours]
@@ -395,7 +385,7 @@ def test_captured_sessions_are_trained_and_the_example_runs(tmp_path: Path, port
     captured(model, tmp_path / "captured")
     rows = list(captured_rows(tmp_path / "captured"))
     assert len(rows) == 2
-    with serving(model, tmp_path / "service", port), connect(address(port)) as service:
+    with Serving(model, tmp_path / "service", port), connect(address(port)) as service:
         training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
         outputs = training.forward_backward(rows, "ppo").result().loss_fn_outputs
         for row, output in zip(rows, outputs, strict=True):
@@ -429,7 +419,7 @@ without_cookbook = pytest.mark.skipif(not COOKBOOK.exists(), reason=NO_COOKBOOK)
 
 @without_cookbook
 def test_recipes_run_unchanged_and_learn(model: Path, tmp_path: Path, port: int) -> None:
-    with serving(model, tmp_path / "service", port):
+    with Serving(model, tmp_path / "service", port):
         supervised = run_recipe("sl_basic", model, tmp_path, port, 400)
         reinforced = run_recipe("rl_basic", model, tmp_path, port, 400)
     losses = [line["train_mean_nll"] for line in supervised if "train_mean_nll" in line]
@@ -445,7 +435,7 @@ def test_recipes_run_unchanged_and_learn(model: Path, tmp_path: Path, port: int)
 def test_rl_recipe_of_a_released_model_learns(tmp_path: Path, port: int) -> None:
     model = PRETRAINED["smollm2-135m"].write(tmp_path / "smollm2")
     words = ["sampler=vllm", "policy=smollm2", "resources=laptop_in_turns", "learner.tokens_per_microbatch=2048"]
-    with serving(model, tmp_path / "service", port, *words):
+    with Serving(model, tmp_path / "service", port, *words):
         steps = run_recipe("rl_basic_pretrained", model, tmp_path, port, 800)
     rewards = [step["env/all/reward/total"] for step in steps if "env/all/reward/total" in step]
     assert len(rewards) == 20

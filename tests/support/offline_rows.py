@@ -79,11 +79,8 @@ def conversation(image: str, digit: int, rng: np.random.Generator) -> dict[str, 
 
 def pair(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
     """A row of `dpo` and `reward_model`: the digit against another one."""
-    return {
-        "messages": [_asked(image)],
-        "chosen": boxed(digit),
-        "rejected": boxed(int(digit + rng.integers(1, 10)) % 10),
-    }
+    other = int(digit + rng.integers(1, 10)) % 10
+    return {"messages": [_asked(image)], "chosen": boxed(digit), "rejected": boxed(other)}
 
 
 def form_pair(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from fakes import LocalHandle, stop_request
 from rich.console import Console
 
-from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.reference.pool import NullReference
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.metrics.hub import Metrics
@@ -59,21 +58,11 @@ class OfflineRun:
         self.reference: Reference = (
             OneScorer(config, reference_folder(config)) if config.needs_reference else NullReference()
         )
-        source = PromptSource(
-            self.prepared.splits["train"].rows,
-            self.prepared.preparation,
-            seed=config.seed,
-            split_name="train",
-            on_skipped=self.prepared.note_skipped,
-        )
+        source = self.prepared.source()
         self.rows = RowStream(source, lambda value: value, self.reference, total_steps=config.num_steps)
-        checkpoints = config.run_folder / CHECKPOINTS_FOLDER
-        self.ranks.lost_ranks = RestoredRanks(
-            self.ranks,
-            newest=partial(newest_learner_state, checkpoints),
-            budget=RestartBudget(restart_policy(config)),
-            on_lost=lambda kind: None,
-        )
+        newest = partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER)
+        budget = RestartBudget(restart_policy(config))
+        self.ranks.lost_ranks = RestoredRanks(self.ranks, newest=newest, budget=budget, on_lost=lambda kind: None)
         self.stop = stop_request(deadline_s=60)
         self.training = OfflineTraining(self.ranks, self.reference, self.rows, ())
 

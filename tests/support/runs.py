@@ -53,6 +53,7 @@ T = TypeVar("T")
 
 LONG_S = 1e9
 
+NO_CHECKS = HealthChecks(interval_s=LONG_S, probe_interval_s=LONG_S, max_failures_in_a_row=1, no_worker_s=LONG_S)
 NO_RESTART = RestartPolicy(max_restarts=0, window_s=LONG_S, backoff_s=0.0, max_backoff_s=0.0)
 
 
@@ -88,14 +89,7 @@ class PooledRollouts:
             return FakeEngine(f"rollout/{index}", source)
 
         self.pool = RolloutPool(
-            spawn,
-            num_engines,
-            release=release,
-            policy=NO_RESTART,
-            health=HealthChecks(
-                interval_s=LONG_S, probe_interval_s=LONG_S, max_failures_in_a_row=1, no_worker_s=LONG_S
-            ),
-            on_lost=_refuse_loss,
+            spawn, num_engines, release=release, policy=NO_RESTART, health=NO_CHECKS, on_lost=_refuse_loss
         )
 
     @property

@@ -83,6 +83,12 @@ def start(role: type, name: str, *args: Any, max_concurrency: int = 1, options: 
     return actor.options(**bare, **options).remote(Seat((), 1, None), *args, **settings)
 
 
+def start_ray(folder: str, store_bytes: int, **more: Any) -> None:
+    """Two cores for this process, which share nothing with another cluster; sockets are below `folder`."""
+    own = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "_node_ip_address": "127.0.0.1"}
+    ray.init(address="local", object_store_memory=store_bytes, _temp_dir=folder, **own, **more)
+
+
 class Hosts(FakeHosts):
     """Starts and ends the workers of a pool; they book nothing."""
 

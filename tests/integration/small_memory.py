@@ -19,8 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
 import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
-import ray  # noqa: E402
-from small_cluster import CHECKPOINT_INTERVAL, Shape, SmallRun  # noqa: E402
+from small_cluster import CHECKPOINT_INTERVAL, Shape, SmallRun, start_ray  # noqa: E402
 from waiting import until  # noqa: E402
 
 from mobula.cluster.workers.faults import FAULTS_FILE, FaultFile  # noqa: E402
@@ -33,16 +32,7 @@ MONITOR = {"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": PERIOD_
 
 def main(folder: Path) -> None:
     logging.getLogger().addHandler(FaultFile(folder / FAULTS_FILE, lambda: Progress(0, "", 0.0)))
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=80 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        _temp_dir=tempfile.mkdtemp(prefix="mobula-", dir="/tmp"),
-        _node_ip_address="127.0.0.1",
-        _system_config=MONITOR,
-    )
+    start_ray(tempfile.mkdtemp(prefix="mobula-", dir="/tmp"), 80 * 2**20, _system_config=MONITOR)
 
     async def wait_for_the_monitor(version: int) -> None:
         if version == CHECKPOINT_INTERVAL + 1:

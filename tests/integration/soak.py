@@ -30,7 +30,7 @@ import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets w
 import ray  # noqa: E402
 from fakes import FakePrompts, FakeStep  # noqa: E402
 from sabotage import SLOW_S  # noqa: E402
-from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun  # noqa: E402
+from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun, start_ray  # noqa: E402
 
 from mobula.cluster.records.trajectory import ScoredGroup  # noqa: E402
 from mobula.cluster.roles import ReplayStats, UpdateReport  # noqa: E402
@@ -252,15 +252,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mobula-", dir="/tmp") as short, tempfile.TemporaryDirectory() as folder:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            object_store_memory=512 * MIB,
-            include_dashboard=False,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=short,
-        )
+        start_ray(short, 512 * MIB)
         try:
             outcome = asyncio.run(soak(Path(folder), asked.minutes * 60, asked.seed))
         finally:

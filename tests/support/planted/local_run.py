@@ -122,9 +122,9 @@ class LocalRun:
             self._learner.load(folder)
             return
         await warm_start(self._prepared, Awaited(self._learner))  # type: ignore[arg-type]
-        draft = folder.with_name(f"{folder.name}.{os.getpid()}")
+        draft = saved(self._learner, folder.with_name(f"{folder.name}.{os.getpid()}"))
         with suppress(OSError):  # another process was faster
-            saved(self._learner, draft).rename(folder)
+            draft.rename(folder)
 
     def _frozen(self) -> ReferenceScorer | None:
         config = self._config

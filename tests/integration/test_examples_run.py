@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import REPOSITORY, Job
+from jobs import BARE, REPOSITORY, Job
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.examples.digits.digits import write_digits
@@ -15,10 +15,7 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
-SMALLER = (
-    "num_steps=2", "evaluation.num_prompts=16", "resources.object_store_bytes=268435456", "metrics.progress=false",
-    "timeouts.start_s=500",
-)  # fmt: skip
+SMALLER = ("num_steps=2", "evaluation.num_prompts=16", *BARE)
 SHORT = ("sampler.max_tokens=40", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")
 MOBULA = """#!{python}
 import os, sys

@@ -18,12 +18,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TASK = REPOSITORY / "tests" / "support" / "hackable"
 
 WORDS = (
-    "experiment=digits", "resources=laptop", "rewards=largest_digit", "num_steps=30", "guard.window_steps=3",
-    "guard.action=rollback", "guard.max_actions=1", "learner.warmup_steps=0", "evaluation.num_prompts=16",
-    "checkpoints.interval_steps=5", "checkpoints.keep=1", "metrics.progress=false", "timeouts.start_s=500",
-    "resume=auto",
+    "experiment=digits", "resources=laptop", "rewards=largest_digit", "guard.window_steps=3", "guard.action=rollback",
+    "guard.max_actions=1", "learner.warmup_steps=0", "evaluation.num_prompts=16", "checkpoints.keep=1",
+    "metrics.progress=false",
 )  # fmt: skip
-
+RESUMED = (*WORDS, "num_steps=30", "checkpoints.interval_steps=5", "timeouts.start_s=500", "resume=auto")
+ZERO = ("learner=deepspeed", "learner.zero_stage=3", *WORDS, "num_steps=18", "checkpoints.interval_steps=3")
+ZERO += ("timeouts.start_s=900",)
 WITHIN = 9  # steps, within which the guard fires first
 
 STOPPED = 3  # exit code
@@ -40,7 +41,7 @@ class Guarded(NamedTuple):
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     """A job that is killed a step after its rollback, goes on, and is stopped at the next alarm."""
     folder = tmp_path_factory.mktemp("guard")
-    with pytest.MonkeyPatch.context() as environment, Job(folder, WORDS, small=()) as job:
+    with pytest.MonkeyPatch.context() as environment, Job(folder, RESUMED, small=()) as job:
         environment.setenv("MOBULA_TASKS", str(TASK))
         killed = job.start()
         job.wait(killed, lambda: went_on(job))
@@ -71,9 +72,11 @@ def report(job: Job) -> RunFolder:
 
 
 def test_the_guard_fires_within_three_windows_and_the_restored_weights_are_sampled(job: Job, report: RunFolder) -> None:
-    rollback = events(job)[0]
-    assert rollback.version <= WITHIN
-    assert rollback.restored <= rollback.agreeing < rollback.version
+    assert_restored(events(job)[0], report)
+
+
+def assert_restored(rollback: GuardEvent, report: RunFolder) -> None:
+    assert rollback.restored <= rollback.agreeing < rollback.version <= WITHIN
     judge = {step.step: step.values["guard_judge"] for step in report.steps}
     assert judge[rollback.version + 1] > judge[rollback.version] + 0.1
     assert max(step.values["logprob_gap_mean"] for step in report.steps) < 0.01, "engines have the learner's weights"
@@ -99,29 +102,15 @@ def test_the_report_marks_the_actions_in_one_chart_of_reward_and_judge(job: Job)
     assert f"rollback (judge) at step {events(job)[0].version}" in page
 
 
-GUARD = (
-    "guard.max_actions=1", "checkpoints.keep=1", "metrics.progress=false", "timeouts.start_s=900",
-    "learner.warmup_steps=0",
-)  # fmt: skip
-
 DEADLINE_S = 1800.0
 
 
 @pytest.mark.timeout(2400)
 def test_zero_ranks_restore_a_checkpoint_before_the_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOBULA_TASKS", str(TASK))
-    words = (
-        "experiment=digits", "resources=laptop", "rewards=largest_digit", "learner=deepspeed", "learner.zero_stage=3",
-        "num_steps=18", "guard.action=rollback", "guard.window_steps=3", "evaluation.num_prompts=16",
-        "checkpoints.interval_steps=3",
-    )  # fmt: skip
-    with Job(tmp_path, (*words, *GUARD), small=()) as job:
+    with Job(tmp_path, ZERO, small=()) as job:
         code = job.start().wait(DEADLINE_S)
-        events = read_events(job.run_folder / GUARD_FILE)
-        assert code in (0, STOPPED) and events, job.output
-    rollback, found = events[0], read_run_folder(job.run_folder)
+        assert code in (0, STOPPED) and events(job), job.output
+    rollback, found = events(job)[0], read_run_folder(job.run_folder)
     assert (rollback.action, found.summary.learner_backend) == ("rollback", "deepspeed")
-    assert rollback.restored <= rollback.agreeing < rollback.version <= 9
-    judge = {step.step: step.values["guard_judge"] for step in found.steps}
-    assert judge[rollback.version + 1] > judge[rollback.version] + 0.1
-    assert max(step.values["logprob_gap_mean"] for step in found.steps) < 0.01, "engines have the learner's weights"
+    assert_restored(rollback, found)

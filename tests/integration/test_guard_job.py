@@ -20,11 +20,10 @@ TASK = REPOSITORY / "tests" / "support" / "hackable"
 WORDS = (
     "experiment=digits", "resources=laptop", "rewards=largest_digit", "guard.window_steps=3", "guard.action=rollback",
     "guard.max_actions=1", "learner.warmup_steps=0", "evaluation.num_prompts=16", "checkpoints.keep=1",
-    "metrics.progress=false",
+    "metrics.progress=false", "timeouts.start_s=900",
 )  # fmt: skip
-RESUMED = (*WORDS, "num_steps=30", "checkpoints.interval_steps=5", "timeouts.start_s=500", "resume=auto")
+RESUMED = (*WORDS, "num_steps=30", "checkpoints.interval_steps=5", "resume=auto")
 ZERO = ("learner=deepspeed", "learner.zero_stage=3", *WORDS, "num_steps=18", "checkpoints.interval_steps=3")
-ZERO += ("timeouts.start_s=900",)
 WITHIN = 9  # steps, within which the guard fires first
 
 STOPPED = 3  # exit code

@@ -255,8 +255,7 @@ def test_a_flow_model_needs_the_names_of_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "weights", "adapters"),
-    [("own", 1e-6, 1e-5), ("sft", 1e-5, 1e-4), ("dpo", 5e-7, 5e-6)],
+    ("experiment", "weights", "adapters"), [("own", 1e-6, 1e-5), ("sft", 1e-5, 1e-4), ("dpo", 5e-7, 5e-6)]
 )
 def test_adapters_have_a_learning_rate_of_their_own(experiment: str, weights: float, adapters: float) -> None:
     words = [f"experiment={experiment}", "policy.model=none", "data.path=none"]

@@ -125,10 +125,7 @@ class Bench:
         self.lost: list[str] = []
         self.learner = group(self.ranks)
         self.learner.lost_ranks = self.policy = RestoredRanks(
-            self.learner,
-            newest=lambda: self.checkpoint,
-            budget=RestartBudget(policy),
-            on_lost=self.lost.append,
+            self.learner, newest=lambda: self.checkpoint, budget=RestartBudget(policy), on_lost=self.lost.append
         )
 
     @classmethod

@@ -15,15 +15,7 @@ import torch
 from fakes import LocalHandle
 from learner_data import add_dropout, edited, image, prompt, random_groups, tiny_config
 from offline_rows import JOBS, config_of, rows
-from one_learner import (
-    UNCLIPPED,
-    connected_learner,
-    copied,
-    gradient_of,
-    largest_difference,
-    saved,
-    scorer_of,
-)
+from one_learner import UNCLIPPED, connected_learner, copied, gradient_of, largest_difference, saved, scorer_of
 from scored_rows import collated, plain_logprobs
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 

@@ -13,25 +13,8 @@ import pytest
 import torch
 import varlen_reference
 from learner_data import image, prompt, random_groups, tiny_config
-from one_learner import (
-    UNCLIPPED,
-    Tensors,
-    as_sampled,
-    connected_learner,
-    gradient_of,
-    largest,
-    scorer_of,
-)
-from scored_rows import (
-    HOT,
-    assert_equal,
-    collated,
-    family_prompts,
-    learner_config,
-    model_type,
-    policy_at,
-    scores_of,
-)
+from one_learner import UNCLIPPED, Tensors, as_sampled, connected_learner, gradient_of, largest, scorer_of
+from scored_rows import HOT, assert_equal, collated, family_prompts, learner_config, model_type, policy_at, scores_of
 from tiny_checkpoints import write_text_policy
 from torch import Tensor, nn
 from torch.nn.attention import varlen

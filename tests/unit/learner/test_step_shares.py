@@ -127,8 +127,7 @@ def with_references(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     rng = np.random.default_rng(0)
     return [
         replace(
-            g,
-            reference_logprobs=[rng.normal(-5.0, 0.2, t.num_steps).astype(np.float32) for t in g.group.trajectories],
+            g, reference_logprobs=[rng.normal(-5.0, 0.2, t.num_steps).astype(np.float32) for t in g.group.trajectories]
         )
         for g in groups
     ]

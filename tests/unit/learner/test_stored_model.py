@@ -107,11 +107,7 @@ def of_transformers_5(name: str) -> str:
 SPARE = {
     "inv_freq of every layer": ("llama", False, {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(16)}),
     "a head for several tokens": ("qwen3.5", False, {"mtp.fc.weight": torch.ones(128, 256)}),
-    "position ids": (
-        "llava",
-        False,
-        {"vision_tower.vision_model.embeddings.position_ids": torch.arange(9)[None]},
-    ),
+    "position ids": ("llava", False, {"vision_tower.vision_model.embeddings.position_ids": torch.arange(9)[None]}),
 }
 OTHER_FILES: dict[str, tuple[str, bool, Callable[[State], State]]] = {
     "both sides of a tie": ("llama", True, lambda state: state | {HEAD: state[EMBEDDING]}),

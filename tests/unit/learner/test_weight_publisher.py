@@ -92,10 +92,7 @@ def test_two_senders_send_once_both_of_their_buckets_are_gathered() -> None:
         assert events == ["t0", "t1", "t2", "t3", "sent", "t4", *last]
         sent.append(group.sent)
     assert b"".join((sent[0][0], sent[1][0], sent[0][1])) == np.repeat(np.arange(5, dtype=np.float32), 4).tobytes()
-    assert [digests for *_, digests in sent] == [
-        digest_of(sent[0][0]) + digest_of(sent[0][1]),
-        digest_of(sent[1][0]),
-    ]
+    assert [digests for *_, digests in sent] == [digest_of(sent[0][0]) + digest_of(sent[0][1]), digest_of(sent[1][0])]
 
 
 def test_a_sender_whose_group_fails_gathers_to_the_end_and_leaves() -> None:

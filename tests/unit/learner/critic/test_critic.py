@@ -9,17 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import (
-    add_dropout,
-    changed,
-    cut_off,
-    group,
-    image,
-    prompt,
-    random_groups,
-    tiny_config,
-    with_reference,
-)
+from learner_data import add_dropout, changed, cut_off, group, image, prompt, random_groups, tiny_config, with_reference
 from one_learner import UNCLIPPED, Tensors, at_hand, connected_learner, copied, largest_difference, saved
 from scored_rows import collated, reader, tree
 from tiny_checkpoints import write_text_policy

@@ -104,7 +104,6 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
         ("conversation", {"chosen": "x"}, "missing_messages"),
         ("conversation", {"messages": [{"role": "robot", "content": "x"}]}, "bad_message"),
         ("conversation", {"messages": [USER, {"role": "assistant", "content": None}]}, "bad_message"),
-        ("conversation", {"messages": [USER, {**FOUR, "weight": 0.5}]}, "bad_message"),
         ("conversation", {"messages": [USER, {**FOUR, "weight": 0}]}, "nothing_to_train"),
         ("conversation", {"messages": [USER]}, "no_answer"),
         ("conversation", {"messages": [USER, FOUR, USER]}, "no_answer"),
@@ -150,17 +149,6 @@ def test_an_unfit_line_is_skipped_and_named(images: Path, form: str, row: Any, r
     assert [row.sample_id for row in split.rows] == ["train-2"]
     with pytest.raises(DatasetError, match="has no usable row"):
         read_conversations(written(images, row), "train", form)
-
-
-def test_images_are_parts_or_placeholders(images: Path) -> None:
-    parts = [{"type": "text", "text": "Here: "}, {"type": "image_url", "image_url": {"url": "a.png"}}]
-    rows = (
-        {"messages": [{"role": "user", "content": parts}, FOUR]},
-        {"messages": [{"role": "user", "content": "Here: <image>"}, FOUR], "images": ["a.png"]},
-    )
-    first, second = read_conversations(written(images, *rows), "train", "conversation").rows
-    assert first.context == second.context
-    assert first.images == second.images == ((images / "a.png").resolve(),)
 
 
 def test_a_pair_has_labels_and_a_score_is_one(images: Path) -> None:

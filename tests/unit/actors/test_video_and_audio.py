@@ -200,15 +200,19 @@ def test_the_length_from_the_header_is_that_of_the_samples(
     assert samples.dtype == np.float32
 
 
+def add_image(container: av.container.OutputContainer) -> None:
+    shown = container.add_stream("mpeg4", rate=4)
+    shown.width, shown.height, shown.pix_fmt = 16, 16, "yuv420p"
+    frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), dtype=np.uint8), format="rgb24")
+    container.mux([*shown.encode(frame), *shown.encode()])
+
+
 def encoded(path: Path, codec: str, length: int, *, with_image: bool = False, **options: str) -> Path:
     """The sine in any format of FFmpeg."""
     with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream(codec, rate=44_100, layout="mono")
         if with_image:
-            shown = container.add_stream("mpeg4", rate=4)
-            shown.width, shown.height, shown.pix_fmt = 16, 16, "yuv420p"
-            frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), dtype=np.uint8), format="rgb24")
-            container.mux([*shown.encode(frame), *shown.encode()])
+            add_image(container)
         fifo = av.AudioFifo()
         frame = av.AudioFrame.from_ndarray(sine(length, 44_100)[None], format="fltp", layout="mono")
         frame.sample_rate = 44_100
@@ -261,10 +265,7 @@ def test_sounds_that_libsndfile_does_not_read_are_read_by_ffmpeg(
 
 def test_a_video_without_sound_is_none(tmp_path: Path) -> None:
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
-        shown = container.add_stream("mpeg4", rate=4)
-        shown.width, shown.height, shown.pix_fmt = 16, 16, "yuv420p"
-        frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), dtype=np.uint8), format="rgb24")
-        container.mux([*shown.encode(frame), *shown.encode()])
+        add_image(container)
     with pytest.raises(MediaError, match="has no sound"):
         check_audio(tmp_path / "a.mp4", audio_limits())
 
@@ -292,10 +293,12 @@ def test_samples_come_in_pairs_nested_lists_tensors_and_numbers_of_numpy(tmp_pat
     samples = sine(100, RATE)
     tensor = torch.tensor(samples).bfloat16().requires_grad_()
     stereo = np.stack([samples, samples])  # [channels, N], as torchaudio has it
+    content = (tmp_path / "a.wav").read_bytes()
     cases: list[tuple[object, int]] = [
         ((samples, RATE), 1),
         ([(samples, np.int64(RATE)), (samples, float(RATE))], 2),
         ([["a.wav"], ["a.wav", (samples, RATE)]], 3),
+        (["a.wav", {"path": "a.wav"}, {"bytes": content}], 3),
         ({"array": samples, "sampling_rate": np.int32(RATE)}, 1),
         ({"array": tensor, "sampling_rate": torch.tensor(RATE)}, 1),
         ({"array": stereo, "sampling_rate": RATE}, 1),
@@ -307,13 +310,10 @@ def test_samples_come_in_pairs_nested_lists_tensors_and_numbers_of_numpy(tmp_pat
         np.testing.assert_allclose(heard(found[-1]), samples, atol=2e-3)
 
 
-def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
-    written(tmp_path / "a.wav", 100, RATE)
-    inputs = AudioInputs(tmp_path, None, takes_absolute=False)
-    content = (tmp_path / "a.wav").read_bytes()
+def test_samples_of_another_rate_and_of_whole_numbers_are_sounds(tmp_path: Path) -> None:
     array = {"array": sine(100, 8_000), "sampling_rate": 8_000}
-    found = inputs.resolve(["a.wav", {"path": "a.wav"}, {"bytes": content}, array], "row")
-    assert [check_audio(one, audio_limits()) for one in found] == [100, 100, 100, 200]
+    [found] = AudioInputs(tmp_path, None, takes_absolute=False).resolve(array, "row")
+    assert check_audio(found, audio_limits()) == 200
     np.testing.assert_array_equal(heard(EncodedFile(encode_wav(sine(64, RATE), RATE), "x")), sine(64, RATE))
     whole = EncodedFile(encode_wav(np.array([16_384, -32_768], dtype=np.int16), RATE), "x")
     assert heard(whole).tolist() == [0.5, -1.0]

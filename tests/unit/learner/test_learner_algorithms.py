@@ -86,10 +86,17 @@ def apart(groups: list[ScoredGroup]) -> list[ScoredGroup]:
 OF_FLOW_MODELS = ("grpo_guard", "diffusion_nft")  # tests/unit/deploy/test_glyphs.py
 
 
-@pytest.mark.parametrize("name", [name for name in config_groups()["algorithm"] if name not in OF_FLOW_MODELS])
-def test_an_algorithm_has_a_gradient_that_does_not_depend_on_the_split(folder, scores, name: str) -> None:
+PRESETS = [f"algorithm={name}" for name in config_groups()["algorithm"] if name not in OF_FLOW_MODELS]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [*PRESETS, "algorithm.loss_aggregation=constant"],  # which no preset has
+    ids=lambda word: word.removeprefix("algorithm="),
+)
+def test_an_algorithm_has_a_gradient_that_does_not_depend_on_the_split(folder, scores, word: str) -> None:
     """LightRFT: `--use_gspo`, `--loss_agg_mode` and others changed nothing; `reinforce++` was an error."""
-    words = (f"algorithm={name}", *(TAUGHT if name == "distill" else REFERENCE), "algorithm.pass_k=2")
+    words = (word, *(TAUGHT if word == "algorithm=distill" else REFERENCE), "algorithm.pass_k=2")
     with_components = [
         dataclasses.replace(
             g, rewards=tuple(dataclasses.replace(r, components={"accuracy": r.value}) for r in g.rewards)

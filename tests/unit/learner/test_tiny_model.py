@@ -77,20 +77,6 @@ def test_special_tokens_are_skipped_and_the_answer_is_not(tokenizer: Qwen2Tokeni
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
-def test_chat_template_is_qwens_without_a_system_prompt(processor: ProcessorMixin) -> None:
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]},
-        {"role": "assistant", "content": r"\boxed{7}"},
-        {"role": "user", "content": "Sure?"},
-    ]
-    assert processor.apply_chat_template(messages, add_generation_prompt=True) == (
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Which?<|im_end|>\n"
-        "<|im_start|>assistant\n\\boxed{7}<|im_end|>\n"
-        "<|im_start|>user\nSure?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
 @pytest.mark.parametrize(("width", "height", "num_tokens"), [(56, 56, 4), (28, 28, 1), (84, 112, 12), (900, 900, 64)])
 def test_an_image_takes_one_token_for_28x28_pixels(
     processor: ProcessorMixin, width: int, height: int, num_tokens: int

@@ -48,9 +48,9 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
-def inputs(root: Path, *hosts: str, takes_absolute: bool = False) -> ImageInputs:
+def inputs(root: Path, *hosts: str, takes_absolute: bool = False, is_late: bool = False) -> ImageInputs:
     downloads = MediaDownloads(root.parent / "cache", hosts, DOWNLOADS)
-    return ImageInputs(root, downloads.fetch, takes_absolute=takes_absolute)
+    return ImageInputs(root, downloads.later if is_late else downloads.fetch, takes_absolute=takes_absolute)
 
 
 class Tensor:
@@ -62,6 +62,7 @@ class Tensor:
 
 BASE64, MIME = base64.b64encode(CONTENT).decode(), base64.encodebytes(CONTENT).decode()
 NAME = "sub/a b.png"
+KINDS = ("image", "video", "audio")
 FORMS: dict[str, Any] = {
     "path": NAME,
     "path with dots": "sub/../sub/a b.png",
@@ -160,17 +161,16 @@ def test_absolute_paths_below_the_root_are_taken_where_the_root_is_given(root: P
         inputs(root).resolve(str(path), "row")
 
 
-def late_inputs(root: Path, *hosts: str) -> ImageInputs:
-    downloads = MediaDownloads(root.parent / "cache", hosts, DOWNLOADS)
-    return ImageInputs(root, downloads.later, takes_absolute=False)
-
-
 @pytest.fixture
 def server() -> Iterator[MediaServer]:
     """/out leads to another host, /loop to itself."""
     places = {"/out": "http://localhost:{port}/ok", "/loop": "/loop", "/in": "http://127.0.0.1:{port}/ok"}
     with media_server({"/ok": CONTENT, "/large": bytes(20_000)}, redirects=places) as running:
         yield running
+
+
+def rows_of_large_media(server: MediaServer) -> list[dict[str, str]]:
+    return [{"question": f"<{kind}>?", "answer": "7", kind: f"{server.url}/large?{kind}"} for kind in KINDS]
 
 
 def test_an_image_of_an_allowed_host_is_downloaded_once(root: Path, server: MediaServer) -> None:
@@ -195,7 +195,7 @@ def test_a_download_stays_within_its_limits(
     root: Path, server: MediaServer, is_late: bool, path: str, reason: str
 ) -> None:
     with pytest.raises(ImageError) as found:
-        [image] = (late_inputs if is_late else inputs)(root, "127.0.0.1").resolve(server.url + path, "row")
+        [image] = inputs(root, "127.0.0.1", is_late=is_late).resolve(server.url + path, "row")
         read_image(pickle.loads(pickle.dumps(image)), LIMITS)
     assert found.value.reason == reason
     assert list((root.parent / "cache").iterdir()) == [], "nothing is left of it"
@@ -203,8 +203,7 @@ def test_a_download_stays_within_its_limits(
 
 def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: MediaServer) -> None:
     """The server's large file is too large an image, and neither too large a video nor too large a sound."""
-    kinds = ("image", "video", "audio")
-    rows = [{"question": f"<{kind}>?", "answer": "7", kind: f"{server.url}/large?{kind}"} for kind in kinds]
+    rows = rows_of_large_media(server)
     (root / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     split = read_split(root, max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
     assert [len(row.videos) + len(row.audios) for row in split.rows] == [1, 1]
@@ -213,7 +212,7 @@ def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: M
 
 
 def test_a_late_download_is_made_by_the_process_that_reads_the_file(root: Path, server: MediaServer) -> None:
-    [image] = late_inputs(root, "127.0.0.1").resolve(f"{server.url}/in", "row")
+    [image] = inputs(root, "127.0.0.1", is_late=True).resolve(f"{server.url}/in", "row")
     assert isinstance(image, WebFile) and str(image) == f"{server.url}/in"
     assert len(server.asked) == 0 and not (root.parent / "cache").exists()
     for _ in range(2):
@@ -225,7 +224,7 @@ def test_a_late_download_is_made_by_the_process_that_reads_the_file(root: Path, 
 def test_the_host_of_a_late_download_is_checked_before_it_is_made(root: Path, server: MediaServer) -> None:
     for url in ("https://example.org/a.png", server.url.replace("127.0.0.1", "localhost") + "/ok"):
         with pytest.raises(ImageError) as found:
-            late_inputs(root, "127.0.0.1").resolve(url, "row")
+            inputs(root, "127.0.0.1", is_late=True).resolve(url, "row")
         assert found.value.reason == "host_not_allowed"
     assert len(server.asked) == 0
 
@@ -242,24 +241,23 @@ def test_files_of_one_row_are_downloaded_at_the_same_time_and_each_once(root: Pa
     paths = [f"/{number}.png" for number in range(4)]
     with media_server(dict.fromkeys(paths, CONTENT), num_together=len(paths)) as server:
         urls = [server.url + path for path in paths]
-        found = late_inputs(root, "127.0.0.1").resolve([*urls, urls[0]], "row")
+        found = inputs(root, "127.0.0.1", is_late=True).resolve([*urls, urls[0]], "row")
         fetch_together(found)
         fetch_together(found)
         assert sorted(server.asked) == paths
-        [absent] = late_inputs(root, "127.0.0.1").resolve(f"{server.url}/absent", "row")
+        [absent] = inputs(root, "127.0.0.1", is_late=True).resolve(f"{server.url}/absent", "row")
         with pytest.raises(ImageError, match="/absent cannot be downloaded"):
             fetch_together([*found, absent])
 
 
 def test_rows_with_late_downloads_name_their_urls_and_open_no_connection(root: Path, server: MediaServer) -> None:
-    kinds = ("image", "video", "audio")
-    rows = [{"question": f"<{kind}>?", "answer": "7", kind: f"{server.url}/large?{kind}"} for kind in kinds]
+    rows = rows_of_large_media(server)
     rows += [{"id": "web", "question": "<image>?", "answer": "7", "image": "https://example.org/a.png"}]
     (root / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = data_config(root, max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
     found = open_split(data, "train", LABEL_KEY, fetches_late=True).rows
     media = [file for place in range(3) for file in (*found[place].images, *found[place].videos, *found[place].audios)]
-    assert list(map(str, media)) == [f"{server.url}/large?{kind}" for kind in kinds]
+    assert list(map(str, media)) == [f"{server.url}/large?{kind}" for kind in KINDS]
     with pytest.raises(RowError, match="data.allowed_hosts does not have"):
         found[3]
     assert len(server.asked) == 0

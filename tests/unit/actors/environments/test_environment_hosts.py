@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -18,9 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from episode_data import HANG_S, episode_config
+from http_servers import serving
 from PIL import Image
+from ray_apart import free_port
+from waiting import until
 
 from mobula.actors.environments.base import (
     Action,
@@ -189,19 +189,9 @@ NAME = "episode_data:Scripted"
 def served(
     environment: EnvironmentConfig, *, port: int = 0, idle_s: float = 60
 ) -> Iterator[tuple[str, EnvironmentServer]]:
-    """The server on a thread of its own, on loopback."""
     server = EnvironmentServer(environment, idle_s=idle_s)
-    listener = socket.create_server(("127.0.0.1", port))
-    running = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not running.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
-    finally:
-        running.should_exit = True
-        thread.join(10)
+    with serving(make_app(server), port) as running:
+        yield running.url, server
 
 
 def connected(url: str, *, seconds: float = 5) -> RemoteEnvironment:
@@ -250,11 +240,6 @@ def test_what_an_environment_does_wrong_keeps_its_name(fault: str, kind: str) ->
         assert server.num_sessions == 0
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 def test_a_server_that_is_down_is_named_at_the_deadline_and_one_that_comes_back_is_used() -> None:
     port = free_port()
     start = time.monotonic()
@@ -288,10 +273,7 @@ async def test_a_pool_of_remote_environments_counts_what_fails_and_goes_on() -> 
 
         assert await asyncio.gather(*map(episode, range(8))) == ["raised"] * 8
         pool.close()
-        deadline = time.monotonic() + 5
-        while server.num_sessions and time.monotonic() < deadline:  # sessions are ended from threads of the pool
-            await asyncio.sleep(0.05)
-        assert server.num_sessions == 0
+        await until(lambda: server.num_sessions == 0, 5)  # sessions are ended from threads of the pool
 
 
 def test_a_full_server_is_asked_again_and_an_abandoned_session_ends() -> None:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -283,59 +284,42 @@ def _language(rng: Random) -> Wrong:
     return Wrong(english * rng.randint(0, 3) + rng.choice(frames))
 
 
-WRONG: dict[str, Callable[[Random], Wrong]] = {
-    "math_boxed": _math_boxed,
-    "math_whole": _math_whole,
-    "math_json": _math_json,
-    "exact_whole": _exact_whole,
-    "exact_anywhere": _exact_anywhere,
-    "exact_tags": _exact_tags,
-    "choice": _choice,
-    "choice_last_line": _choice_last_line,
-    "anls_raw": _anls,
-    "anls_json": _anls_json,
-    "relaxed": _relaxed,
-    "grounding": _grounding,
-    "iou": _iou,
-    "iou_json": _iou_boxed,
-    "format_boxed": _format_boxed,
-    "format_tags": _format_tags,
-    "format_json": _format_json,
-    "language": _language,
-}
-
-
 # ---- what the rules make of them
 
 BATCH = 100
 HUGE = 10_000_000  # characters
 
 _PIXELS = {"response_scale": "pixels", "scale": "pixels", "min_iou": 0.0}
-RULES: dict[str, tuple[str, dict[str, Any]]] = {  # what is fuzzed -> function and options
-    "math_boxed": ("math_answer", {"require_boxed": True}),
-    "math_whole": ("math_answer", {"require_boxed": False}),
-    "math_json": ("math_answer", {"extract": "fenced_json:answer"}),
-    "exact_whole": ("exact_match", {"ignore_case": True, "whole_response": True}),
-    "exact_anywhere": ("exact_match", {"ignore_case": True, "whole_response": False}),
-    "exact_tags": ("exact_match", {"ignore_case": True, "whole_response": True, "extract": "tags:answer"}),
-    "choice": ("multiple_choice", {"letters": "PQRS", "extract": "whole"}),
-    "choice_last_line": ("multiple_choice", {"letters": "PQRS", "extract": "last_line"}),
-    "anls_raw": ("anls", {"threshold": 0.5, "lengths": "raw", "extract": "whole"}),
-    "anls_json": ("anls", {"threshold": 0.0, "lengths": "folded", "extract": "json:answer"}),
-    "relaxed": ("relaxed_accuracy", {"tolerance": 0.05, "extract": "whole"}),
-    "grounding": ("grounding", {"claims": "json:entities", "evidence": "evidence"}),
-    "iou": ("iou", {"extract": "whole", "boxes": "boxes", "form": "xyxy", **_PIXELS}),
-    "iou_json": ("iou", {"extract": "boxed", "boxes": "boxes", "form": "xywh", **_PIXELS}),
-    "format_boxed": ("format", {"preset": "boxed"}),
-    "format_tags": ("format", {"tags": ["think", "answer"]}),
-    "format_json": ("format", {"json_fields": ["answer"]}),
-    "format_pattern": ("format", {"pattern": r"q(\w+\s?)*q"}),
-    "cost": ("cost", {"target_tokens": 10, "latency_budget_ms": 100}),
-    "overlong": ("overlong", {"max_tokens": 100, "buffer_tokens": 50, "penalty": 1.0}),
-    "language": ("language", {"language": "en", "among": ["en", "de", "fr", "zh"], "min_letters": 6}),
+_LOOSE = {"ignore_case": True}
+_SPOKEN = ["en", "de", "fr", "zh"]
+RULES: dict[str, tuple[str, dict[str, Any], Callable[[Random], Wrong] | None]] = {
+    # what is fuzzed -> function, options, and what makes wrong answers
+    "math_boxed": ("math_answer", {"require_boxed": True}, _math_boxed),
+    "math_whole": ("math_answer", {"require_boxed": False}, _math_whole),
+    "math_json": ("math_answer", {"extract": "fenced_json:answer"}, _math_json),
+    "exact_whole": ("exact_match", {**_LOOSE, "whole_response": True}, _exact_whole),
+    "exact_anywhere": ("exact_match", {**_LOOSE, "whole_response": False}, _exact_anywhere),
+    "exact_tags": ("exact_match", {**_LOOSE, "whole_response": True, "extract": "tags:answer"}, _exact_tags),
+    "choice": ("multiple_choice", {"letters": "PQRS", "extract": "whole"}, _choice),
+    "choice_last_line": ("multiple_choice", {"letters": "PQRS", "extract": "last_line"}, _choice_last_line),
+    "anls_raw": ("anls", {"threshold": 0.5, "lengths": "raw", "extract": "whole"}, _anls),
+    "anls_json": ("anls", {"threshold": 0.0, "lengths": "folded", "extract": "json:answer"}, _anls_json),
+    "relaxed": ("relaxed_accuracy", {"tolerance": 0.05, "extract": "whole"}, _relaxed),
+    "grounding": ("grounding", {"claims": "json:entities", "evidence": "evidence"}, _grounding),
+    "iou": ("iou", {"extract": "whole", "boxes": "boxes", "form": "xyxy", **_PIXELS}, _iou),
+    "iou_json": ("iou", {"extract": "boxed", "boxes": "boxes", "form": "xywh", **_PIXELS}, _iou_boxed),
+    "format_boxed": ("format", {"preset": "boxed"}, _format_boxed),
+    "format_tags": ("format", {"tags": ["think", "answer"]}, _format_tags),
+    "format_json": ("format", {"json_fields": ["answer"]}, _format_json),
+    "format_pattern": ("format", {"pattern": r"q(\w+\s?)*q"}, None),
+    "cost": ("cost", {"target_tokens": 10, "latency_budget_ms": 100}, None),
+    "overlong": ("overlong", {"max_tokens": 100, "buffer_tokens": 50, "penalty": 1.0}, None),
+    "language": ("language", {"language": "en", "among": _SPOKEN, "min_letters": 6}, _language),
 }
+WRONG = {rule: make for rule, (*_, make) in RULES.items() if make is not None}
 METADATA = {"evidence": ["zyzzyva", "48611"], "boxes": [123, 456, 345, 789], "latency_ms": 150.0}
 REFERENCES: dict[str, tuple[str, ...]] = {"choice": ("Q",), "choice_last_line": ("(Q)",)}
+Cases = dict[str, list[tuple[str, RewardRequest]]]
 RIGHT = ("48611", "zyzzyvaq")  # what the other rules are asked for: garbage has no q, and no 8
 
 
@@ -359,7 +343,7 @@ class Findings:
 def build(isolated: Isolated) -> dict[str, Any]:
     """Every rule that is fuzzed."""
     tools = Tools(isolated, "cpu", "float32")
-    return {rule: build_function(name, options, tools) for rule, (name, options) in RULES.items()}
+    return {rule: build_function(name, options, tools) for rule, (name, options, _) in RULES.items()}
 
 
 def asked(rule: str, text: str, references: Sequence[str] = (), **metadata: Any) -> RewardRequest:
@@ -379,20 +363,17 @@ def corpus(size: int) -> Iterator[list[str]]:
 
 def fuzz_wrong(functions: dict[str, Any], num_answers: int, rng: Random, findings: Findings) -> None:
     """Right answers whose meaning was changed: none may get 1.0."""
-    cases: dict[str, list[tuple[str, RewardRequest]]] = {rule: [] for rule in RULES}
-    makers: dict[str, Callable[[Random], Any]] = {rule: WRONG[rule] for rule in RULES if rule in WRONG}
-    for index in range(num_answers):
-        rule = list(makers)[index % len(makers)]
-        made = makers[rule](rng)
+    cases: Cases = {rule: [] for rule in WRONG}
+    for rule in islice(cycle(WRONG), num_answers):
+        made = WRONG[rule](rng)
         cases[rule].append((made.text, asked(rule, made.text, made.references, **made.metadata)))
     _score(functions, cases, findings, may_be_one=())
 
 
 def fuzz_garbage(functions: dict[str, Any], num_answers: int, rng: Random, findings: Findings) -> None:
     """Texts that are no answer to anything."""
-    cases: dict[str, list[tuple[str, RewardRequest]]] = {rule: [] for rule in RULES}
-    for index in range(num_answers):
-        rule = list(RULES)[index % len(RULES)]
+    cases: Cases = {rule: [] for rule in RULES}
+    for rule in islice(cycle(RULES), num_answers):
         text = garbage(rng)
         cases[rule].append((text, asked(rule, text)))
     _score(functions, cases, findings, may_be_one=MAY_BE_ONE)
@@ -408,12 +389,7 @@ def fuzz_corpus(functions: dict[str, Any], size: int, findings: Findings) -> Non
 MAY_BE_ONE = ("format_boxed", "format_tags", "format_json", "format_pattern", "language")  # whatever the answer
 
 
-def _score(
-    functions: dict[str, Any],
-    cases: dict[str, list[tuple[str, RewardRequest]]],
-    findings: Findings,
-    may_be_one: Sequence[str],
-) -> None:
+def _score(functions: dict[str, Any], cases: Cases, findings: Findings, may_be_one: Sequence[str]) -> None:
     for rule, texts in cases.items():
         for start in range(0, len(texts), BATCH):
             batch = texts[start : start + BATCH]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 from data_rows import encoded
 from http_servers import CONNECTION, Reply, Scripted, reward_app, serving
 from PIL import Image
+from ray_apart import free_port
 from reward_data import TOOLS, values, values_or_kinds
 
 from mobula.cluster.records.trajectory import Response
@@ -51,13 +51,6 @@ def echo(body: Any) -> dict[str, Any]:
 def honest() -> Iterator[str]:
     with serving(reward_app(length)) as server:
         yield server.url
-
-
-@pytest.fixture
-def closed_url() -> str:
-    """Nothing listens there."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}/score"
 
 
 def test_each_sample_gets_its_own_outcome_in_order(honest: str) -> None:
@@ -126,13 +119,13 @@ def test_retry_after_is_honoured() -> None:
     assert times[1] - times[0] >= 1.0
 
 
-def test_attempts_come_to_an_end_and_no_failure_is_a_number(closed_url: str) -> None:
+def test_attempts_come_to_an_end_and_no_failure_is_a_number() -> None:
     server = Scripted(lambda *_: Reply(500, b"out of memory"))
     with serving(server) as running:
         outcomes = ask([running.url], requests("abc", "d"))
     assert values_or_kinds(outcomes) == ["failed", "failed"] and "answered 500: out of memory" in str(outcomes[0])
     assert len(server.bodies) == 3
-    dead = ask([closed_url], requests("abc", "d"))
+    dead = ask([f"http://127.0.0.1:{free_port()}/score"], requests("abc", "d"))
     assert values_or_kinds(dead) == ["failed", "failed"] and "cannot be reached" in str(dead[0])
 
 

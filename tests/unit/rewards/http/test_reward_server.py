@@ -160,26 +160,20 @@ def test_only_the_token_opens() -> None:
 
 
 def test_what_happened_is_counted_and_described() -> None:
-    with serving(reward_app(look)) as running:
-        fetch(f"{running.url}/score", {"samples": [SAMPLE, {**SAMPLE, "response": "unfit"}, SAMPLE]})
-        lines = fetch(f"{running.url}/metrics")[1].splitlines()
-        assert 'mobula_rewards_samples_total{status="ok"} 2.0' in lines
-        assert 'mobula_rewards_samples_total{status="failed"} 1.0' in lines
-        assert 'mobula_rewards_requests_total{status="200"} 1.0' in lines
-        paths = fetch(f"{running.url}/openapi.json")[1]["paths"]
-        assert set(paths) == {"/score", "/lightrft", "/health", "/metrics"}
-        assert fetch(f"{running.url}/docs")[0] == 200
-
-
-def test_refused_requests_are_counted_by_status() -> None:
     with serving(reward_app(look, token="s3cret", max_request_bytes=4000)) as running:
         url, token = f"{running.url}/score", {"Authorization": "Bearer s3cret"}
+        fetch(url, {"samples": [SAMPLE, {**SAMPLE, "response": "unfit"}, SAMPLE]}, **token)
         assert fetch(url, {"samples": [SAMPLE]})[0] == 401
         assert fetch(url, {"samples": []}, **token)[0] == 422
         assert fetch(url, b"x" * 5000, **token)[0] == 413
         lines = fetch(f"{running.url}/metrics", **token)[1].splitlines()
-        for status in (401, 413, 422):
+        assert 'mobula_rewards_samples_total{status="ok"} 2.0' in lines
+        assert 'mobula_rewards_samples_total{status="failed"} 1.0' in lines
+        for status in (200, 401, 413, 422):
             assert f'mobula_rewards_requests_total{{status="{status}"}} 1.0' in lines
+        paths = fetch(f"{running.url}/openapi.json", **token)[1]["paths"]
+        assert set(paths) == {"/score", "/lightrft", "/health", "/metrics"}
+        assert fetch(f"{running.url}/docs", **token)[0] == 200
 
 
 def test_a_full_server_returns_when_to_retry_and_a_stuck_one_is_unhealthy() -> None:

@@ -11,7 +11,7 @@ import torch
 from learner_data import edited, group, image, prompt, tiny_config
 from one_learner import connected_learner, copied, largest_difference
 from scored_rows import HOT, collated, learner_config, plain_logprobs, policy_at
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from mobula.cluster.records.media import MediaSpan
 from mobula.cluster.records.trajectory import ScoredGroup
@@ -33,11 +33,6 @@ def folder(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def config(folder: Path) -> PolicyConfig:
     return tiny_config(folder).policy
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture

@@ -345,20 +345,14 @@ Parts = list[list[SharedExample]]
 
 
 def fetched(
-    config: RunConfig, num_ranks: int, store: Store, *parts: Sequence[ScoredGroup], unlucky: int | None = None
-) -> list[Any]:
-    """What each rank gets of an offline job, or its error."""
-    return fetched_rows(config, num_ranks, store, parts, None, unlucky)
-
-
-def fetched_rows(
     config: RunConfig,
     num_ranks: int,
     store: Store,
-    parts: Sequence[Sequence[ScoredGroup]],
-    portions: Sequence[Portion] | None,
+    *parts: Sequence[ScoredGroup],
+    portions: Sequence[Portion] | None = None,
     unlucky: int | None = None,
 ) -> list[Any]:
+    """What each rank gets of an offline job, or its error."""
     row = build_objective(config, PLAIN).row
 
     def fetch(rank: int, exchange: Exchange) -> Parts:
@@ -413,7 +407,7 @@ async def fetched_in_portions(
     config: RunConfig, num_ranks: int, store: Store, stored: list[ScoredGroup]
 ) -> tuple[list[Parts], list[Sequence[Portion]]]:
     def fetch(outlines: Sequence[ScoredGroup], portions: Sequence[Portion]) -> list[Any]:
-        return fetched_rows(config, num_ranks, store, [outlines], portions)
+        return fetched(config, num_ranks, store, outlines, portions=portions)
 
     return await called_in_portions(fetch, stored, 1, num_ranks, planners_of(config).groups)
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fakes import AT_ONCE, FakeHosts, LocalHandle
@@ -89,6 +90,16 @@ def worker() -> RewardWorker:
     return worker_of(CONFIG, function_timeout_s=0.2, group_timeout_s=5)
 
 
+async def scored_by_pool(*groups: Sequence[str]) -> tuple[list[list[float | None]], dict[str, int]]:
+    """The values of groups of these texts, of a pool that replaces its worker once, and its failures."""
+    hosts, first = FakeHosts(lambda index: LocalHandle(worker()), booked=1), LocalHandle(worker())
+    pool = pool_over(CONFIG, [first], hosts=hosts, restarts=AT_ONCE)
+    rewards = [await pool.score(answers(f"0/{i}/a", *texts), f"0/{i}/a") for i, texts in enumerate(groups)]
+    assert hosts.stopped == [(0, first)]
+    await pool.close()
+    return [[reward and reward.value for reward in own] for own in rewards], +pool.failures
+
+
 def test_work_that_is_late_is_left_behind_and_counted_until_it_comes_back() -> None:
     in_time, gate = InTime(timeout_s=0.05), threading.Event()
     first = in_time.call(threading.get_ident, "a look")
@@ -106,16 +117,9 @@ def test_what_the_work_raises_travels_as_it_is() -> None:
     in_time = InTime(timeout_s=5)
     for error in (KeyError("a bug"), TimeoutError("its own")):
         with pytest.raises(type(error)) as caught:
-            in_time.call(_raising(error), "it")
+            in_time.call(Mock(side_effect=error), "it")
         assert caught.value is error
     assert in_time.num_stuck == 0
-
-
-def _raising(error: Exception) -> object:
-    def work() -> None:
-        raise error
-
-    return work
 
 
 def test_without_time_nothing_begins_and_without_a_limit_nothing_leaves_the_thread() -> None:
@@ -137,27 +141,14 @@ def test_a_model_that_hangs_costs_its_batch_and_the_next_call_asks_for_another_p
         one.score([Question(answers("0/1/a", "1"))])
 
 
-async def test_the_pool_replaces_a_worker_that_a_model_hangs_in_and_loses_no_group(releasing: None) -> None:
-    hosts = FakeHosts(lambda index: LocalHandle(worker()), booked=1)
-    first = LocalHandle(worker())
-    pool = pool_over(CONFIG, [first], hosts=hosts, restarts=AT_ONCE)
-    found = [await pool.score(answers(f"0/{i}/a", *texts), f"0/{i}/a") for i, texts in enumerate((["1 hang"], ["2"]))]
-    assert [[reward and reward.value for reward in rewards] for rewards in found] == [[None], [2.0]]
-    assert +pool.failures == {"timed_out": 1, "worker_hung": 1}
-    assert hosts.stopped == [(0, first)]
-    await pool.close()
+@pytest.mark.usefixtures("releasing")
+async def test_the_pool_replaces_a_worker_that_a_model_hangs_in_and_loses_no_group() -> None:
+    assert await scored_by_pool(["1 hang"], ["2"]) == ([[None], [2.0]], {"timed_out": 1, "worker_hung": 1})
 
 
 @pytest.mark.usefixtures("failing")
 async def test_the_pool_replaces_a_worker_whose_engine_failed_and_scores_its_group_with_the_next() -> None:
-    hosts = FakeHosts(lambda index: LocalHandle(worker()), booked=1)
-    first = LocalHandle(worker())
-    pool = pool_over(CONFIG, [first], hosts=hosts, restarts=AT_ONCE)
-    rewards = await pool.score(answers("0/0/a", "1", "2 fault"), "0/0/a")
-    assert [reward and reward.value for reward in rewards] == [1.0, 2.0]
-    assert +pool.failures == {"worker_died": 1}
-    assert hosts.stopped == [(0, first)]
-    await pool.close()
+    assert await scored_by_pool(["1", "2 fault"]) == ([[1.0, 2.0]], {"worker_died": 1})
 
 
 @pytest.mark.usefixtures("failing")

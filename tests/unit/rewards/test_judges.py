@@ -22,6 +22,8 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
 
+pytestmark = pytest.mark.timeout(300)  # an engine may have to start
+
 OPTIONS: dict[str, Any] = {
     **engine_judge.OF_ANY_JUDGE,
     "model": "judge-1",
@@ -216,7 +218,6 @@ def engine_request(text: str, *images: bytes, drawn: tuple[bytes, ...] = ()) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_batch_is_scored_and_each_flaw_costs_its_own_response(apart: Call, model: Path) -> None:
     one, two, three = (encoded_image(seed) for seed in (1, 2, 3))
     requests = [
@@ -239,7 +240,6 @@ def test_a_batch_is_scored_and_each_flaw_costs_its_own_response(apart: Call, mod
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_engine_sees_the_images_of_a_response(apart: Call, model: Path) -> None:
     drawn = {"images": "response", "template": "Rate it.", "extra": {}, "verdict": "last_line"}
     asked = [engine_request("", drawn=(encoded_image(seed),)) for seed in range(6)]
@@ -252,7 +252,6 @@ def test_the_engine_sees_the_images_of_a_response(apart: Call, model: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -269,7 +268,6 @@ def test_no_verdict_of_an_engine_is_a_failure_and_no_number(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -291,7 +289,6 @@ def test_unfit_options_are_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_checkpoint_without_its_weights_is_refused(apart: Call, model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     found = apart(engine_judge.refusal, tmp_path / "empty")
@@ -299,7 +296,6 @@ def test_a_checkpoint_without_its_weights_is_refused(apart: Call, model: Path, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_judges_of_one_checkpoint_share_its_engine_and_torch_stays_as_it_was(apart: Call, model: Path) -> None:
     is_shared, is_as_before, refused = apart(engine_judge.shared, model)
     assert is_shared and is_as_before
@@ -307,7 +303,6 @@ def test_two_judges_of_one_checkpoint_share_its_engine_and_torch_stays_as_it_was
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_late_engine_costs_its_batch_and_is_counted_until_it_comes_back(apart: Call, model: Path) -> None:
     found, num_stuck, after = apart(engine_judge.late, model, [engine_request("four"), engine_request("five")])
     assert [outcome.kind for outcome in found] == [FailureKind.TIMED_OUT] * 2
@@ -316,7 +311,6 @@ def test_a_late_engine_costs_its_batch_and_is_counted_until_it_comes_back(apart:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_engine_that_fails_is_an_error_of_the_worker_and_of_no_response(apart: Call, model: Path) -> None:
     """The last test of the module: the engine is not used again."""
     first, second, travels = apart(engine_judge.lost, model, [engine_request("four")])
@@ -324,8 +318,6 @@ def test_an_engine_that_fails_is_an_error_of_the_worker_and_of_no_response(apart
     assert second == first and travels
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_pool_is_asked_what_the_server_is_asked() -> None:
     words = ("experiment=sd3_5_ocr_grpo", "data.path=some/folder")
     served, pooled = (load_config([*words, f"rewards={name}"]) for name in ("unified_judge", "unified_judge_pool"))

@@ -14,7 +14,7 @@ from fakes import make_group, make_scored
 from group_data import image_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_data import AERORL, PUBLISHED, SIX_ROWS, answer, options, record, score_file, write_jsonl
+from reward_data import AERORL, PUBLISHED, SIX_ROWS, TOOLS, answer, options, record, score_file, write_jsonl
 
 from benchmarks.harness.corruption import corrupt
 from benchmarks.raw.score_reference import score_records
@@ -28,9 +28,6 @@ from mobula.rewards.offline import rows as sources
 from mobula.rewards.offline import scorer
 from mobula.rewards.offline.rows import Batch, Record, Source, open_source, read_row
 from mobula.rewards.offline.scorer import RecordScorer, ScoredBatch, ScoreSummary
-from mobula.rewards.tools import Tools
-
-TOOLS = Tools(None, "cpu", "float32")
 
 
 def score(name: str, row: dict[str, Any], **options: Any) -> float:
@@ -335,15 +332,11 @@ def test_the_published_report_of_six_rows(tmp_path: Path) -> None:
     assert [example["id"] for example in report["best"]] == ["ok-1", "ok-2", "cost-bad"]
 
 
-def test_nothing_to_score_is_a_report_of_zeros(tmp_path: Path) -> None:
+def test_nothing_to_score_is_a_report_of_zeros_and_no_example_is_shown_where_none_is_asked_for(tmp_path: Path) -> None:
     report = score_file(write_jsonl(tmp_path / "none.jsonl", []), PUBLISHED)
     assert (report["num_records"], report["average_reward"], report["pass_rate"]) == (0, 0.0, 0.0)
-    assert report["best"] == report["worst"] == []
-
-
-def test_no_example_is_shown_where_none_is_asked_for(tmp_path: Path) -> None:
-    report = score_file(write_jsonl(tmp_path / "six.jsonl", SIX_ROWS), PUBLISHED, top_k=0)
-    assert report["best"] == report["worst"] == []
+    unshown = score_file(write_jsonl(tmp_path / "six.jsonl", SIX_ROWS), PUBLISHED, top_k=0)
+    assert report["best"] == report["worst"] == unshown["best"] == unshown["worst"] == []
 
 
 def test_right_records_below_the_threshold_are_all_counted_and_the_first_named(tmp_path: Path) -> None:

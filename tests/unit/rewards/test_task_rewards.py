@@ -302,14 +302,10 @@ def test_turns_are_discounted_and_parts_are_shown() -> None:
     assert score.breakdown == {"a": 2.0, "b": 2.5}
 
 
-def test_a_failed_episode_is_not_worth_zero() -> None:
-    with pytest.raises(RewardError, match="timed_out"):
-        EnvironmentReward(None, discount=1.0)(episode({"a": 1.0}, failure="timed_out: waited 3 s"))
-
-
-def test_a_response_of_one_turn_is_refused() -> None:
-    with pytest.raises(RewardError, match="no episode"):
-        EnvironmentReward(None, discount=1.0)(episode())
+def test_a_failed_episode_and_a_response_of_one_turn_are_not_worth_zero() -> None:
+    for asked, message in ((episode({"a": 1.0}, failure="timed_out: 3 s"), "timed_out"), (episode(), "no episode")):
+        with pytest.raises(RewardError, match=message):
+            EnvironmentReward(None, discount=1.0)(asked)
 
 
 FLAT = Image.new("RGB", (64, 64), (40, 90, 160))

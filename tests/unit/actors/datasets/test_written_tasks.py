@@ -37,7 +37,7 @@ NUM_IMAGES = {"digits": range(1, 2), "digit_sum": range(2, 3), "digit_list": ran
 LETTERS = "ABCDEFGHIJKL"
 STAGES = {"country": 0, "city": 100, "full": 1000}
 WRITERS: dict[str, Any] = {
-    **{task: partial(write_digits, task=task) for task in NUM_IMAGES},
+    **{task: partial(write_digits, task=task) for task in (*NUM_IMAGES, "digit_clips")},
     "sums": write_sums,
     "tones": partial(write_tones, num_train=20, num_validation=10, num_test=10),
 }
@@ -162,13 +162,9 @@ def test_lists_differ_in_length_and_use_all_images_equally_often(folders: dict[s
     assert (min(lengths), max(lengths)) == (24, 201)
 
 
-@pytest.fixture(scope="module")
-def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digit_clips", task="digit_clips")
-
-
-def test_clips_are_the_same_bytes_for_the_same_seed(clips: Path, tmp_path: Path) -> None:
-    assert contents(write_digits(tmp_path / "again", task="digit_clips")) == contents(clips)
+@pytest.fixture
+def clips(folders: dict[str, Path]) -> Path:
+    return folders["digit_clips"]
 
 
 def test_every_digit_has_a_clip_in_which_it_is_shown_longest(clips: Path) -> None:

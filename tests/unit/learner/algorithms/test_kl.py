@@ -97,22 +97,18 @@ def test_the_fixed_coefficient_stays() -> None:
     assert coefficient.value == 0.1
 
 
-TAUGHT_P = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-
-TAUGHT_Q = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)
-
-EXACT = sum(p * math.log(p / q) for p, q in zip(TAUGHT_P.tolist(), TAUGHT_Q.tolist(), strict=True))
+EXACT = sum(p * math.log(p / q) for p, q in zip(P.tolist(), Q.tolist(), strict=True))
 
 
 def exact_gradient() -> torch.Tensor:
     """Of KL(softmax(logits) || Q) for every logit: p_i (log p_i - log q_i - KL)."""
-    return torch.stack([p * ((p / q).log() - EXACT) for p, q in zip(TAUGHT_P, TAUGHT_Q, strict=True)])
+    return torch.stack([p * ((p / q).log() - EXACT) for p, q in zip(P, Q, strict=True)])
 
 
-@pytest.mark.parametrize("sampler", [TAUGHT_P, B], ids=["its own samples", "samples of another policy"])
+@pytest.mark.parametrize("sampler", [P, B], ids=["its own samples", "samples of another policy"])
 def test_the_loss_averages_to_the_reverse_kl_and_its_gradient(sampler: torch.Tensor) -> None:
-    logits = TAUGHT_P.log().clone().requires_grad_()
-    by_token = reverse_kl(logits.log_softmax(0), TAUGHT_Q.log(), sampler.log(), cap=0.0)
+    logits = P.log().clone().requires_grad_()
+    by_token = reverse_kl(logits.log_softmax(0), Q.log(), sampler.log(), cap=0.0)
     expected = (sampler * by_token).sum()
     assert expected.item() == pytest.approx(EXACT, rel=1e-12)
     [found] = torch.autograd.grad(expected, logits)
@@ -120,9 +116,9 @@ def test_the_loss_averages_to_the_reverse_kl_and_its_gradient(sampler: torch.Ten
 
 
 def test_the_advantage_as_a_policy_gradient_has_the_gradient_of_the_reverse_kl() -> None:
-    logits = TAUGHT_P.log().clone().requires_grad_()
-    advantages = teacher_advantage(TAUGHT_P.log(), TAUGHT_Q.log(), cap=0.0)
-    [found] = torch.autograd.grad(-(TAUGHT_P * advantages * logits.log_softmax(0)).sum(), logits)
+    logits = P.log().clone().requires_grad_()
+    advantages = teacher_advantage(P.log(), Q.log(), cap=0.0)
+    [found] = torch.autograd.grad(-(P * advantages * logits.log_softmax(0)).sum(), logits)
     torch.testing.assert_close(found, exact_gradient())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import multiprocessing
 import signal
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import pytest
 import torch
 from fakes import LocalHandle
 from killed_learner import NUM_STEPS, follow
-from learner_data import random_groups, tiny_config
+from learner_data import random_groups, tiny_config, with_reference
 
 from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
 from mobula.cluster.guard.guard import KLScale
@@ -39,14 +38,8 @@ APART = "algorithm.critic.place=own_ranks"
 @pytest.fixture(scope="module")
 def updates(tokenizer) -> list[list[ScoredGroup]]:
     """Four steps, with log-probs of a reference."""
-    rng = np.random.default_rng(0)
-
-    def referred(scored: ScoredGroup) -> ScoredGroup:
-        rows = [t.behavior_logprobs for t in scored.group.trajectories]
-        shifted = [row + rng.normal(0, 0.2, size=row.shape).astype(np.float32) for row in rows]
-        return dataclasses.replace(scored, reference_logprobs=shifted)
-
-    return [[referred(g) for g in random_groups(tokenizer, 4, 2, seed=seed)] for seed in range(4)]
+    steps = (random_groups(tokenizer, 4, 2, seed=seed) for seed in range(4))
+    return [[with_reference(g, gap=0.1 * n - 0.2) for n, g in enumerate(groups)] for groups in steps]
 
 
 def by_value(value: object) -> object:

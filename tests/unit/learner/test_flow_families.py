@@ -90,7 +90,7 @@ FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shi
     ids=lambda given: type(given).__name__,
 )
 def test_schedulers_of_released_checkpoints_give_levels_of_a_flow(scheduler: object, first: float) -> None:
-    """Those of UniPC and DPMSolver begin just below 1: `test_sde` bounds their first step."""
+    """Those of UniPC and DPMSolver begin just below 1: `test_flow_policy.py` bounds their first step."""
     found = FAMILIES["WanPipeline"].schedule(scheduler, 10, (16, 1, 4, 4))
     assert len(found.sigmas) == 11 and len(found.timesteps) == 10
     assert found.sigmas[0].item() == pytest.approx(first, abs=1e-6) and found.sigmas[-1] == 0

@@ -31,18 +31,6 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from mobula.actors.samplers.served import RunningRequests, ServedAdapters
 from mobula.actors.samplers.vllm import patches
 from mobula.actors.samplers.vllm.arguments import OutputReader, engine_args, sampling_params
-from mobula.actors.samplers.vllm.patches import (
-    BURST_GAP_S,
-    BURST_S,
-    SEEDS,
-    InProcessClient,
-    SampledLogprobs,
-    ThreadedCore,
-    TokenSeeds,
-    _forward,
-    _sampled,
-    token_seeds,
-)
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.load import load_config
@@ -84,7 +72,7 @@ def test_logits_of_an_engine_have_the_dtype_of_the_learners(device: str, overrid
 LONG_AGO_S = 10.0
 
 
-class Burst(ThreadedCore):
+class Burst(patches.ThreadedCore):
     """Requests come at `times` while the core sleeps; `taken` is what it has taken in when it goes on to a step."""
 
     def __init__(self, times: list[float], *, max_num_seqs: int = 1_000, is_busy: bool = False) -> None:
@@ -125,28 +113,28 @@ class Burst(ThreadedCore):
 
 
 def test_requests_that_follow_each_other_closely_are_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = [n * BURST_GAP_S * 0.9 for n in range(5)]
-    burst = Burst([*times, times[-1] + 2 * BURST_GAP_S])
+    times = [n * patches.BURST_GAP_S * 0.9 for n in range(5)]
+    burst = Burst([*times, times[-1] + 2 * patches.BURST_GAP_S])
     assert burst.begin(monkeypatch) == times
-    assert burst.now == pytest.approx(times[-1] + BURST_GAP_S)
+    assert burst.now == pytest.approx(times[-1] + patches.BURST_GAP_S)
 
 
 def test_a_burst_that_is_over_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a push: what came while the engine stood still is all there."""
-    burst = Burst([-LONG_AGO_S, -LONG_AGO_S, -BURST_GAP_S])
+    burst = Burst([-LONG_AGO_S, -LONG_AGO_S, -patches.BURST_GAP_S])
     assert len(burst.begin(monkeypatch)) == 3 and burst.now == 0.0
 
 
 def test_a_burst_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    burst = Burst([n * BURST_GAP_S / 2 for n in range(1_000)])
+    burst = Burst([n * patches.BURST_GAP_S / 2 for n in range(1_000)])
     burst.begin(monkeypatch)
-    assert burst.now == pytest.approx(BURST_S)
+    assert burst.now == pytest.approx(patches.BURST_S)
 
 
 def test_a_full_step_and_a_busy_engine_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = Burst([0.0, 0.0, BURST_GAP_S / 2], max_num_seqs=2)
+    full = Burst([0.0, 0.0, patches.BURST_GAP_S / 2], max_num_seqs=2)
     assert full.begin(monkeypatch) == [0.0, 0.0] and full.now == 0.0
-    busy = Burst([0.0, BURST_GAP_S / 2], is_busy=True)
+    busy = Burst([0.0, patches.BURST_GAP_S / 2], is_busy=True)
     assert busy.begin(monkeypatch) == [0.0] and busy.now == 0.0
 
 
@@ -162,16 +150,16 @@ def test_a_request_that_is_on_its_way_is_waited_for_but_not_for_ever(monkeypatch
             super().sleep(seconds)
             self.num_coming = int(self.now < self._comes_at)
 
-    late = 5 * BURST_GAP_S
+    late = 5 * patches.BURST_GAP_S
     burst = Arriving([0.0, late], comes_at=late)
     assert burst.begin(monkeypatch) == [0.0, late]
-    assert burst.now == pytest.approx(late + BURST_GAP_S)
-    never = Arriving([0.0], comes_at=2 * BURST_S)
-    assert never.begin(monkeypatch) == [0.0] and never.now == pytest.approx(BURST_S)
+    assert burst.now == pytest.approx(late + patches.BURST_GAP_S)
+    never = Arriving([0.0], comes_at=2 * patches.BURST_S)
+    assert never.begin(monkeypatch) == [0.0] and never.now == pytest.approx(patches.BURST_S)
 
 
 def test_what_is_coming_counts_until_it_is_there_or_given_up() -> None:
-    client = object.__new__(InProcessClient)
+    client = object.__new__(patches.InProcessClient)
     client._core = core = SimpleNamespace(num_coming=0, last_came=0.0)
     with client.coming():
         with client.coming(), pytest.raises(OSError, match="unreadable"), client.coming():
@@ -194,7 +182,7 @@ def step(logprobs: np.ndarray) -> Any:
 
 def test_they_are_the_ones_that_vllm_keeps_of_any_stretch() -> None:
     rng = np.random.default_rng(0)
-    ours = SampledLogprobs.from_new_request(None, request(logprobs=0))
+    ours = patches.SampledLogprobs.from_new_request(None, request(logprobs=0))
     theirs = LogprobsProcessor.from_new_request(None, request(logprobs=0))
     for num_tokens in (1, 1, 3, 1, 2):  # more than one where the engine drafts tokens
         sampled = rng.standard_normal((num_tokens, 1)).astype(np.float32)
@@ -216,7 +204,7 @@ def test_they_are_the_ones_that_vllm_keeps_of_any_stretch() -> None:
     ],
 )
 def test_requests_for_more_get_vllms_own(tokenizer: Any, params: dict[str, Any]) -> None:
-    assert type(SampledLogprobs.from_new_request(tokenizer, request(**params))) is LogprobsProcessor
+    assert type(patches.SampledLogprobs.from_new_request(tokenizer, request(**params))) is LogprobsProcessor
 
 
 def kept_by_vllm(rows: list[list[float]]) -> FlatLogprobs:
@@ -305,8 +293,8 @@ def sampled(
     """One step of ROWS rows, of which some have a request with a seed: tokens [ROWS], log-probs [ROWS, VOCABULARY]."""
     logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
     at_most = None if k is None else torch.full((ROWS,), k)
-    generators = {row: TokenSeeds(one) for row, one in requests.items()}
-    tokens, kept = _sampled(TopKTopPSampler(mode), logits, generators, at_most, None)
+    generators = {row: patches.TokenSeeds(one) for row, one in requests.items()}
+    tokens, kept = patches._sampled(TopKTopPSampler(mode), logits, generators, at_most, None)
     assert kept is not None
     return tokens, kept
 
@@ -317,7 +305,7 @@ def sampled(
 def test_log_probs_are_those_of_vllm(mode: str, k: int | None) -> None:
     logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
     at_most = None if k is None else torch.full((ROWS,), k)
-    _, theirs = _forward(TopKTopPSampler(mode), logits, {}, at_most, None)
+    _, theirs = patches._forward(TopKTopPSampler(mode), logits, {}, at_most, None)
     assert torch.equal(sampled({2: request_seeds(5)}, mode, k)[1], theirs)
 
 
@@ -325,11 +313,10 @@ def test_log_probs_are_those_of_vllm(mode: str, k: int | None) -> None:
 def test_a_token_does_not_depend_on_the_rows_beside_it_nor_on_its_own_row() -> None:
     logits = torch.randn(1, VOCABULARY).expand(ROWS, VOCABULARY)
     for place in range(ROWS):
-        generators = {row: TokenSeeds(request_seeds(9 if row == place else row)) for row in range(ROWS)}
-        tokens, _ = _sampled(TopKTopPSampler("processed_logprobs"), logits.clone(), generators, None, None)
-        alone, _ = _sampled(
-            TopKTopPSampler("processed_logprobs"), logits[:1].clone(), {0: TokenSeeds(request_seeds(9))}, None, None
-        )
+        generators = {row: patches.TokenSeeds(request_seeds(9 if row == place else row)) for row in range(ROWS)}
+        tokens, _ = patches._sampled(TopKTopPSampler("processed_logprobs"), logits.clone(), generators, None, None)
+        own = {0: patches.TokenSeeds(request_seeds(9))}
+        alone, _ = patches._sampled(TopKTopPSampler("processed_logprobs"), logits[:1].clone(), own, None, None)
         assert tokens[place] == alone[0]
 
 
@@ -340,19 +327,19 @@ def test_a_discarded_token_changes_nothing(mode: str) -> None:
     one = request_seeds(3, num_tokens=4)
     expected = sampled({0: request_seeds(3, num_tokens=4)}, mode)[0][0]
     for _ in range(3):
-        discarded = TokenSeeds(one)
+        discarded = patches.TokenSeeds(one)
         assert sampled({0: one}, mode)[0][0] == expected
         discarded.set_offset(discarded.get_offset() - 4)
     one.output_token_ids.append(7)
-    assert TokenSeeds(one).position == 5
+    assert patches.TokenSeeds(one).position == 5
 
 
 @ON_CPU
 def test_token_seeds_are_one_stream_for_each_request_and_never_another_ones() -> None:
     requests, positions = np.meshgrid(np.arange(100, 164), np.arange(1024), indexing="ij")  # a group of 64 siblings
-    found = token_seeds(requests.ravel(), positions.ravel())
-    assert found.min() >= 0 and found.max() < SEEDS
-    expected_collisions = found.size**2 / 2 / SEEDS  # of random numbers
+    found = patches.token_seeds(requests.ravel(), positions.ravel())
+    assert found.min() >= 0 and found.max() < patches.SEEDS
+    expected_collisions = found.size**2 / 2 / patches.SEEDS  # of random numbers
     assert found.size - len(np.unique(found)) < 4 * expected_collisions + 10
     by_request = found.reshape(64, 1024)
     for shift in range(1, 4):
@@ -365,7 +352,7 @@ def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.randn(8, generator=torch.Generator().manual_seed(1))
     expected = logits.softmax(-1).double().numpy() * DRAWS
     for requests, positions in ((np.arange(DRAWS), np.zeros(DRAWS)), (np.full(DRAWS, 12345), np.arange(DRAWS))):
-        seeds = torch.from_numpy(token_seeds(requests, positions.astype(np.int64)))
+        seeds = torch.from_numpy(patches.token_seeds(requests, positions.astype(np.int64)))
         tokens = torch.ops._C.fused_gumbel_argmax(logits.expand(DRAWS, 8).contiguous(), seeds)
         counts = np.bincount(tokens.numpy(), minlength=8)
         assert ((counts - expected) ** 2 / expected).sum() < 26  # 0.05 % of chi-square with 7 degrees of freedom

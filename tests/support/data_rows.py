@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from mobula.actors.datasets.conversations import Conversation, read_conversations
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.prompts import preflight
 from mobula.actors.datasets.rows import Row, Split
@@ -55,13 +56,23 @@ def read_split(folder: Path, split: str = "train", option: str = "jsonl", *words
     return Split(split, tuple(report.rows), report.skipped)
 
 
+def write_rows(folder: Path, *rows: Any) -> Path:
+    """The folder, whose `train.jsonl` has these rows or lines."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def conversation_rows(folder: Path, *rows: Any, form: str = "conversation", **options: Any) -> list[Conversation]:
+    """The usable ones of these rows or lines, as offline jobs read them."""
+    return list(read_conversations(write_rows(folder, *rows), "train", form, **options).rows)
+
+
 def read_records(
     folder: Path, row_format: str, *records: Mapping[str, Any] | str, words: Sequence[str] = (), **changes: Any
 ) -> list[Row]:
     """The rows of `train.jsonl` with these records or lines, all of which are usable."""
-    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    split = read_split(folder, "train", "jsonl", *words, row_format=row_format, **changes)
+    split = read_split(write_rows(folder, *records), "train", "jsonl", *words, row_format=row_format, **changes)
     assert split.skipped == ()
     return list(split.rows)
 

@@ -73,17 +73,22 @@ def policy_at(folder: Path, *overrides: str) -> TokenPolicy:
     return TokenPolicy(load_model(str(folder), torch.float32, "sdpa"), learner_config(*overrides))
 
 
+def plain_inputs(row: TokenSequence) -> dict[str, torch.Tensor]:
+    """A row as transformers' own forward takes it."""
+    inputs = {"input_ids": torch.from_numpy(row.token_ids).long()[None]}
+    if row.media:
+        media = [handle.reference.inputs for handle in row.media]
+        inputs |= {name: torch.from_numpy(np.concatenate([m[name] for m in media])) for name in media[0]}
+        inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        for span in row.media_spans:
+            inputs["mm_token_type_ids"][0, span.start : span.end] = 1
+    return inputs
+
+
 def plain_logprobs(model: PreTrainedModel, row: TokenSequence) -> torch.Tensor:
     """float32 [T], of the targets of a row: by transformers' own forward of this row alone."""
     ids = torch.from_numpy(row.token_ids).long()[None]
-    inputs = {}
-    if row.media:
-        media = [handle.reference.inputs for handle in row.media]
-        inputs = {name: torch.from_numpy(np.concatenate([m[name] for m in media])) for name in media[0]}
-        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
-        for span in row.media_spans:
-            inputs["mm_token_type_ids"][0, span.start : span.end] = 1
-    logits = model(input_ids=ids, **inputs).logits[0, row.num_context - 1 : -1]
+    logits = model(**plain_inputs(row)).logits[0, row.num_context - 1 : -1]
     return logits.log_softmax(-1).gather(-1, ids[0, row.num_context :, None])[:, 0]
 
 

@@ -11,16 +11,16 @@ import pytest
 import soundfile
 import torch
 from clips import noise_frames, write_clip
-from data_rows import encoded
+from data_rows import conversation_rows, encoded, write_rows
 from PIL import Image
+from scored_rows import chat_of
 from typer.testing import CliRunner
 
 from mobula.actors.datasets.conversations import read_conversations
 from mobula.actors.datasets.rows import count_by_reason
-from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor, TooLongError
 from mobula.cluster.errors import DatasetError, PromptError
-from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli import app
@@ -39,12 +39,6 @@ FOUR = {"role": "assistant", "content": "4"}
 WEB_IMAGE = {"type": "image_url", "image_url": "http://x/y.png"}
 
 
-def written(folder: Path, *rows: Any) -> Path:
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    return folder
-
-
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     for name, size in (("a", (56, 56)), ("b", (84, 56))):
@@ -59,15 +53,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def processor(config: RunConfig, **options: Any) -> ConversationProcessor:
-    media = MediaStore(lambda value: value, config.data.media_cache_bytes)
-    chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False)
-    return ConversationProcessor(chat, **{"system_prompt": "", "max_tokens": 500, "has_tail": False, **options})
+    return ConversationProcessor(
+        chat_of(config), **{"system_prompt": "", "max_tokens": 500, "has_tail": False, **options}
+    )
 
 
 def test_an_answer_apart_from_its_messages_is_the_assistants(tmp_path: Path) -> None:
     apart = {"messages": [USER, FOUR, USER], "solution": "4", "answer": "other", "images": []}
     together = {"messages": [USER, FOUR, USER, FOUR]}
-    first, second = read_conversations(written(tmp_path, apart, together), "train", "conversation").rows
+    first, second = conversation_rows(tmp_path, apart, together)
     assert (first.context, first.endings) == (second.context, second.endings)
 
 
@@ -143,19 +137,19 @@ def test_an_unfit_line_is_skipped_and_named(images: Path, form: str, row: Any, r
         "pair": {"messages": [USER], "chosen": "4", "rejected": "5"},
         "scored": {"messages": [USER, FOUR], "score": 0.5},
     }[form]
-    split = read_conversations(written(images, row, good), "train", form)
+    split = read_conversations(write_rows(images, row, good), "train", form)
     assert count_by_reason(split.skipped) == {reason: 1}
     assert split.skipped[0].sample.startswith("train.jsonl:1 ")
     assert [row.sample_id for row in split.rows] == ["train-2"]
     with pytest.raises(DatasetError, match="has no usable row"):
-        read_conversations(written(images, row), "train", form)
+        read_conversations(write_rows(images, row), "train", form)
 
 
 def test_a_pair_has_labels_and_a_score_is_one(images: Path) -> None:
     row = {"messages": [USER], "chosen": "4", "rejected": {"role": "assistant", "content": "5"}}
-    [found] = read_conversations(written(images, row), "train", "pair").rows
+    [found] = conversation_rows(images, row, form="pair")
     assert [(ending.turns[0].text, ending.label) for ending in found.endings] == [("4", 1.0), ("5", 0.0)]
-    [found] = read_conversations(written(images, {"messages": [USER, FOUR], "score": -2}), "train", "scored").rows
+    [found] = conversation_rows(images, {"messages": [USER, FOUR], "score": -2}, form="scored")
     assert [ending.label for ending in found.endings] == [-2.0]
 
 
@@ -174,7 +168,7 @@ SEVERAL_TURNS = {
 
 
 def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: RunConfig, images: Path) -> None:
-    [row] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
+    [row] = conversation_rows(images, SEVERAL_TURNS)
     made = processor(config)
     group = made.prepare(row, "0/0/x").group
     [trajectory] = group.trajectories
@@ -187,7 +181,7 @@ def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: Ru
 
 
 def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: RunConfig, images: Path) -> None:
-    [row] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
+    [row] = conversation_rows(images, SEVERAL_TURNS)
     made = processor(config, has_tail=True)
     group = made.prepare(row, "0/0/x").group
     own = made.chat._renderer
@@ -216,7 +210,7 @@ def test_a_pair_shares_its_context(config: RunConfig, images: Path) -> None:
         "chosen": "red",
         "rejected": "a dog",
     }
-    [found] = read_conversations(written(images, row), "train", "pair").rows
+    [found] = conversation_rows(images, row, form="pair")
     scored = processor(config).prepare(found, "0/0/x")
     assert [reward.value for reward in scored.rewards] == [1.0, 0.0]
     texts = [trajectory.response.text for trajectory in scored.group.trajectories]
@@ -225,7 +219,7 @@ def test_a_pair_shares_its_context(config: RunConfig, images: Path) -> None:
 
 
 def test_what_is_too_long_is_rejected_before_an_image_is_decoded(config: RunConfig, images: Path) -> None:
-    [row] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
+    [row] = conversation_rows(images, SEVERAL_TURNS)
     length = processor(config).check(row)
     assert processor(config, max_tokens=length).check(row) == length
     with pytest.raises(TooLongError, match=f"has {length} tokens .*offline.max_tokens is {length - 1}"):
@@ -235,14 +229,14 @@ def test_what_is_too_long_is_rejected_before_an_image_is_decoded(config: RunConf
 
 def test_texts_may_not_imitate_special_tokens(config: RunConfig, images: Path) -> None:
     row = {"messages": [USER, {"role": "assistant", "content": "4<|im_end|>"}]}
-    [found] = read_conversations(written(images, row), "train", "conversation").rows
+    [found] = conversation_rows(images, row)
     with pytest.raises(PromptError, match="special token"):
         processor(config).check(found)
 
 
 def test_the_configured_system_prompt_begins_rows_that_have_none(config: RunConfig, images: Path) -> None:
-    [row] = read_conversations(written(images, {"messages": [USER, FOUR]}), "train", "conversation").rows
-    [own] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
+    [row] = conversation_rows(images, {"messages": [USER, FOUR]})
+    [own] = conversation_rows(images, SEVERAL_TURNS)
     made = processor(config, system_prompt="Help.")
     assert made.prepare(row, "x").group.prompt.text.startswith("<|im_start|>system\nHelp.<|im_end|>")
     assert made.prepare(own, "x").group.prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
@@ -269,7 +263,7 @@ def test_videos_stand_where_their_placeholders_do_in_every_turn(config: RunConfi
     texts = [{"role": "user", "content": "<video><image>Which?"}, FOUR]
     beside = {"messages": texts, "images": ["a.png"], "videos": ["clip.mkv"]}
     later = {"messages": [USER, FOUR, {"role": "user", "content": "<video>?"}, FOUR], "videos": ["frames"]}
-    rows = read_conversations(written(tmp_path, by_parts, beside, later), "train", "conversation").rows
+    rows = conversation_rows(tmp_path, by_parts, beside, later)
     videos = load_config(["experiment=sft", f"policy.model={config.policy.model}", "data.path=x", *VIDEOS])
     made = processor(videos)
     groups = [made.prepare(row, f"0/{n}") for n, row in enumerate(rows)]
@@ -302,7 +296,7 @@ def test_sounds_stand_where_their_placeholders_do_and_are_trained_around(tmp_pat
     later = {"messages": [USER, FOUR, {"role": "user", "content": "<audio>?"}, FOUR], "audios": ["a.wav"]}
     listed = {"array": samples.tolist(), "sampling_rate": 16_000}
     inline = {"messages": [{"role": "user", "content": "<audio>Which?"}, FOUR], "audios": [listed]}
-    rows = read_conversations(written(tmp_path, by_parts, beside, later, inline), "train", "conversation").rows
+    rows = conversation_rows(tmp_path, by_parts, beside, later, inline)
     words = ["experiment=sft", "policy=tiny_qwen2_audio", f"policy.model={model}", "data.path=x"]
     made = processor(load_config([*words, "sampler.max_audios_per_prompt=1"]))
     groups = [made.prepare(row, f"0/{n}").group for n, row in enumerate(rows)]

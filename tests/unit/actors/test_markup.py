@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_rows import encoded, read_records, read_split
+from data_rows import conversation_rows, encoded, read_records, read_split, write_rows
 from PIL import Image
 from tokenizer_kinds import chat_of
 
-from mobula.actors.datasets.conversations import read_conversations
 from mobula.actors.datasets.rows import Row
 from mobula.actors.environments.base import IMAGE_MARK, EpisodeError, Message, checked_observation, message_of, row_text
 from mobula.actors.environments.bridge import TurnBridge
@@ -106,8 +104,7 @@ def test_answers_of_offline_rows_may_hold_markup(chat: ChatProcessor, folder: Pa
     asked = {"role": "user", "content": [*image, {"type": "text", "text": MARKUP}]}
     answer = {"role": "assistant", "content": MARKUP}
     row = {"messages": [asked, *([answer] if form != "pair" else [])], "chosen": MARKUP, "rejected": "No.", "score": 1}
-    (folder / "train.jsonl").write_text(json.dumps(row))
-    [found] = read_conversations(folder, "train", form).rows
+    [found] = conversation_rows(folder, row, form=form)
     group = ConversationProcessor(chat, system_prompt="", max_tokens=4096, has_tail=False).prepare(found, "0/0/r")
     first = group.group.trajectories[0]
     assert first.response.text == MARKUP
@@ -124,16 +121,14 @@ def test_a_key_says_what_stands_for_a_medium(folder: Path) -> None:
         folder, "question", {"question": f"[IMG]{MARKUP}", "answer": "7", "image": "a.png"}, words=words
     )
     assert plain(row.question) == f"<image>{MARKUP}" and row.question.count("<image>") == 1
-    (folder / "train.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": MARKUP}, ANSWER]}))
-    none = dict.fromkeys(PLACEHOLDERS, "")
-    [found] = read_conversations(folder, "train", "conversation", placeholders=none).rows
+    row = {"messages": [{"role": "user", "content": MARKUP}, ANSWER]}
+    [found] = conversation_rows(folder, row, placeholders=dict.fromkeys(PLACEHOLDERS, ""))
     assert plain(found.context[0].text) == MARKUP
 
 
 def test_a_placeholder_without_a_medium_names_the_key(folder: Path) -> None:
     rows = [{"question": "What does <video> do?", "answer": "7"}, {"question": "?", "answer": "7"}]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    [skipped] = read_split(folder).skipped
+    [skipped] = read_split(write_rows(folder, *rows)).skipped
     assert "data.placeholders.video=''" in skipped.detail
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import inspect
-import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_rows import LABEL_KEY, data_config, encoded, read_split
+from data_rows import LABEL_KEY, data_config, encoded, read_split, write_rows
 from http_servers import MediaServer, media_server
 from PIL import Image
 
@@ -204,8 +203,7 @@ def test_a_download_stays_within_its_limits(
 def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: MediaServer) -> None:
     """The server's large file is too large an image, and neither too large a video nor too large a sound."""
     rows = rows_of_large_media(server)
-    (root / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    split = read_split(root, max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
+    split = read_split(write_rows(root, *rows), max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
     assert [len(row.videos) + len(row.audios) for row in split.rows] == [1, 1]
     assert count_by_reason(split.skipped) == {"download_failed": 1}
     assert "data.max_image_bytes=10,000" in split.skipped[0].detail
@@ -253,8 +251,7 @@ def test_files_of_one_row_are_downloaded_at_the_same_time_and_each_once(root: Pa
 def test_rows_with_late_downloads_name_their_urls_and_open_no_connection(root: Path, server: MediaServer) -> None:
     rows = rows_of_large_media(server)
     rows += [{"id": "web", "question": "<image>?", "answer": "7", "image": "https://example.org/a.png"}]
-    (root / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = data_config(root, max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
+    data = data_config(write_rows(root, *rows), max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
     found = open_split(data, "train", LABEL_KEY, fetches_late=True).rows
     media = [file for place in range(3) for file in (*found[place].images, *found[place].videos, *found[place].audios)]
     assert list(map(str, media)) == [f"{server.url}/large?{kind}" for kind in KINDS]

@@ -11,7 +11,15 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from data_rows import data_config, encoded, read_records, read_split, record_of_each_format
+from data_rows import (
+    conversation_rows,
+    data_config,
+    encoded,
+    read_records,
+    read_split,
+    record_of_each_format,
+    write_rows,
+)
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -67,8 +75,7 @@ ONE_IMAGE = {row_format: one(row_format, "image") for row_format in ONE_VIDEO}
 def folder_of(folder: Path, *records: dict[str, Any]) -> Path:
     Image.new("L", (4, 4)).save(folder / "a.png")
     Image.new("L", (4, 4)).save(folder / "a.gif")
-    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder
+    return write_rows(folder, *records)
 
 
 def read(folder: Path, row_format: str, *records: dict[str, Any], **changes: Any) -> list[Row]:
@@ -313,14 +320,12 @@ RECORDS = record_of_each_format("Q?", "4")
 
 
 def row_of(folder: Path, row_format: str, record: Any, **changes: Any) -> Row:
-    (folder / "train.jsonl").write_text(json.dumps(record))
-    [row] = read_split(folder, row_format=row_format, **changes).rows
+    [row] = read_split(write_rows(folder, record), row_format=row_format, **changes).rows
     return row
 
 
-def conversation_of(folder: Path, record: Any, form: str = "conversation", **options: Any) -> Any:
-    (folder / "train.jsonl").write_text(json.dumps(record))
-    [row] = read_conversations(folder, "train", form, **options).rows
+def conversation_of(folder: Path, record: Any, form: str = "conversation") -> Any:
+    [row] = conversation_rows(folder, record, form=form)
     return row
 
 
@@ -494,9 +499,8 @@ def test_the_words_that_an_error_names_convert_the_rows(tmp_path: Path, record: 
 def test_a_converted_row_keeps_its_fields(tmp_path: Path) -> None:
     turns = [ASKED, {**FIVE, "weight": 0}, ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     turns += [{"role": "tool", "content": "2"}, ASKED, FOUR]
-    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns, "tools": [TOOL]}))
+    [before] = conversation_rows(tmp_path, {"messages": turns, "tools": [TOOL]})
     [after] = converted(tmp_path, "data=messages")
-    [before] = read_conversations(tmp_path, "train", "conversation").rows
     assert (after.context, after.endings, after.template) == (before.context, before.endings, before.template)
 
 
@@ -530,8 +534,7 @@ def test_fields_and_references_out_of_reach_are_counted_once() -> None:
 def test_an_unknown_field_of_an_offline_row_is_counted(tmp_path: Path) -> None:
     row = conversation_of(tmp_path, {"messages": [{**ASKED, "foo": 1}, FOUR], "source": "web", "answer": "4"})
     assert row.unread == ("source", "messages.foo")
-    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [ASKED, FOUR], "kto_tag": False}) + "\n" * 2)
     with pytest.raises(DatasetError):
-        read_conversations(tmp_path, "train", "conversation")
+        conversation_rows(tmp_path, {"messages": [ASKED, FOUR], "kto_tag": False}, "", "")
     read = read_conversations(tmp_path, "train", "conversation", ignored=("kto_tag",))
     assert count_by_reason(read.skipped) == {} and len(read.rows) == 1

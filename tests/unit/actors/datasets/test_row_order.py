@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -13,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_rows import data_config
+from data_rows import data_config, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,7 +127,7 @@ def test_a_block_cache_keeps_no_more_than_its_bytes() -> None:
 
 def levels(folder: Path, num: int = 40) -> None:
     rows = [{"id": str(n), "question": "x" * (num - n), "answer": "1", "level": n % 10} for n in range(num)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(folder, *rows)
 
 
 def curriculum(kind: str, key: str, num_stages: int = 4, num_epochs: int = 1) -> CurriculumConfig:
@@ -318,8 +317,8 @@ def test_preflight_refuses_a_split_with_too_many_unusable_rows() -> None:
 
 def write(folder: Path, name: str, num: int, *more: str) -> None:
     (folder / name).mkdir(parents=True)
-    lines = [json.dumps({"id": str(n), "question": f"{n}?", "answer": str(n), "level": n}) for n in range(num)]
-    (folder / name / "train.jsonl").write_text("\n".join([*lines, *more]) + "\n")
+    rows = [{"id": str(n), "question": f"{n}?", "answer": str(n), "level": n} for n in range(num)]
+    write_rows(folder / name, *rows, *more)
 
 
 def mixture_source(name: str, weight: float, label: str = "") -> MixtureSource:

@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_rows import encoded, read_records, read_split, record_of_each_format
+from data_rows import conversation_rows, encoded, read_records, read_split, record_of_each_format, write_rows
 from PIL import Image
 
 from mobula.actors.datasets.conversations import read_conversations
@@ -25,6 +25,7 @@ from mobula.actors.datasets.readers.files import without_nulls
 from mobula.cluster.errors import DatasetError
 
 TURN = {"role": "user", "content": "<image>Which?"}
+ANSWER = {"role": "assistant", "content": "7"}
 WITH_AN_IMAGE = record_of_each_format("<image>Which?", "7")  # but for the image
 BASE64 = base64.b64encode(encoded(Image.new("RGB", (56, 56)))).decode()
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -124,8 +125,7 @@ def test_a_ground_truth_of_a_file_is_kept_to_the_letter(folder: Path, literal: s
 )
 def test_turns_and_columns_of_all_rows_are_no_question(folder: Path, row_format: str, record: Any) -> None:
     usable = WITH_AN_IMAGE[row_format] | {"image": "a.png"}
-    (folder / "train.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(usable))
-    skipped = read_split(folder, row_format=row_format).skipped
+    skipped = read_split(write_rows(folder, record, usable), row_format=row_format).skipped
     assert "write a text, or chat turns with data.row_format=messages" in skipped[0].detail
 
 
@@ -144,16 +144,14 @@ def test_the_parts_of_every_api_hold_an_image(folder: Path, part: dict[str, Any]
     turn = {"role": "user", "content": [part, {"type": "text", "text": "?"}]}
     [row] = read_records(folder, "messages", {"messages": [turn], "answer": "7"})
     assert (row.question, len(row.images)) == ("<image>?", 1)
-    (folder / "train.jsonl").write_text(json.dumps({"messages": [turn, {"role": "assistant", "content": "7"}]}))
-    [conversation] = read_conversations(folder, "train", "conversation").rows
+    [conversation] = conversation_rows(folder, {"messages": [turn, ANSWER]})
     assert len(conversation.images) == 1
 
 
 @pytest.mark.parametrize("url", ["s3://lab/a.png", "gs://lab/a.png", "hf://datasets/a.png", "ftp://lab/a.png"])
 def test_urls_that_are_not_read_are_named(folder: Path, url: str) -> None:
     rows = [{"question": "<image>?", "answer": "7", "image": name} for name in (url, f"FILE://{folder}/a.png")]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    split = read_split(folder)
+    split = read_split(write_rows(folder, *rows))
     assert len(split.rows) == 1
     assert f"'{url}' is a URL that is not read" in split.skipped[0].detail
 
@@ -162,9 +160,7 @@ def test_messages_of_a_developer_are_of_the_system(folder: Path) -> None:
     turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "?"}]
     [row] = read_records(folder, "messages", {"messages": turns, "answer": "7"})
     assert [(turn.role, turn.text) for turn in row.history] == [("system", "Be brief.")]
-    answered = [*turns, {"role": "assistant", "content": "7"}]
-    (folder / "train.jsonl").write_text(json.dumps({"messages": answered}))
-    [conversation] = read_conversations(folder, "train", "conversation").rows
+    [conversation] = conversation_rows(folder, {"messages": [*turns, ANSWER]})
     assert [turn.role for turn in conversation.context] == ["system", "user"]
 
 
@@ -174,8 +170,7 @@ def test_the_message_of_a_skipped_row_has_the_users_own_column(folder: Path) -> 
         {"problem": "2 + 6?", "truth": {"text": None}},
         {"truth": {"text": "1"}},
     ]
-    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))  # fmt: skip
-    split = read_split(folder, columns={"question": "problem", "answer": "truth.text"})
+    split = read_split(write_rows(folder, *rows), columns={"question": "problem", "answer": "truth.text"})
     assert [str(skipped) for skipped in split.skipped] == [
         "train.jsonl:2: the row has no `truth.text`: add it",
         "train.jsonl:3: the row has no `problem`: add it",
@@ -184,8 +179,7 @@ def test_the_message_of_a_skipped_row_has_the_users_own_column(folder: Path) -> 
 
 def test_images_under_another_name_are_asked_for_by_the_key(folder: Path) -> None:
     rows = [{"question": "<image>?", "answer": "7", "photo": "a.png"}, {"question": "?", "answer": "7"}]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    [skipped] = read_split(folder).skipped
+    [skipped] = read_split(write_rows(folder, *rows)).skipped
     assert "data.columns={images: COLUMN}" in skipped.detail
 
 
@@ -193,10 +187,9 @@ def test_images_under_another_name_are_asked_for_by_the_key(folder: Path) -> Non
 @pytest.mark.parametrize("missing", ["null", "NaN", '""'])
 def test_rows_of_offline_jobs_may_have_nulls(folder: Path, column: str, missing: str) -> None:
     messages = [{"role": role, "content": "7", "weight": None} for role in ("user", "assistant")]
-    (folder / "train.jsonl").write_text(f'{{"messages": {json.dumps(messages)}, "{column}": {missing}}}\n' * 3)
-    split = read_conversations(folder, "train", "conversation")
-    assert [row.sample_id for row in split.rows] == ["train-1", "train-2", "train-3"]
-    assert all(row.endings[0].turns[0].is_trained for row in split.rows)
+    rows = conversation_rows(folder, *[f'{{"messages": {json.dumps(messages)}, "{column}": {missing}}}'] * 3)
+    assert [row.sample_id for row in rows] == ["train-1", "train-2", "train-3"]
+    assert all(row.endings[0].turns[0].is_trained for row in rows)
 
 
 def test_compressed_rows_of_offline_jobs_are_refused_by_name(tmp_path: Path) -> None:
@@ -206,7 +199,7 @@ def test_compressed_rows_of_offline_jobs_are_refused_by_name(tmp_path: Path) -> 
 
 
 def test_one_image_of_an_offline_row_needs_no_list(folder: Path) -> None:
-    row = {"messages": [TURN, {"role": "assistant", "content": "7"}]}
+    row = {"messages": [TURN, ANSWER]}
     rows = [row | {"image": "a.png"}, row | {"images": "a.png"}, row | {"image": ["a.png", None]}]
     (folder / "train.jsonl").write_text("\ufeff" + "\r\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert [len(row.images) for row in read_conversations(folder, "train", "conversation").rows] == [1, 1, 1]
@@ -215,8 +208,7 @@ def test_one_image_of_an_offline_row_needs_no_list(folder: Path) -> None:
 def test_rows_with_equal_ids_are_skipped_or_numbered(folder: Path) -> None:
     rows = [{"id": "a", "question": "?", "answer": "7"}, {"id": "a", "question": "?", "answer": "8"}]
     rows.append({"question": "?", "answer": "9"})
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert [row.sample_id for row in read_split(folder).rows] == ["a", "train-3"]
+    assert [row.sample_id for row in read_split(write_rows(folder, *rows)).rows] == ["a", "train-3"]
     numbered = read_split(folder, repeated_ids="number")
     assert [row.sample_id for row in numbered.rows] == ["a-1", "a-2", "train-3"] and numbered.skipped == ()
 
@@ -245,10 +237,7 @@ def test_links_of_the_hubs_cache_are_read_and_other_links_are_not(tmp_path: Path
     (snapshot / "refs.png").symlink_to("../../blobs/../../secret.png")
     names = ["images/0.png", "secret.png", "refs.png", "../../blobs/hash", str(blobs / "hash")]
     rows = [{"question": "<image>?", "answer": "7", "image": name} for name in names]
-    (snapshot / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    split = read_split(snapshot)
+    split = read_split(write_rows(snapshot, *rows))
     assert [row.images for row in split.rows] == [(snapshot.resolve() / "images" / "0.png",)]
     assert [skipped.reason for skipped in split.skipped] == ["outside_folder"] * 4
-    messages = {"messages": [TURN, {"role": "assistant", "content": "7"}], "image": "images/0.png"}
-    (snapshot / "train.jsonl").write_text(json.dumps(messages))
-    assert len(read_conversations(snapshot, "train", "conversation").rows) == 1
+    assert len(conversation_rows(snapshot, {"messages": [TURN, ANSWER], "image": "images/0.png"})) == 1

@@ -15,6 +15,7 @@ import pytest
 import torch
 from episode_data import Scripted, engine_settings, episode_config
 from fakes import make_prompt
+from scored_rows import chat_of
 
 from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.rows import environment_split
@@ -25,7 +26,7 @@ from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.errors import DatasetError, EnvironmentFailedError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.arrow import from_batch, to_batch
-from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.partial_response import Attempt, TokenChunk
 from mobula.cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
@@ -56,19 +57,15 @@ class Bench:
     def __init__(self, model: Path) -> None:
         config = episode_config(model)
         self.model = model
-        self.chat = self.processor(config)
+        self.chat = chat_of(config)
         self.sampler = HuggingFaceSampler(engine_settings(model, self.chat))
         self._loop = asyncio.Runner()  # what the sampler waits with belongs to one loop
         self._loop.run(self.sampler.start())
 
-    def processor(self, config: object) -> ChatProcessor:
-        store = MediaStore(lambda media: media, 1 << 28)
-        return ChatProcessor(str(self.model), config.data, config.sampler, store, keep_files=False)
-
     def prompt(self, *overrides: str) -> tuple[EpisodeRunner, Prompt]:
         words = ("environment.num_train=1", "environment.host=inline")
         config = episode_config(self.model, *words, *overrides)
-        chat = self.processor(config)
+        chat = chat_of(config)
         media = MediaBatcher(MediaReader(timeout_s=5, max_items=64))
         runner = EpisodeRunner(config.environment, chat, self.sampler, media, model=str(self.model), max_images=8)
         options = {key: value for key, value in config.environment.options.items() if key != "fault"}
@@ -264,7 +261,7 @@ def test_a_template_that_drops_images_or_changes_with_the_turn_before_is_refused
         (lambda messages: [(role, text + messages[1][1]) for role, text in messages], "depends on the text"),
         (lambda messages: messages[:2], "drops the text"),
     ):
-        chat = bench.processor(episode_config(bench.model))
+        chat = chat_of(episode_config(bench.model))
         plain = chat.render
         chat.render = lambda messages, change=change, plain=plain, **rest: plain(change(list(messages)), **rest)
         with pytest.raises(ValueError, match=message):
@@ -357,8 +354,7 @@ def test_a_failed_try_is_run_again_with_the_same_seed_and_what_it_reported_count
 
 
 async def demonstrated(config: RunConfig, num: int = 1) -> tuple[ChatProcessor, list[Demonstration]]:
-    store = MediaStore(lambda media: media, 1 << 28)
-    chat = ChatProcessor(config.policy.model, config.data, config.sampler, store, keep_files=False)
+    chat = chat_of(config)
     found = Demonstrations(config.environment, config.sampler, chat, model=config.policy.model)
     try:
         rows = environment_split(config.environment, "train", takes_images=True).rows[:num]

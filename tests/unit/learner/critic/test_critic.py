@@ -11,7 +11,7 @@ import pytest
 import torch
 from learner_data import add_dropout, changed, cut_off, group, image, prompt, random_groups, tiny_config, with_reference
 from one_learner import UNCLIPPED, Tensors, at_hand, connected_learner, copied, largest_difference, saved
-from scored_rows import collated, reader, tree
+from scored_rows import collated, plain_inputs, reader, tree
 from tiny_checkpoints import write_text_policy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -370,15 +370,7 @@ def rows(tokenizer) -> list[TokenSequence]:
 
 def plain_states(model, row: TokenSequence) -> torch.Tensor:
     """[T, H]: what transformers' own forward, with its own positions, has before each target."""
-    inputs = {"input_ids": torch.from_numpy(row.token_ids.astype(np.int64))[None]}
-    if row.media:
-        for name in ("pixel_values", "image_grid_thw"):
-            inputs[name] = torch.cat([torch.from_numpy(h.reference.inputs[name]) for h in row.media])
-        types = torch.zeros_like(inputs["input_ids"])
-        for span in row.media_spans:
-            types[0, span.start : span.end] = 1
-        inputs["mm_token_type_ids"] = types
-    states = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+    states = model(**plain_inputs(row), output_hidden_states=True).hidden_states[-1][0]
     return states[row.num_context - 1 : -1]
 
 

@@ -37,6 +37,11 @@ NUM_TOKENS = 3
 SETTINGS = SamplingSettings(num_samples=NUM_SAMPLES, temperature=1.0, max_tokens=NUM_TOKENS, seed=7)
 
 
+def by_value(value: Any) -> Any:
+    """In the place of an object store."""
+    return value
+
+
 def make_prompt(prompt_id: str) -> Prompt:
     ids = np.array([1, 2, 3], dtype=np.int32)
     return Prompt(prompt_id, prompt_id.rpartition("/")[2], f"question {prompt_id}", ids, ids)

@@ -95,20 +95,16 @@ def make_pool(
     workers: Sequence[Worker],
     store: MediaStore | None = None,
     start: Callable[[int], Worker] = lambda index: Worker(),
-    on_lost: Callable[[str], None] = lambda kind: None,
-    timeout_s: float = 5,
+    **more: Any,
 ) -> ProcessorPool:
+    least = {"start_s": 5, "alive_s": 0.05, "timeout_s": 5, "object_s": 5, "on_lost": lambda kind: None}
     return ProcessorPool(
         [LocalHandle(worker) for worker in workers],
         store or MediaStore(lambda value: value, 1 << 20),
         lambda row: len(_names(row)),
         hosts=FakeHosts(lambda index: LocalHandle(start(index)), booked=len(workers)),
         restarts=AT_ONCE,
-        start_s=5,
-        alive_s=0.05,
-        timeout_s=timeout_s,
-        object_s=5,
-        on_lost=on_lost,
+        **least | more,
     )
 
 
@@ -246,24 +242,14 @@ def no_scorer(index: int) -> Any:
     raise AssertionError(f"scorer {index} was replaced")
 
 
-def pool(
-    scorers: Sequence[object],
-    timeout_s: float = 5,
-    max_attempts: int = 1,
-    start: Callable[[int], Any] = no_scorer,
-    on_lost: Callable[[str], None] = lambda kind: None,
-    on_retry: Callable[[str], None] = lambda kind: None,
-) -> ReferencePool:
+def pool(scorers: Sequence[object], start: Callable[[int], Any] = no_scorer, **more: Any) -> ReferencePool:
+    least = {"alive_s": 0.05, "timeout_s": 5, "max_attempts": 1, "on_lost": lambda kind: None}
     return ReferencePool(
         [LocalHandle(scorer) for scorer in scorers],
         FOLDER,
         hosts=FakeHosts(lambda index: LocalHandle(start(index)), booked=len(scorers)),
         restarts=AT_ONCE,
-        alive_s=0.05,
-        timeout_s=timeout_s,
-        max_attempts=max_attempts,
-        on_lost=on_lost,
-        on_retry=on_retry,
+        **{"on_retry": lambda kind: None, **least, **more},
     )
 
 

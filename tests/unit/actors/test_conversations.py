@@ -53,9 +53,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def processor(config: RunConfig, **options: Any) -> ConversationProcessor:
-    return ConversationProcessor(
-        chat_of(config), **{"system_prompt": "", "max_tokens": 500, "has_tail": False, **options}
-    )
+    least = {"system_prompt": "", "max_tokens": 500, "has_tail": False}
+    return ConversationProcessor(chat_of(config), **least | options)
 
 
 def test_an_answer_apart_from_its_messages_is_the_assistants(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from adapter_rows import (
     weighted,
     whole,
 )
-from fakes import LocalHandle
+from fakes import LocalHandle, by_value
 from learner_data import image, prompt, tiny_config
 from one_learner import connected_learner
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -246,7 +246,7 @@ def test_configurations_without_a_shared_base_are_refused(base: Path, words: tup
 
 async def test_the_group_answers_as_its_ranks(base: Path, tmp_path: Path) -> None:
     config = tiny_config(base)
-    group = AdapterGroup(lambda: [LocalHandle(AdapterRank(config, 0, 1))], config.timeouts, lambda value: value)
+    group = AdapterGroup(lambda: [LocalHandle(AdapterRank(config, 0, 1))], config.timeouts, by_value)
     await group.start()
     await group.create("a", SPEC)
     failed, result = await group.compute([LossCall("a", [], "cross_entropy"), call_of("a", 0)])
@@ -277,7 +277,7 @@ async def test_lost_ranks_are_started_again_before_the_next_call(base: Path, mon
         raise WorkerDiedError("learner/0 died")
 
     monkeypatch.setattr("mobula.learner.learner_group.kill", lambda worker: None)
-    group = AdapterGroup(spawn, config.timeouts, lambda value: value)
+    group = AdapterGroup(spawn, config.timeouts, by_value)
     await group.start()
     await group.create("a", SPEC)
     spawned[0].compute = lose  # type: ignore[method-assign]

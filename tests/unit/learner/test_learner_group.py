@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.ops.op_builder.builder import OpBuilder
-from fakes import LocalHandle, never
+from fakes import LocalHandle, by_value, never
 from learner_data import image, prompt
 from scored_rows import collated
 from torch.distributed import DistBackendError, DistStoreError
@@ -34,11 +34,6 @@ from mobula.learner.policies.loading import load_model
 from mobula.learner.shares import ELSEWHERE, GROUPS, ROWS, UnplannedShareError
 
 TIMEOUTS = load_config(["experiment=digits"]).timeouts
-
-
-def by_value(groups: object) -> object:
-    """In the place of the object store."""
-    return groups
 
 
 class Rank:

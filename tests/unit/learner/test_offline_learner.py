@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import LocalHandle
+from fakes import LocalHandle, by_value
 from learner_data import add_dropout, edited, image, prompt, random_groups, tiny_config
 from offline_rows import JOBS, config_of, rows
 from one_learner import UNCLIPPED, connected_learner, copied, gradient_of, largest_difference, saved, scorer_of
@@ -305,10 +305,6 @@ class Source:
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:
         self.cursor = cursor
-
-
-def by_value(value: object) -> object:
-    return value
 
 
 class Run:

@@ -241,28 +241,21 @@ PNG = b"\x89PNG not looked at here"
 
 @pytest.fixture
 def openenv_url() -> Iterator[tuple[str, OpenEnvServer]]:
-    server, loop = OpenEnvServer(), asyncio.new_event_loop()
-    started: list[int] = []
-    ready = threading.Event()
+    server, loop, app = OpenEnvServer(), asyncio.new_event_loop(), web.Application()
+    app.router.add_get("/ws", server.handle)
+    runner = web.AppRunner(app)
 
-    async def serve() -> None:
-        app = web.Application()
-        app.router.add_get("/ws", server.handle)
-        runner = web.AppRunner(app)
+    async def serve() -> int:
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        started.append(runner.addresses[0][1])
-        ready.set()
-        await stopped.wait()
-        await runner.cleanup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner.addresses[0][1]
 
-    stopped = asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    ready.wait(10)
-    yield f"http://127.0.0.1:{started[0]}", server
-    loop.call_soon_threadsafe(stopped.set)
+    port = asyncio.run_coroutine_threadsafe(serve(), loop).result(10)
+    yield f"http://127.0.0.1:{port}", server
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
 
 

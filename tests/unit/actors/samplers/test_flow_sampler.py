@@ -54,15 +54,19 @@ def replayed(
     return own(batch, StepRescoring(denoising, "none")).logprobs.detach().numpy()
 
 
+def assert_same(found: list[SampledSequence], expected: list[SampledSequence]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.actions.latents, other.actions.latents)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        assert one.images == other.images
+
+
 @pytest.mark.parametrize(
     "own",
     [
         {},
-        {"dtype": "float16"},
-        {"dtype": "bfloat16"},
-        {"kernel": "cps"},
-        {"kernel": "sde"},
-        {"kernel": "dance"},
+        *({"dtype": dtype} for dtype in ("float16", "bfloat16")),
+        *({"kernel": kernel} for kernel in ("cps", "sde", "dance")),
         {"guidance": 1.0},
         {"window_start": 2, "window_end": 4},
         {"window_end": 6},
@@ -98,10 +102,7 @@ async def test_latents_of_bfloat16_are_half_the_bytes_and_the_values_that_are_de
 async def test_a_sibling_does_not_depend_on_those_beside_it(folder: Path, prompts: list[Prompt]) -> None:
     whole = await sample(await flow_sampler(folder), prompts[0])
     parts = await flow_sampler(folder, max_num_seqs=2)
-    for one, other in zip(whole, await sample(parts, prompts[0]), strict=True):
-        np.testing.assert_array_equal(one.actions.latents, other.actions.latents)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert one.images == other.images
+    assert_same(whole, await sample(parts, prompts[0]))
     others = await sample(parts, prompts[1])
     assert not np.array_equal(others[0].actions.latents[-1], whole[0].actions.latents[-1])
 
@@ -119,10 +120,7 @@ async def test_prompts_that_wait_share_a_batch_and_get_the_images_that_each_gets
     )
     assert sizes == [num, num, 2 * num, num], "greedy images have other steps, and are made apart"
     for found, expected in zip((*together, other), (*alone, await sample(sampler, prompts[0], greedy)), strict=True):
-        for one, same in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one.actions.latents, same.actions.latents)
-            np.testing.assert_array_equal(one.logprobs, same.logprobs)
-            assert one.images == same.images
+        assert_same(found, expected)
 
 
 async def test_a_prompt_that_fails_in_a_batch_fails_alone(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import LocalHandle
+from fakes import LocalHandle, by_value
 from killed_learner import NUM_STEPS, follow
 from learner_data import random_groups, tiny_config, with_reference
 
@@ -40,10 +40,6 @@ def updates(tokenizer) -> list[list[ScoredGroup]]:
     """Four steps, with log-probs of a reference."""
     steps = (random_groups(tokenizer, 4, 2, seed=seed) for seed in range(4))
     return [[with_reference(g, gap=0.1 * n - 0.2) for n, g in enumerate(groups)] for groups in steps]
-
-
-def by_value(value: object) -> object:
-    return value
 
 
 def together(folder: Path) -> LearnerGroup:

@@ -1,8 +1,9 @@
-"""Adapters on one frozen base: calls, batches of several adapters, and PEFT."""
+"""Adapters on one frozen base: calls, batches of several adapters, and PEFT; a rank that trains all weights."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,13 +30,13 @@ from learner_data import image, prompt, tiny_config
 from one_learner import connected_learner
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_checkpoints import write_text_policy
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from mobula.cluster.errors import CheckpointError, WorkerDiedError
-from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
+from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossResult, LossRow
 from mobula.learner.adapters.group import AdapterGroup
-from mobula.learner.adapters.ranks import AdapterRank
+from mobula.learner.adapters.ranks import AdapterRank, FullWeightsRank
 
 IDS = np.array([5, 9, 11, 7, 30, 2])
 
@@ -393,21 +394,30 @@ def twin_factors(model: PeftModel) -> dict[str, Tensor]:
     return found
 
 
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
+    """torch's, with the settings of `ADAM`."""
+    betas = (ADAM.beta1, ADAM.beta2)
+    return torch.optim.AdamW(
+        parameters, lr=ADAM.learning_rate, betas=betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay
+    )
+
+
+def backward_by_hand(model: nn.Module, call: LossCall, result: LossResult) -> None:
+    """The gradient of a call's cross-entropy by transformers' own forward, whose log-probs `result` has."""
+    for row, output in zip(call.rows, result.outputs, strict=True):
+        logprobs = logprobs_of(model, row)
+        np.testing.assert_allclose(output["logprobs"], logprobs.detach().numpy(), atol=1e-5, rtol=0)
+        (-logprobs * torch.from_numpy(row.inputs["weights"])).sum().backward()
+
+
 @pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["all layers", "attention"])
 def test_steps_equal_peft_with_adamw_of_torch(peft_base: Path, spec: AdapterSpec) -> None:
     rank = rank_with(peft_base, a=spec, b=SPEC)
     model = peft_twin(peft_base, rank, spec)
-    optimizer = torch.optim.AdamW(
-        twin_factors(model).values(), lr=ADAM.learning_rate, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps,
-        weight_decay=ADAM.weight_decay,
-    )  # fmt: skip
+    optimizer = adamw(twin_factors(model).values())
     for n in range(4):
         rate, call = ADAM.learning_rate / (n + 1), call_of("a", n)
-        result = whole(rank.compute([call_of("b", 50 + n), call])[1])
-        for row, output in zip(call.rows, result.outputs, strict=True):
-            logprobs = logprobs_of(model, row)
-            np.testing.assert_allclose(output["logprobs"], logprobs.detach().numpy(), atol=1e-5, rtol=0)
-            (-logprobs * torch.from_numpy(row.inputs["weights"])).sum().backward()
+        backward_by_hand(model, call, whole(rank.compute([call_of("b", 50 + n), call])[1]))
         norm = torch.nn.utils.clip_grad_norm_(twin_factors(model).values(), ADAM.grad_clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -449,3 +459,138 @@ def test_peft_loads_an_export(peft_base: Path, tmp_path: Path) -> None:
     for row, output in zip(call.rows, computed(rank, call).outputs, strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(output["logprobs"], logprobs_of(model, row).numpy(), atol=1e-5, rtol=0)
+
+
+ALL_WEIGHTS = AdapterSpec(rank=0, alpha=32.0, seed=0)
+
+
+def full_rank(base: Path, *words: str) -> FullWeightsRank:
+    """The only rank that trains all weights, with the model `a`."""
+    full = FullWeightsRank(tiny_config(base, "learner.tokens_per_microbatch=60", *words), 0, 1)
+    full.connect("")
+    full.create("a", ALL_WEIGHTS)
+    return full
+
+
+@pytest.fixture
+def full(base: Path) -> FullWeightsRank:
+    return full_rank(base)
+
+
+def trained(full: FullWeightsRank, steps: range) -> list[float]:
+    losses = []
+    for n in steps:
+        losses.append(computed(full, call_of("a", n)).metrics["loss:sum"])
+        full.step("a", ADAM)
+    return losses
+
+
+def test_steps_equal_adamw_of_torch_and_the_export_is_a_checkpoint(base: Path, tmp_path: Path) -> None:
+    full, model = full_rank(base), AutoModelForCausalLM.from_pretrained(base)
+    optimizer = adamw(model.parameters())
+    for n in range(3):
+        call = call_of("a", n)
+        backward_by_hand(model, call, computed(full, call))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.grad_clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert full.step("a", ADAM)["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    full.export("a", tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(exported[name], tensor, atol=1e-5, rtol=0)
+    assert max(float((exported[name] - initial[name]).abs().max()) for name in initial) > 1e-2
+
+
+def test_saved_state_continues_and_a_new_model_starts_from_the_base(
+    base: Path, full: FullWeightsRank, tmp_path: Path
+) -> None:
+    trained(full, range(2))
+    full.compute([call_of("a", 50)])  # a gradient that no step has applied
+    full.save("a", tmp_path / "state")
+    expected = trained(full, range(2, 4))
+
+    full.load("a", tmp_path / "state", with_optimizer=True)
+    assert trained(full, range(2, 4)) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="a is active"):
+        full.create("b", ALL_WEIGHTS)
+
+    full.drop("a")
+    full.create("a", ALL_WEIGHTS)
+    other = full_rank(base)
+    assert trained(full, range(2)) == pytest.approx(trained(other, range(2)), rel=1e-5)
+
+
+def test_a_call_that_is_refused_adds_no_gradient(full: FullWeightsRank) -> None:
+    [refused] = full.compute([LossCall("a", [], "cross_entropy")])
+    assert isinstance(refused, ValueError)
+    with pytest.raises(ValueError, match="no gradient"):
+        full.step("a", ADAM)
+
+
+def test_the_optimizer_of_bytes_follows_the_same_steps(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    full, plain = full_rank(base, "learner.optimizer=adamw_8bit"), full_rank(base)
+    losses = trained(full, range(4))
+    assert losses == pytest.approx(trained(plain, range(4)), rel=1e-2)
+    full.save("a", tmp_path / "state")
+    expected = trained(full, range(4, 6))
+    full.load("a", tmp_path / "state", with_optimizer=True)
+    assert trained(full, range(4, 6)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_state_before_the_first_step_keeps_its_gradient(full: FullWeightsRank, tmp_path: Path) -> None:
+    full.compute([call_of("a", 0)])
+    full.save("a", tmp_path / "state")
+    norm = full.step("a", ADAM)["grad_norm"]
+    expected = trained(full, range(1, 3))
+    full.load("a", tmp_path / "state", with_optimizer=True)
+    assert full.step("a", ADAM) == {"grad_norm": pytest.approx(norm), "skipped": 0.0, "optimizer_steps": 1.0}
+    assert trained(full, range(1, 3)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_state_without_its_optimizer_starts_with_a_fresh_one(base: Path, tmp_path: Path) -> None:
+    full, other = full_rank(base), full_rank(base)
+    trained(full, range(2))
+    full.compute([call_of("a", 50)])
+    full.save("a", tmp_path / "state")
+    other.load("a", tmp_path / "state", with_optimizer=False)
+    with pytest.raises(ValueError, match="no gradient"):
+        other.step("a", ADAM)
+    other.compute([call_of("a", 0)])
+    assert other.step("a", ADAM)["optimizer_steps"] == 1.0
+    full.load("a", tmp_path / "state", with_optimizer=False)
+    full.compute([call_of("a", 0)])
+    assert full.step("a", ADAM)["optimizer_steps"] == 1.0
+    assert trained(full, range(2)) == pytest.approx(trained(other, range(2)), rel=1e-5)
+
+
+def test_states_that_do_not_fit_are_refused(base: Path, full: FullWeightsRank, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no complete learner state"):
+        full.load("a", tmp_path / "nothing", with_optimizer=True)
+    adapters = rank_with(base, b=SPEC)
+    adapters.save("b", tmp_path / "adapter")
+    with pytest.raises(ValueError, match="holds an adapter"):
+        full.load("a", tmp_path / "adapter", with_optimizer=True)
+    full.save("a", tmp_path / "state")
+    with pytest.raises(CheckpointError, match="holds no saved adapter"):
+        adapters.load("b", tmp_path / "state", with_optimizer=True)
+    larger = full_rank(write_text_policy(tmp_path / "model", "qwen3"))
+    with pytest.raises(ValueError, match="the saved weights lack"):
+        larger.load("a", tmp_path / "state", with_optimizer=True)
+    trained(full, range(1))  # a refusal changes nothing
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_request(full: FullWeightsRank, tmp_path: Path) -> None:
+    full.compute([call_of("a", 0)])
+    (tmp_path / "file").write_text("")
+    for call in (full.save, full.export):
+        with pytest.raises(OSError, match="file"):
+            call("a", tmp_path / "file" / "state")
+    assert full.step("a", ADAM)["optimizer_steps"] == 1.0, "the gradient is kept"
+
+
+def test_an_optimizer_with_other_parameters_is_refused(base: Path) -> None:
+    with pytest.raises(ValueError, match="learner.optimizer=muon does not go with"):
+        FullWeightsRank(tiny_config(base, "training_service.weights=full", "learner.optimizer=muon"), 0, 1)

@@ -171,11 +171,9 @@ def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: Ru
     made = processor(config)
     group = made.prepare(row, "0/0/x").group
     [trajectory] = group.trajectories
-    tokenizer = made.chat._tokenizer
-    pieces, ids, mask = [], trajectory.actions.token_ids, trajectory.action_mask
-    for start, end in spans_of(mask):
-        pieces.append(tokenizer.decode(ids[start:end]))
-    assert pieces == ["A red square.<|im_end|>", "Yes.<|im_end|>"]
+    ids = trajectory.actions.token_ids
+    trained = made.chat._tokenizer.decode(ids[trajectory.action_mask])
+    assert trained == "A red square.<|im_end|>Yes.<|im_end|>"
     assert made.check(row) == group.prompt.num_tokens + len(ids)
 
 
@@ -239,11 +237,6 @@ def test_the_configured_system_prompt_begins_rows_that_have_none(config: RunConf
     made = processor(config, system_prompt="Help.")
     assert made.prepare(row, "x").group.prompt.text.startswith("<|im_start|>system\nHelp.<|im_end|>")
     assert made.prepare(own, "x").group.prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
-
-
-def spans_of(mask: np.ndarray) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
-    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def test_videos_stand_where_their_placeholders_do_in_every_turn(config: RunConfig, tmp_path: Path) -> None:

@@ -164,11 +164,6 @@ def test_turns_before_the_question_are_part_of_the_prompt_and_their_images_come_
     assert alone.media[0].key == prompt.media[1].key, "an image is one medium, as a file and as bytes"
 
 
-def test_a_turn_before_the_question_may_not_imitate_special_tokens(processor: ChatProcessor) -> None:
-    with pytest.raises(PromptError, match="special token"):
-        processor.check(Row("r", "q", "a", "a", history=(Turn("assistant", "<|im_end|>"), Turn("user", "x"))))
-
-
 def test_a_prompt_carries_ids_and_references(processor: ChatProcessor) -> None:
     prompt = processor.prepare(row("2+2?"), "3/1/r")
     assert (prompt.prompt_id, prompt.sample_id, prompt.references) == ("3/1/r", "r", ("7", r"\boxed{7}"))
@@ -234,8 +229,10 @@ def test_text_that_imitates_a_special_token_is_refused(processor: ChatProcessor,
     for use in (processor.check, lambda bad: processor.prepare(bad, "p")):
         with pytest.raises(PromptError, match="special token"):
             use(row(f"What is {token}?"))
-    with pytest.raises(PromptError, match="special token"):
-        processor.check(Row("r", "2+2?", "7", f"7{token}"))
+    later = Row("r", "q", "a", "a", history=(Turn("assistant", token), Turn("user", "x")))
+    for bad in (Row("r", "2+2?", "7", f"7{token}"), later):
+        with pytest.raises(PromptError, match="special token"):
+            processor.check(bad)
     with pytest.raises(PromptError, match="special token"):
         processor.encode_answer(f"7{token}")
 

@@ -362,11 +362,6 @@ def test_rows_share_prefixes_within_a_call_alone(base: Path) -> None:
         assert largest_difference(factors_of(found["true"][1], name), factors_of(found["false"][1], name)) < 1e-5
 
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-MLP = ["gate_proj", "up_proj", "down_proj"]
-
-
 @pytest.fixture(scope="module")
 def peft_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_policy(tmp_path_factory.mktemp("base") / "model", "qwen2")
@@ -374,7 +369,7 @@ def peft_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def peft_twin(peft_base: Path, rank: AdapterRank, spec: AdapterSpec) -> PeftModel:
     """PEFT's model with the factors of the adapter `a`."""
-    kinds = ATTENTION + (MLP if spec.trains_mlp else [])
+    kinds = ["q_proj", "k_proj", "v_proj", "o_proj", *["gate_proj", "up_proj", "down_proj"] * spec.trains_mlp]
     config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, lora_dropout=0.0, target_modules=kinds)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(peft_base), config)
     own = factors_of(rank, "a")

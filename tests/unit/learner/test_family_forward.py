@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 from mobula.cluster.records.trajectory import MediaSpan, Prompt
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.batch import TokenBatch, TokenSequence
+from mobula.learner.policies.batch import TokenSequence
 from mobula.learner.policies.families import family_at, family_of
 from mobula.learner.policies.families.base import VideoFamily
 from mobula.learner.policies.families.vision import released_positions as positions_of_papers
@@ -90,10 +90,6 @@ def policy_of(folder: Path) -> TokenPolicy:
     return TokenPolicy(load_model(str(folder), torch.float32, "sdpa").eval(), learner_of(folder))
 
 
-def batch_of(prompts: Sequence[Prompt]) -> TokenBatch:
-    return collated([TokenSequence.of_response(prompt, ANSWER) for prompt in prompts])
-
-
 def own_inputs(folder: Path, prompt: Prompt) -> dict[str, torch.Tensor]:
     """By the checkpoint's own processor, of frames that were taken as `data.video` sets: 12 of 24, 2 a second."""
     config = load_config(["experiment=digits"]).data
@@ -139,7 +135,7 @@ def released_positions(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.T
 @torch.no_grad()
 def test_ids_tensors_and_log_probs_equal_the_familys_own(folder: Path, prompts: list[Prompt]) -> None:
     policy = policy_of(folder)
-    found = policy(batch_of(prompts), PLAIN).logprobs
+    found = policy(collated([TokenSequence.of_response(prompt, ANSWER) for prompt in prompts]), PLAIN).logprobs
     plain = load_model(str(folder), torch.float32, "sdpa").eval()
     if "second_per_grid_ts" in own_inputs(folder, prompts[0]):
         assert plain.config.vision_config.tokens_per_second == 4

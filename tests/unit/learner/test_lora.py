@@ -30,7 +30,6 @@ from mobula.learner.state_files import read_index
 
 Weights = dict[str, np.ndarray]
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0", "algorithm.max_staleness=4")  # all groups are of version 0
-SCALE = 6.0 / 4
 ALONE = "weight_sync.payload=adapters"
 
 
@@ -65,7 +64,9 @@ def by_hand(folder: Path, factors: dict[str, torch.Tensor]) -> Weights:
     weights = load_file(folder / "model.safetensors")
     for module in modules_of(factors):
         a, b = (factors[f"{module}.lora_{factor}.weight"].double().numpy() for factor in "AB")
-        weights[f"{module}.weight"] = weights[f"{module}.weight"].astype(np.float64) + SCALE * b @ a
+        weights[f"{module}.weight"] = (
+            weights[f"{module}.weight"].astype(np.float64) + 6.0 / 4 * b @ a
+        )  # alpha over rank
     return weights
 
 

@@ -245,7 +245,6 @@ def test_equal_rows_that_follow_one_another_are_computed_in_one_call(
     torch.testing.assert_close(found, row_by_row(parts, lengths, **options), atol=1e-6, rtol=1e-6)
 
 
-CPU = torch.device("cpu")
 PACKED, PADDED = "learner.packing=true", "learner.packing=false"
 VISION = "qwen2.5-vl"
 # Text alone, and families whose images or layers packing refuses.

@@ -143,7 +143,6 @@ def test_a_tie_whose_sides_differ_is_found(tmp_path: Path) -> None:
         assert broken_ties(tmp_path, stored_model(tmp_path)) == broken
 
 
-FSDP2 = ("learner=fsdp2",)
 SHARED = {
     "qwen2.5-vl": (),
     "qwen3-vl-moe": ("policy.freeze=[router]",),
@@ -178,7 +177,7 @@ def test_ranks_of_any_number_have_the_weights_of_the_files_and_draw_the_same_oth
     ]
     multiprocessing.set_forkserver_preload(["loaded_ranks"])
     for num_ranks in (1, 2):
-        arguments = (num_ranks, FSDP2, folders, tmp_path)
+        arguments = (num_ranks, ("learner=fsdp2",), folders, tmp_path)
         mp.start_processes(load_all, args=arguments, nprocs=num_ranks, start_method="forkserver")
     one, two = (torch.load(tmp_path / f"drawn-{num_ranks}.pt") for num_ranks in (1, 2))
     for name in SHARED:

@@ -187,14 +187,8 @@ def test_unfit_options_are_refused(options: dict[str, Any], match: str) -> None:
         ask(["http://127.0.0.1:1/v1/chat/completions"], [], **options)
 
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
-
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT |= dict.fromkeys(("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"), "1")
 Call = Callable[..., Any]
 
 

@@ -45,11 +45,8 @@ def request(
 
 
 def ask(name: str, requests: Sequence[RewardRequest], **options: Any) -> tuple[Outcome, ...]:
-    return evaluate_batch(build_function(name, {key: _text(value) for key, value in options.items()}, TOOLS), requests)
-
-
-def _text(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    texts = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    return evaluate_batch(build_function(name, texts, TOOLS), requests)
 
 
 @pytest.fixture(scope="module")

@@ -427,17 +427,13 @@ GOOD: dict[str, Any] = {
 }
 
 
-def write(folder: Path, *lines: dict[str, Any] | str | bytes) -> None:
-    """Write train.jsonl with two image files beside it; reading a split does not look into them."""
+def read(folder: Path, *lines: dict[str, Any] | str | bytes) -> Split:
+    """The split of these lines, with two image files beside it; reading does not look into them."""
     for name in ("a.png", "b.png"):
         (folder / name).write_bytes(b"image")
     encoded = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
     content = b"\n".join(line.encode() if isinstance(line, str) else line for line in encoded)
     (folder / "train.jsonl").write_bytes(content + b"\n")
-
-
-def read(folder: Path, *lines: dict[str, Any] | str | bytes) -> Split:
-    write(folder, *lines)
     return read_split(folder, "train")
 
 

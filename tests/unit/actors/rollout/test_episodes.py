@@ -43,7 +43,6 @@ from mobula.learner.policies.trained import row_of
 
 TEMPERATURE = 0.8
 FIRST = Attempt("r")
-Run = Callable[..., TrajectoryGroup]
 
 
 @pytest.fixture(scope="module")

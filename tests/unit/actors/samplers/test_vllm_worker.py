@@ -35,8 +35,6 @@ from mobula.actors.samplers.vllm.weights import (
 from mobula.cluster.errors import WeightSyncError
 from mobula.deploy.preflight.findings import engine_build
 
-NUM_TOKENS = 20  # of the prompt; the image takes the tokens from 2 to 10
-
 
 @pytest.fixture
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +54,7 @@ def _request(num_computed_tokens: int) -> SimpleNamespace:
     others = dict.fromkeys(("sampling_params", "pooling_params", "lora_request", "prompt_embeds"))
     return SimpleNamespace(
         request_id="7",
-        prompt_token_ids=list(range(NUM_TOKENS)),
+        prompt_token_ids=list(range(20)),  # the image takes those from 2 to 10
         mm_features=[image],
         num_computed_tokens=num_computed_tokens,
         prompt_is_token_ids=None,

@@ -32,8 +32,6 @@ WORDS = (
     "num_steps=6",
 )  # fmt: skip
 
-APART = "algorithm.critic.place=own_ranks"
-
 
 @pytest.fixture(scope="module")
 def updates(tokenizer) -> list[list[ScoredGroup]]:
@@ -48,7 +46,7 @@ def together(folder: Path) -> LearnerGroup:
 
 
 def apart(folder: Path, export: Path) -> LearnerWithCritic:
-    config = tiny_config(folder, *WORDS, APART)
+    config = tiny_config(folder, *WORDS, "algorithm.critic.place=own_ranks")
     critic = CriticGroup(lambda: [LocalHandle(CriticRank(config, 0, 1))], config.timeouts, by_value)
     learner = [LocalHandle(Learner(config, 0, 1, (250,)))]
     return LearnerWithCritic(lambda: learner, config.timeouts, by_value, None, critic=critic, folder=export)

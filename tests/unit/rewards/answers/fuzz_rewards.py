@@ -266,14 +266,6 @@ def _format_tags(rng: Random) -> Wrong:
     return Wrong("".join(parts))
 
 
-def _format_json(rng: Random) -> Wrong:
-    return Wrong(rng.choice(_TABLES["json"]))
-
-
-def _format_boxed(rng: Random) -> Wrong:
-    return Wrong(rng.choice(_TABLES["boxes"]))
-
-
 def _language(rng: Random) -> Wrong:
     frames = (
         "Die Katze sitzt heute auf der gr\u00fcnen Matte und schl\u00e4ft.",
@@ -308,9 +300,9 @@ RULES: dict[str, tuple[str, dict[str, Any], Callable[[Random], Wrong] | None]] =
     "grounding": ("grounding", {"claims": "json:entities", "evidence": "evidence"}, _grounding),
     "iou": ("iou", {"extract": "whole", "boxes": "boxes", "form": "xyxy", **_PIXELS}, _iou),
     "iou_json": ("iou", {"extract": "boxed", "boxes": "boxes", "form": "xywh", **_PIXELS}, _iou_boxed),
-    "format_boxed": ("format", {"preset": "boxed"}, _format_boxed),
+    "format_boxed": ("format", {"preset": "boxed"}, lambda rng: Wrong(rng.choice(_TABLES["boxes"]))),
     "format_tags": ("format", {"tags": ["think", "answer"]}, _format_tags),
-    "format_json": ("format", {"json_fields": ["answer"]}, _format_json),
+    "format_json": ("format", {"json_fields": ["answer"]}, lambda rng: Wrong(rng.choice(_TABLES["json"]))),
     "format_pattern": ("format", {"pattern": r"q(\w+\s?)*q"}, None),
     "cost": ("cost", {"target_tokens": 10, "latency_budget_ms": 100}, None),
     "overlong": ("overlong", {"max_tokens": 100, "buffer_tokens": 50, "penalty": 1.0}, None),

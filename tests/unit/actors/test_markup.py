@@ -21,13 +21,8 @@ from mobula.learner.policies.tiny import TINY
 
 MODELS = ("qwen2.5-vl", "llava", "idefics3", "gemma3", "llama")
 MARKUP = "Write <image>, <video> or <audio>."
-SPECIAL = (
-    "<|im_end|>",
-    "<|vision_start|><|image_pad|><|vision_end|>",
-    "<|video_pad|>",
-    "<image>",
-    "<end_of_utterance>",
-)
+IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
+SPECIAL = ("<|im_end|>", IMAGE_TOKENS, "<|video_pad|>", "<image>", "<end_of_utterance>")
 ANSWER = {"role": "assistant", "content": "7"}
 PNG = encoded(Image.new("RGB", (56, 56)))
 

@@ -64,9 +64,8 @@ def by_hand(folder: Path, factors: dict[str, torch.Tensor]) -> Weights:
     weights = load_file(folder / "model.safetensors")
     for module in modules_of(factors):
         a, b = (factors[f"{module}.lora_{factor}.weight"].double().numpy() for factor in "AB")
-        weights[f"{module}.weight"] = (
-            weights[f"{module}.weight"].astype(np.float64) + 6.0 / 4 * b @ a
-        )  # alpha over rank
+        name, scale = f"{module}.weight", 6.0 / 4
+        weights[name] = weights[name].astype(np.float64) + scale * b @ a
     return weights
 
 

@@ -30,6 +30,7 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 
 PROMPT = make_prompt("0/0/s0")
 DEADLINES_S = dict.fromkeys(("start_s", "rollout_s", "sync_s", "sign_s", "probe_s", "stop_s"), 5.0)
+RENDEZVOUS = Rendezvous("host", 1, 1, 2, "gloo", 5.0)
 
 
 class Server(PromptServer):
@@ -133,10 +134,7 @@ async def test_calls_carry_their_arguments_and_answers() -> None:
         (lambda c: c.generate(PROMPT, SETTINGS), "waited 0.05 s for rollout/0 to generate prompt 0/0/s0"),
         (lambda c: c.prompt_logprobs(PROMPT), "rollout/0 to score the probe prompt"),
         (lambda c: c.check_manifest(Manifest(())), "rollout/0 to check the manifest"),
-        (
-            lambda c: c.join_transfer(Rendezvous("host", 1, 1, 2, "gloo", 5.0), 1),
-            "rollout/0 to join the transfer group",
-        ),
+        (lambda c: c.join_transfer(RENDEZVOUS, 1), "rollout/0 to join the transfer group"),
         (lambda c: c.receive_weights(Manifest(()), 64, 7), "rollout/0 to receive version 7"),
         (lambda c: c.load_weights(Manifest(()), 64, [], 7), "rollout/0 to load version 7"),
         (lambda c: c.weight_version(), "rollout/0 to name its weight version"),

@@ -226,47 +226,31 @@ def test_the_whole_truth_scores_1(separator: str) -> None:
     ("sentences", "num_right"),
     [
         ((A, B, WRONG_C, SUM), 3),
-        ((A, B, C, "The sum is 11."), 3),
+        *[((A, B, C, last), 3) for last in ("The sum is 11.", "The sum is 010.")],
+        *[((A, B, C, last), 2) for last in ("The sum is -10.", "So: " + SUM)],
         ((WRONG_A, WRONG_B, C, "The sum is 12."), 1),
         # cut off
         ((A, B), 2),
         ((A, "Picture B is the dig"), 0),  # a piece of a sentence states nothing: another sentence
         ((A, B, C, "The sum is 1"), 2),
-        (("",), 0),
-        ((" \n",), 0),
+        *[((blank,), 0) for blank in ("", " \n")],
         # a sentence is missing: what follows is not in its place
-        ((A, C, SUM), 2),
-        ((B, C, SUM), 1),
-        ((A, B, C), 3),
-        ((SUM,), 1),
+        *[((A, C, SUM), 2), ((B, C, SUM), 1), ((A, B, C), 3), ((SUM,), 1)],
         # another order
-        ((B, A, C, SUM), 2),
-        ((SUM, A, B, C), 0),
-        ((A, SUM, B, C), 1),
+        *[((B, A, C, SUM), 2), ((SUM, A, B, C), 0), ((A, SUM, B, C), 1)],
         # the same image twice
-        ((A, A, B, C, SUM), 1),
-        ((A, B, B, SUM), 3),
-        ((A, A.replace("7", "3"), C, SUM), 3),
+        *[((A, A, B, C, SUM), 1), ((A, B, B, SUM), 3), ((A, A.replace("7", "3"), C, SUM), 3)],
         # more words never earn more
         ((A, B, C, SUM, SUM), 2),  # no sum, as there are two, and one sentence too many
         ((A, B, C, "The sum is 11.", SUM), 2),
         ((A, B, C, *(f"The sum is {n}." for n in range(20))), 0),
         ((A, B, C, "Picture D is the digit 0.", SUM), 3),
-        ((A, B, C, SUM, "Picture D is the digit 0."), 2),
+        *[((A, B, C, SUM, more), 2) for more in ("Picture D is the digit 0.", "I am sure.")],
         ((*(A.replace("7", str(n)) for n in range(10)), SUM), 0),
-        ((A, B, C, SUM, "I am sure."), 2),
-        ((A, B, C, "So: " + SUM), 2),
-        (("Well.", A, B, C, SUM), 0),
-        ((f"{A[:-1]} or 8.", B, C, SUM), 2),
-        ((A[:-1], B, C, SUM), 2),  # without its full stop
-        ((A.lower(), B, C, SUM), 2),
-        ((A.replace("7", "07"), B, C, SUM), 2),
-        ((A.replace("7", "٧"), B, C, SUM), 2),
-        ((A, B, C, "The sum is 010."), 3),
-        ((A, B, C, "The sum is -10."), 2),
-        ((A + B, C, SUM), 0),
-        ((A, B, C, SUM) * 200, 0),
-        (("." * 10_000,), 0),
+        *[(("Well.", A, B, C, SUM), 0), ((A + B, C, SUM), 0), ((A, B, C, SUM) * 200, 0), (("." * 10_000,), 0)],
+        # the first sentence in other words
+        *[((first, B, C, SUM), 2) for first in (f"{A[:-1]} or 8.", A[:-1], A.lower())],
+        *[((A.replace("7", seven), B, C, SUM), 2) for seven in ("07", "٧")],
     ],
 )
 def test_each_statement_in_its_place_has_a_fourth_of_the_credit(sentences: tuple[str, ...], num_right: int) -> None:

@@ -150,36 +150,30 @@ PIECES = (
 )  # fmt: skip
 
 
+TWICE = ('"args": {}, "args": {"a": 1}', '"args": {"a": 1, "a": 2}', '"args": {}, "parameters": {}')
+UNREADABLE = ("{", "[" * 100_000, '{"name": "calculator"} and more', "{'name': 'calculator'}", "")
+
+
 @pytest.mark.parametrize(
-    ("text", "status"),
+    ("body", "status"),
     [
-        ('<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>', "ok"),
-        ('<tool_call>{"name": "calculator"}</tool_call>', "ok"),
-        ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', "unknown_tool"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "missing_name"),
-        ('<tool_call>{"name": 3}</tool_call>', "missing_name"),
-        ('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>', "malformed_structure"),
-        ("<tool_call>[1]</tool_call>", "malformed_structure"),
-        ("<tool_call>{</tool_call>", "invalid_json"),
-        ('<tool_call>{"name": "calculator", "arguments": {"x": NaN}}</tool_call>', "invalid_json"),
-        (f"<tool_call>{'[' * 100_000}</tool_call>", "invalid_json"),
-        ('<tool_call>{"name": "calculator"}', "unclosed_block"),
-        ('<tool_call>{"name": "calculator", "arguments": {"formula": "1"}}</tool_call>', "unknown_argument"),
-        ('<tool_call>{"name": "calculator", "expression": "1+1"}</tool_call>', "malformed_structure"),
-        ('<tool_call>{"name": "calculator", "arguments": "1+1"}</tool_call>', "malformed_structure"),
-        ('<tool_call>{"name": "calculator", "args": {}, "args": {"a": 1}}</tool_call>', "malformed_structure"),
-        ('<tool_call>{"name": "calculator", "args": {"a": 1, "a": 2}}</tool_call>', "malformed_structure"),
-        ('<tool_call>{"name": "calculator", "args": {}, "parameters": {}}</tool_call>', "malformed_structure"),
-        ('<tool_call>{"name": "calculator", "arguments": {"expression": "\\ud800"}}</tool_call>', "invalid_json"),
-        ('<tool_call>{"name": "calculator"} and more</tool_call>', "invalid_json"),
-        ("<tool_call>{'name': 'calculator'}</tool_call>", "invalid_json"),
-        ("<tool_call>[]</tool_call>", "malformed_structure"),
-        ("<tool_call></tool_call>", "invalid_json"),
+        ('{"name": "calculator", "arguments": {"expression": "1+1"}}', "ok"),
+        ('{"name": "calculator"}', "ok"),
+        ('{"name": "rm", "arguments": {}}', "unknown_tool"),
+        ('{"name": "calculator", "arguments": {"formula": "1"}}', "unknown_argument"),
+        *[(body, "missing_name") for body in ('{"arguments": {}}', '{"name": 3}')],
+        *[(body, "malformed_structure") for body in ("[1]", "[]", '{"name": "calculator", "expression": "1+1"}')],
+        *[(f'{{"name": "calculator", "arguments": {value}}}', "malformed_structure") for value in ("[1]", '"1+1"')],
+        *[(f'{{"name": "calculator", {pairs}}}', "malformed_structure") for pairs in TWICE],
+        *[(body, "invalid_json") for body in UNREADABLE],
+        *[(f'{{"name": "calculator", "arguments": {{"x": {x}}}}}', "invalid_json") for x in ("NaN", '"\\ud800"')],
     ],
-)  # fmt: skip
-def test_every_kind_of_call_has_its_status(text: str, status: str) -> None:
-    (call,) = parse_tool_calls(f"first {text}", TOOLS)
+)
+def test_every_kind_of_call_has_its_status(body: str, status: str) -> None:
+    (call,) = parse_tool_calls(f"first <tool_call>{body}</tool_call>", TOOLS)
     assert call.status == status
+    (unclosed,) = parse_tool_calls('first <tool_call>{"name": "calculator"}', TOOLS)
+    assert unclosed.status == "unclosed_block"
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,9 @@ class Scorer:
 class Running:
     """A uvicorn server in a thread."""
 
-    def __init__(self, app: Any, port: int = 0) -> None:
-        config = uvicorn.Config(
-            app, host="127.0.0.1", port=port, log_level="critical", lifespan="auto", timeout_graceful_shutdown=5
-        )
-        self._server = uvicorn.Server(config)
+    def __init__(self, app: Any, port: int = 0, grace_s: int = 5) -> None:
+        limits = {"log_level": "critical", "lifespan": "auto", "timeout_graceful_shutdown": grace_s}
+        self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, **limits))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         until = time.monotonic() + 20

@@ -175,6 +175,15 @@ def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokeni
     assert not torch.equal(*drawn)
 
 
+def test_no_learning_rate_leaves_every_weight_as_it_was(folder, tokenizer) -> None:
+    config = tiny_config(folder)
+    still = config.learner.model_copy(update={"learning_rate": 0.0})  # the schema refuses it
+    learner = connected(config.model_copy(update={"learner": still}))
+    before = copied(learner)
+    learner.update(random_groups(tokenizer, 3, 4), 1)
+    assert largest_difference(before, copied(learner)) == 0
+
+
 @pytest.mark.parametrize("tokens", [30, 150, 100_000])
 def test_siblings_that_compute_their_prompt_once_have_the_same_gradient(folder, tokenizer, tokens: int) -> None:
     groups = sampled(tiny_config(folder, "learner.packing=false"), folder, random_groups(tokenizer, 6, 4))

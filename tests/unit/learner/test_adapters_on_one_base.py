@@ -17,7 +17,6 @@ from adapter_rows import (
     call_of,
     computed,
     factors_of,
-    largest_difference,
     logprobs_of,
     rank_with,
     rows_of,
@@ -27,7 +26,7 @@ from adapter_rows import (
 )
 from fakes import LocalHandle, by_value
 from learner_data import image, prompt, tiny_config
-from one_learner import connected_learner
+from one_learner import connected_learner, largest_difference
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_checkpoints import write_text_policy
 from torch import Tensor, nn

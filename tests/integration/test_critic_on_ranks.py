@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from backend_run import config_of, connected, equal, leave, steps, weights, without_sharing
-from learner_data import cut_off, image, prompt
+from learner_data import cut_off, image, prompt, random_groups, tiny_config
 from one_learner import at_hand, saved
 from transformers import AutoTokenizer
 
@@ -120,3 +120,46 @@ def test_two_ranks_go_on_from_a_checkpoint_exactly(one: dict, two: dict) -> None
         metrics_again, policy_again, values_again = seen["again"]
         assert metrics_again == metrics and equal(policy_again, policy, atol=0)
         assert torch.equal(values_again, values) and not torch.equal(values, seen["values"])
+
+
+TEN_STEPS = (
+    "algorithm=ppo_gae", "algorithm.kl.coef=0", "algorithm.critic.learning_rate=1e-3", "algorithm.max_staleness=99",
+    "learner.tokens_per_microbatch=120",
+    "learner.adam_eps=1.0e-4",  # at 1e-8 rounding of a gradient near 0 becomes a step as large as the learning rate
+)  # fmt: skip
+CURVES = ("loss", "value_loss", "entropy", "grad_norm", "critic_grad_norm", "explained_variance", "response_length")
+
+
+def train_ten_steps(rank: int, world_size: int, model: Path, words: tuple[str, ...], out: Path) -> None:
+    """Ten updates, each with groups of its own; rank 0 writes what came out."""
+    if world_size > 1:
+        torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = tiny_config(model, *TEN_STEPS, *words, f"resources.learner.num_workers={world_size}")
+    learner = connected(Learner(config, rank, world_size, (250,)), rank, world_size, out / "address")
+    learner.begin_rl()
+    seen = {"before": weights(learner)}
+    updates = [random_groups(tokenizer, 4, 3, seed=10 * n) for n in range(10)]
+    seen["metrics"] = [dict(learner.update(groups, n + 1).metrics) for n, groups in enumerate(updates)]
+    seen["weights"] = weights(learner)
+    leave(learner, rank, seen, out / "seen.pt")
+
+
+@pytest.fixture(scope="module")
+def ten_steps(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    out = tmp_path_factory.mktemp("ten")
+    train_ten_steps(0, 1, model, (), out)
+    return torch.load(out / "seen.pt")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("backend", ["fsdp2", "zero_2", "zero_3"])
+def test_ranks_have_the_curves_of_one_process(ten_steps: dict, model: Path, tmp_path: Path, backend: str) -> None:
+    multiprocessing.set_forkserver_preload(["backend_run", "deepspeed"])
+    args = (2, model, BACKENDS[backend], tmp_path)
+    mp.start_processes(train_ten_steps, args=args, nprocs=2, start_method="forkserver")
+    found = torch.load(tmp_path / "seen.pt")
+    for ours, theirs in zip(found["metrics"], ten_steps["metrics"], strict=True):
+        assert {n: ours[n] for n in CURVES} == pytest.approx({n: theirs[n] for n in CURVES}, rel=2e-3, abs=1e-4)
+    assert equal(found["weights"], ten_steps["weights"], atol=5e-5)
+    assert not equal(ten_steps["weights"], ten_steps["before"], atol=1e-3)

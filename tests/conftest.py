@@ -70,7 +70,7 @@ def file_of(test: str) -> str:
 
 
 def slow_tests(durations: Mapping[str, float]) -> set[str]:
-    """Names of tests that `make test` leaves out: long ones, and all but one of the variants of others."""
+    """Names of tests that `make test` leaves out: long ones, and all but one of the slower variants of a test."""
     slow = {name for name, seconds in durations.items() if seconds > SLOW_S}
     variants = defaultdict[str, list[str]](list)
     for name in sorted(durations.keys() - slow):

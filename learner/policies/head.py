@@ -121,9 +121,9 @@ def _of_targets(all_logprobs: Tensor, targets: Tensor) -> Tensor:
 class ScoringHead(nn.Module):
     """Replaces a model's output layer, with the same weight under the same name.
 
-    Logits are computed for one chunk of tokens at a time. A forward pass that is trained keeps those of the last chunk,
-    and the backward pass computes the others again, so that no [N, V] matrix of N tokens and a vocabulary of V is
-    materialised.
+    Logits are computed for one chunk of tokens at a time. A forward pass with gradients keeps those of the last
+    chunk, and the backward pass computes the others again, so that no [N, V] matrix of N tokens and a vocabulary of V
+    is materialised.
     """
 
     def __init__(self, output: nn.Module, chunk_tokens: int) -> None:
@@ -181,7 +181,7 @@ class _Score:
         return [statistics.logprobs, statistics.entropy][: 1 + self.entropy_has_gradient]
 
     def trained(self, logits: Tensor, targets: Tensor, chunk: slice) -> list[Tensor]:
-        """The same, of `chunk` alone."""
+        """Computes these for `chunk`, and no other statistics unless entropies are requested."""
         if self.entropy_has_gradient:
             return self.with_gradient(self(logits, targets, chunk))
         return [target_logprobs(logits, targets[chunk], self.distribution, self._part(chunk))]
@@ -213,7 +213,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             with torch.set_grad_enabled(score.is_trained):
                 kept = score(logits, targets, last)
         parts.append(TokenLogprobs(*(column.detach() for column in kept)))
-        # The backward pass begins with the last chunk: its logits need no more memory than computing them again does.
+        # The backward pass begins with the last chunk: kept logits take no more memory than computed ones.
         ctx.last = (logits, score.with_gradient(kept)) if score.is_trained else None
         logprobs, entropy, is_argmax = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fakes import FakeMetrics, FakeStep
 from jobs import BARE, GONE_DEADLINE_S, MOBULA, RUN_DEADLINE_S, SMALL, Job, none_left
-from offline_rows import conversation, write_rows
+from offline_rows import conversation, write_digit_rows
 from safetensors.torch import load_file
 from small_cluster import Shape, SmallRun
 from test_faults import expected
@@ -101,7 +101,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_its_stop_as_if_it_had_never_stoppe
 def test_an_offline_job_goes_on_from_the_checkpoint_of_its_stop(tmp_path: Path) -> None:
     """It has no journal: what it keeps of its steps is the checkpoint alone."""
     (tmp_path / "rows").mkdir()
-    write_rows(tmp_path / "rows", tmp_path / "digits", conversation, train=200, validation=60)
+    write_digit_rows(tmp_path / "rows", tmp_path / "digits", conversation, train=200, validation=60)
     stopped, whole = two_jobs(tmp_path, (*LONG_SFT, f"data.path={tmp_path / 'rows'}"), BARE)
     with stopped, whole:
         version = stop_after(stopped, 5, *SFT)
@@ -168,7 +168,7 @@ SURROUNDINGS = {
 
 def job_of(tmp_path: Path, num_steps: int) -> Job:
     (tmp_path / "rows").mkdir()
-    write_rows(tmp_path / "rows", tmp_path / "digits", conversation, train=40, validation=8)
+    write_digit_rows(tmp_path / "rows", tmp_path / "digits", conversation, train=40, validation=8)
     return Job(tmp_path, (*SHORT_SFT, f"data.path={tmp_path / 'rows'}", f"num_steps={num_steps}"), BARE)
 
 

@@ -37,6 +37,16 @@ NUM_TOKENS = 3
 SETTINGS = SamplingSettings(num_samples=NUM_SAMPLES, temperature=1.0, max_tokens=NUM_TOKENS, seed=7)
 
 
+class Code:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self._mark), "w")
+
+
 def by_value(value: Any) -> Any:
     """In the place of an object store."""
     return value

@@ -95,7 +95,7 @@ def scored(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
     return {"messages": [_asked(image), {"role": "assistant", "content": answer}], "score": float(is_boxed)}
 
 
-def write_rows(folder: Path, digits: Path, rows: Rows, **num_rows: int) -> Path:
+def write_digit_rows(folder: Path, digits: Path, rows: Rows, **num_rows: int) -> Path:
     """`<split>.jsonl` with `num_rows[split]` rows each, beside copies of the digits' images."""
     write_digits(digits, task="digits")
     shutil.copytree(digits / "images", folder / "images", dirs_exist_ok=True)

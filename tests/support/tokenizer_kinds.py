@@ -313,7 +313,7 @@ def write_tokenizer(folder: Path, kind: str, template: str, *, adds_bos: bool = 
     return tokenizer
 
 
-def chat_of(model: Path | str, *words: str, device: str = "cpu", **changes: object) -> ChatProcessor:
+def chat_of_model(model: Path | str, *words: str, device: str = "cpu", **changes: object) -> ChatProcessor:
     """The processor of a run with this model and no text behind questions; `changes` are of its `data` section."""
     config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''", *words])
     data = config.data.model_copy(update=changes)

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 from PIL import Image
 from tiny_checkpoints import write_text_policy
-from tokenizer_kinds import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN2_5, QWEN3, TEXT_ALONE, THINKING, TOOLS, chat_of
+from tokenizer_kinds import (
+    CHAT_TEMPLATES,
+    DEEPSEEK_R1,
+    GEMMA_3,
+    QWEN2_5,
+    QWEN3,
+    TEXT_ALONE,
+    THINKING,
+    TOOLS,
+    chat_of_model,
+)
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -71,7 +81,7 @@ def build(folder: Path) -> Build:
         (folder / "chat_template.jinja").write_text(template)
         if "date_string" in template:
             kwargs = {"date_string": "26 Jul 2024", **kwargs}
-        return chat_of(folder, template_kwargs=kwargs)
+        return chat_of_model(folder, template_kwargs=kwargs)
 
     return built
 
@@ -233,7 +243,7 @@ def tagged(folder: Path, target: Path) -> str:
 
 def test_tags_that_are_special_tokens_are_text_to_rewards_stop_strings_and_rows(folder: Path, tmp_path: Path) -> None:
     model = tagged(folder, tmp_path)
-    chat = chat_of(model)
+    chat = chat_of_model(model)
     ids = chat._tokenizer("<answer>7</answer>8<|im_end|><|endoftext|>", add_special_tokens=False).input_ids
     assert chat.decode(ids) == "<answer>7</answer>8"
     hidden = (*chat.eos_token_ids, chat.pad_token_id)
@@ -249,7 +259,7 @@ def test_a_template_of_the_tokenizer_is_that_of_the_processor(tmp_path: Path) ->
     model = write_tiny_qwen2_5_vl(tmp_path)
 
     def prompt() -> str:
-        return chat_of(model).render([("user", "<image>Q")], is_open=True)
+        return chat_of_model(model).render([("user", "<image>Q")], is_open=True)
 
     expected, template = prompt(), (model / "chat_template.jinja").read_text()
     settings = json.loads((model / "tokenizer_config.json").read_text())
@@ -271,7 +281,7 @@ def test_a_template_of_the_tokenizer_is_that_of_the_processor(tmp_path: Path) ->
 def test_images_without_a_place_in_the_template_skip_their_row(tmp_path: Path) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path)
     (model / "chat_template.jinja").write_text(TEXT_ALONE)
-    chat = chat_of(model)
+    chat = chat_of_model(model)
     assert chat.render([("user", "Q")], is_open=True) == PROMPTS["text alone"][0]
     with pytest.raises(PromptError, match="takes the content of a user turn as text alone, so it has no place for the"):
         chat.render([("user", "<image>Q")], is_open=True)
@@ -289,7 +299,7 @@ def test_answers_about_images_are_found(tmp_path: Path, name: str, head: str, an
     model = write_tiny_qwen2_5_vl(tmp_path)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATES[name])
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
-    chat = chat_of(model, "data.max_pixels=50176")
+    chat = chat_of_model(model, "data.max_pixels=50176")
     row = replace(conversation("7"), images=(tmp_path / "a.png",), context=(OfflineTurn("user", "<image>Q", False),))
     group = offline(chat).prepare(row, "p").group
     before, trained = head.format(image="<|vision_start|><|image_pad|><|vision_end|>"), f"{answer}<|im_end|>"
@@ -303,7 +313,7 @@ def test_padding_that_is_a_word_of_texts_stays_in_them(folder: Path, tmp_path: P
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.pad_token = pad
     tokenizer.save_pretrained(tmp_path)
-    chat = chat_of(tmp_path)
+    chat = chat_of_model(tmp_path)
     assert (chat.pad_token_id in chat.eos_token_ids) == is_end
     assert chat.check(Row("r", "Say it!", "7!", "7!")) > 0
     assert chat.decode(chat.encode_answer("7!")) == "7!"
@@ -319,7 +329,7 @@ def test_a_prompt_begins_with_one_bos_where_the_processor_adds_it(tmp_path: Path
     tokenizer.save_pretrained(model)
     template = CHAT_TEMPLATES["without an end"]
     (model / "chat_template.jinja").write_text("{{- bos_token -}}" * bos_in_template + template)
-    chat = chat_of(model, device="cuda")
+    chat = chat_of_model(model, device="cuda")
     prompt = chat.prepare(Row("r", "Q", "7", "7"), "p")
     assert prompt.text == "<|endoftext|>USER: Q ASSISTANT:"
     messages = [{"role": "user", "content": "Q"}]

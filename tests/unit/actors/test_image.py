@@ -21,7 +21,7 @@ from http_servers import MediaServer, media_server
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from tokenizer_kinds import chat_of
+from tokenizer_kinds import chat_of_model
 
 from mobula.actors.datasets.media import (
     DownloadLimits,
@@ -216,7 +216,7 @@ KINDS: dict[str, Callable[[], bytes]] = {
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     model = write_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed=0)
     data = {"max_prompt_tokens": 100_000, "max_image_bytes": 10**7, "min_pixels": 784, "max_pixels": 50_176}
-    return chat_of(model, "sampler.max_images_per_prompt=2", device="cuda", **data)
+    return chat_of_model(model, "sampler.max_images_per_prompt=2", device="cuda", **data)
 
 
 @pytest.mark.parametrize("kind", KINDS)

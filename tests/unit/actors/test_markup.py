@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from data_rows import conversation_rows, encoded, read_records, read_split, write_rows
 from PIL import Image
-from tokenizer_kinds import chat_of
+from tokenizer_kinds import chat_of_model
 
 from mobula.actors.datasets.rows import Row
 from mobula.actors.environments.base import IMAGE_MARK, EpisodeError, Message, checked_observation, message_of, row_text
@@ -30,7 +30,7 @@ PNG = encoded(Image.new("RGB", (56, 56)))
 @pytest.fixture(scope="module", params=[name for name in MODELS if name in TINY])
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     model = TINY[request.param](tmp_path_factory.mktemp("markup") / "model")
-    return chat_of(model, "data.max_prompt_tokens=900")
+    return chat_of_model(model, "data.max_prompt_tokens=900")
 
 
 @pytest.fixture

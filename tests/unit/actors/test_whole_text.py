@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tiny_checkpoints import families, write_text_policy
-from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, chat_of, write_tokenizer
+from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, chat_of_model, write_tokenizer
 from transformers import ByT5Tokenizer
 
 from mobula.actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
@@ -43,7 +43,7 @@ PAIRS = [
 @pytest.fixture(scope="module", params=PAIRS)
 def chat(request: pytest.FixtureRequest, folder: Path) -> ChatProcessor:
     write_tokenizer(folder, *request.param)
-    made = chat_of(folder)
+    made = chat_of_model(folder)
     made.kind, made.template_name = request.param  # type: ignore[attr-defined]
     made.end = TEMPLATES[request.param[1]][1]  # type: ignore[attr-defined]
     return made
@@ -178,7 +178,7 @@ def test_special_tokens_of_an_observation_are_text_without_a_space_around_them(c
 
 def made_chat(folder: Path, kind: str, template: str, **options: Any) -> ChatProcessor:
     write_tokenizer(folder, kind, template, **options)
-    made = chat_of(folder)
+    made = chat_of_model(folder)
     made.kind, made.end = kind, TEMPLATES[template][1]  # type: ignore[attr-defined]
     return made
 
@@ -231,7 +231,7 @@ def test_a_token_over_the_border_is_trained_if_it_holds_more_of_an_answer_than_w
 def test_a_template_without_an_end_gets_one_as_text(folder: Path) -> None:
     chat = made_chat(folder, "metaspace_first", "vicuna")
     (folder / "chat_template.jinja").write_text(TEMPLATES["vicuna"][0].replace("</s>", " "))
-    chat = chat_of(folder)
+    chat = chat_of_model(folder)
     messages = talk("Q", "7", "More", "8")
     found = ids_of(group_of(chat, messages[:1], messages[1:]))
     text = "<s>USER: Q ASSISTANT: 7</s> USER: More ASSISTANT: 8</s>"
@@ -245,13 +245,13 @@ def test_a_tokenizer_without_offsets_is_refused(folder: Path, tmp_path: Path) ->
     ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"][0])
     with pytest.raises(ValueError, match=r"policy\.model=.*ByT5Tokenizer.*convert its tokenizer to a tokenizer\.json"):
-        chat_of(tmp_path)
+        chat_of_model(tmp_path)
 
 
 @pytest.mark.parametrize("family", families(TINY))
 def test_tiny_models_have_the_tokens_of_their_own_processor(family: str, tmp_path: Path) -> None:
     model = TINY[family](tmp_path / "model")
-    chat = chat_of(model, device="cuda")
+    chat = chat_of_model(model, device="cuda")
     messages = talk("Which digit?", "The answer is 7.", " More\n", "\n- one")
     text = chat.render([(m["role"], m["content"]) for m in messages], is_open=False)
     if chat.first_end(chat.template.around_answer()[2]) is None:  # the template ends no answer
@@ -267,7 +267,7 @@ def test_smollm2_has_the_tokens_of_its_template(tmp_path: Path) -> None:
     write_text_policy(tmp_path, "llama")
     tokenizer = smollm2_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    chat = chat_of(tmp_path)
+    chat = chat_of_model(tmp_path)
     chat.kind, chat.end = "", "<|im_end|>"  # type: ignore[attr-defined]
     for answer in ANSWERS:
         messages = [{"role": "system", "content": "Be brief."}, *talk("2 + 2?", "It is  4.", "More", answer)]

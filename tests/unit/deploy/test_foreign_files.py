@@ -13,7 +13,6 @@ import tarfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from data_rows import read_split
+from fakes import Code
 from learner_data import tiny_config
 from reward_data import TOOLS
 from tiny_checkpoints import write_text_model
@@ -48,16 +48,6 @@ MODEL_PARTS = {
     "processor_config.json": ("AutoProcessor",),
     "preprocessor_config.json": ("AutoImageProcessor", "AutoProcessor"),
 }  # fmt: skip
-
-
-class Code:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        return open, (str(self._mark), "w")
 
 
 @pytest.fixture(scope="module")

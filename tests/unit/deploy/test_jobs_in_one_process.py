@@ -16,7 +16,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from flow_run import FlowRun, flow_config, janus_config, made_loud, redness
-from offline_rows import conversation, form_pair, offline_config, pair, scored, write_rows
+from offline_rows import conversation, form_pair, offline_config, pair, scored, write_digit_rows
 from offline_run import OfflineRun
 from one_learner import copied
 from PIL import Image, ImageOps
@@ -60,7 +60,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_qwen2_5_vl(folder / "model")
     for name, rows in (("sft", conversation), ("pairs", pair), ("forms", form_pair), ("scored", scored)):
         (folder / name).mkdir()
-        write_rows(folder / name, folder / "digits", rows, train=200, validation=60)
+        write_digit_rows(folder / name, folder / "digits", rows, train=200, validation=60)
     return folder
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fakes import LocalHandle
 from learner_data import tiny_config
-from offline_rows import conversation, write_rows
+from offline_rows import conversation, write_digit_rows
 from tiny_checkpoints import write_text_policy
 from typer.testing import CliRunner
 
@@ -459,7 +459,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, the digits as questions, and some of them as conversations, one of which is too long."""
     made = tmp_path_factory.mktemp("supervised")
     write_tiny_qwen2_5_vl(made / "model", seed=0)
-    write_rows(made / "rows", made / "digits", conversation, train=7)
+    write_digit_rows(made / "rows", made / "digits", conversation, train=7)
     answer = {"role": "assistant", "content": "long " * 300}
     with (made / "rows" / "train.jsonl").open("a") as file:
         file.write(json.dumps({"id": "long", "messages": [{"role": "user", "content": "Talk."}, answer]}) + "\n")

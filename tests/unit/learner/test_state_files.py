@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from fakes import Code
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,16 +49,6 @@ class Half(Policy):
     def __init__(self, *names: str) -> None:
         super().__init__()
         self.model = nn.ModuleDict({name: nn.Linear(4, 6) for name in names or ("used", "idle")})
-
-
-class Code:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        return open, (str(self._mark), "w")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -31,16 +32,26 @@ def digest(data: torch.Tensor) -> torch.Tensor:
         data = data.clone()
     end = data.numel() // WORD_BYTES * WORD_BYTES
     words, tail = data[:end].reshape(-1, WORD_BYTES).view(torch.int64).flatten(), data[end:]
-    num_rows = words.numel() // NUM_COLUMNS
-    rows, rest = words[: num_rows * NUM_COLUMNS].view(num_rows, NUM_COLUMNS), words[num_rows * NUM_COLUMNS :]
-    in_blocks = num_rows // BLOCK_ROWS * BLOCK_ROWS
-    blocks = rows[:in_blocks].view(-1, BLOCK_ROWS, NUM_COLUMNS)
-    columns = blocks.sum(dim=1).sum(dim=0) + rows[in_blocks:].sum(dim=0)  # [NUM_COLUMNS]
-    columns[: rest.numel()] += rest
-    weights = (torch.arange(1, NUM_COLUMNS + 2, device=data.device) * GOLDEN) | 1  # [NUM_COLUMNS + 1]
-    shifts = 8 * torch.arange(tail.numel(), device=data.device)
-    last = (tail.to(torch.int64) << shifts).sum()
-    return (columns * weights[:-1]).sum() + last * weights[-1]
+    num_rows, weights = words.numel() // NUM_COLUMNS, _column_weights(data.device)
+    rest = words[num_rows * NUM_COLUMNS :]
+    total = (rest * weights[: rest.numel()]).sum()
+    # Most tensors of a small model have less than a row and no tail: each operation costs more than their bytes.
+    if num_rows > 0:
+        rows = words[: num_rows * NUM_COLUMNS].view(num_rows, NUM_COLUMNS)
+        in_blocks = num_rows // BLOCK_ROWS * BLOCK_ROWS
+        blocks = rows[:in_blocks].view(-1, BLOCK_ROWS, NUM_COLUMNS)
+        columns = blocks.sum(dim=1).sum(dim=0) + rows[in_blocks:].sum(dim=0)  # [NUM_COLUMNS]
+        total += (columns * weights[:-1]).sum()
+    if tail.numel() > 0:
+        shifts = 8 * torch.arange(tail.numel(), device=data.device)
+        total += (tail.to(torch.int64) << shifts).sum() * weights[-1]
+    return total
+
+
+@cache
+def _column_weights(device: torch.device) -> torch.Tensor:
+    """int64 [NUM_COLUMNS + 1]: the weight of each column, and of the bytes after the last word."""
+    return (torch.arange(1, NUM_COLUMNS + 2, device=device) * GOLDEN) | 1
 
 
 def weights_checksum(digests: Iterable[tuple[TensorSpec, int]]) -> int:

@@ -360,9 +360,8 @@ def lone_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 def pack(bucket: Bucket, tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
     """Copies the tensors of a bucket into the front of `buffer` (uint8); returns the filled part."""
     for slot in bucket.slots:
-        source = tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype)).contiguous()
-        view = buffer[slot.offset : slot.offset + slot.spec.num_bytes]
-        view.copy_(source.view(-1).view(torch.uint8))
+        part = buffer[slot.offset : slot.offset + slot.spec.num_bytes]
+        part.view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape).copy_(tensors[slot.spec.name].detach())
     return buffer[: bucket.num_bytes]
 
 

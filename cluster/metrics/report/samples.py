@@ -225,7 +225,10 @@ class SampleKeeper:
         earlier = read_samples(self.path)
         self._samples = [sample for sample in earlier.samples if sample.step <= self.version]
         self._thumbnails = dict(earlier.thumbnails)
-        self._answers = [group for group in earlier.answers if group.step <= self.version]
+        # As lines: there are up to NUM_LOOKS * NUM_GROUPS, and none changes once it is drawn.
+        self._answers = [
+            _line("answers", group=asdict(group)) for group in earlier.answers if group.step <= self.version
+        ]
 
     @property
     def samples(self) -> tuple[ReportSample, ...]:
@@ -238,12 +241,16 @@ class SampleKeeper:
             return []
         choice = random.Random(f"{self.seed}/{step}")
         kept = [sample for kind in KINDS if (sample := self._offer_one(step, kind, groups, choice)) is not None]
-        self._answers += self._drawn(step, groups)
+        self._answers += [_line("answers", group=asdict(group)) for group in self._drawn(step, groups)]
         if kept or self._answers:
             shown = [keys for s in self._samples for keys in (s.media_keys, *(turn.media_keys for turn in s.turns))]
             used = {key for keys in shown for key in keys}
             self._thumbnails = {key: png for key, png in self._thumbnails.items() if key in used}
-            write_samples(self.path, SampleFile(self.samples, self._thumbnails, tuple(self._answers)), self.write)
+            thumbnails = [
+                _line("thumbnail", key=key, png=base64.b64encode(png).decode()) for key, png in self._thumbnails.items()
+            ]
+            samples = [_line("sample", sample=asdict(sample)) for sample in self._samples]
+            self.write(self.path, "".join([*thumbnails, *samples, *self._answers]))
         return [self._record(sample) for sample in kept]
 
     def _drawn(self, step: int, groups: Sequence[ScoredGroup]) -> Iterator[AnswerGroup]:
@@ -328,20 +335,12 @@ class SampleKeeper:
         )
 
 
-def write_samples(path: Path, content: SampleFile, write: Callable[[Path, str], None] = write_atomically) -> None:
-    """Writes thumbnails and samples atomically, one line each."""
-    thumbnails = [
-        {"kind": "thumbnail", "key": key, "png": base64.b64encode(png).decode()}
-        for key, png in content.thumbnails.items()
-    ]
-    samples = [{"kind": "sample", "sample": strict(asdict(sample))} for sample in content.samples]
-    answers = [{"kind": "answers", "group": strict(asdict(group))} for group in content.answers]
-    rows = (*thumbnails, *samples, *answers)
-    write(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+def _line(kind: str, **fields: Any) -> str:
+    return json.dumps({"kind": kind, **strict(fields)}, allow_nan=False) + "\n"
 
 
 def read_samples(path: Path) -> SampleFile:
-    """The inverse of `write_samples`; empty if the file does not exist."""
+    """Reads the file of a `SampleKeeper`; empty if it does not exist."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines]
     return SampleFile(

@@ -42,7 +42,7 @@ class CriticRank(StatefulRank):
         super().__init__(config.of_critic_ranks, rank, world_size)
         self._credit = Credit(config)
         self._shares = ShareFetcher(rank, world_size, all_ranks, role="critic")
-        self._critic = Critic(self._config, rank, world_size, self._reader, self._device)
+        self._critic = Critic(self._config, rank, world_size, self.reader, self.device)
         self._valued: list[list[LearnerItem]] = []  # the step under way
         self._num_items = 0  # of the step before it
 

@@ -57,18 +57,18 @@ class Learner(StatefulRank):
     def _build(self, join: Callable[[], None]) -> None:
         config = self._config
         model, weights = self._read_policy()
-        self._outgoing = PolicyWeights(model, config)
+        self.outgoing = PolicyWeights(model, config)
         join()
         self._shard_policy(weights)
-        self._optimizer = self._backend.optimizer()
-        self._step, teaching = (self._gradient_step(o) for o in (self._optimizer, self._backend.optimizer()))
+        self._optimizer = self.backend.optimizer()
+        self._step, teaching = (self._gradient_step(o) for o in (self._optimizer, self.backend.optimizer()))
         self._critic: Critic | NullCritic = (
-            Critic(config, self._rank, self._world_size, self._reader, self._device)
+            Critic(config, self._rank, self._world_size, self.reader, self.device)
             if config.algorithm.critic.place == "learner_ranks"
             else NullCritic()
         )
         self._critic.connect()
-        trained, decay, slow = self._backend.trained, config.learner.ema_decay, config.algorithm.slow_copy
+        trained, decay, slow = self.backend.trained, config.learner.ema_decay, config.algorithm.slow_copy
         self._average: WeightAverage | NullAverage = (
             WeightAverage(trained, decay, ShardedWriter().copied) if decay > 0 else NullAverage()
         )
@@ -78,7 +78,7 @@ class Learner(StatefulRank):
             else SlowWeights(trained, slow.decay_rate, slow.max_decay, ShardedWriter().copied)
         )
         parts = StepParts(
-            config, self._shares, self._reader, self._backend, self._policy, self._scoring, self._step, self._average
+            config, self._shares, self.reader, self.backend, self.policy, self._scoring, self._step, self._average
         )
         self._warm_start = WarmStart(parts, teaching)
         self.steps: RLSteps | OfflineSteps = (
@@ -87,13 +87,13 @@ class Learner(StatefulRank):
             else RLSteps(parts, self._credit, self._critic, self._slow, self._template_ids)
         )
         self._offloader = Offloader(
-            self._policy, self._optimizer, self._device, with_policy=(self._slow,), with_optimizer=(self._average,)
+            self.policy, self._optimizer, self.device, with_policy=(self._slow,), with_optimizer=(self._average,)
         )
         self.weights = WeightPublisher(
-            self._outgoing.manifest,
-            partial(self._outgoing.pushed, self._backend),
+            self.outgoing.manifest,
+            partial(self.outgoing.pushed, self.backend),
             rank=self._rank,
-            device=self._device,
+            device=self.device,
             transport=config.resources.transport,
             timeout_s=config.weight_sync.timeout_s,
             num_ranks=self._world_size,
@@ -105,7 +105,7 @@ class Learner(StatefulRank):
         """Starts critic, weight average and slow copy from the current weights, after a warm start."""
         self._average.begin()
         self._slow.begin()
-        self._critic.begin(self._outgoing.plain_state(self._backend))
+        self._critic.begin(self.outgoing.plain_state(self.backend))
 
     def update(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
         """Takes the step on `groups` that makes `version`; `more` is as in `RLSteps.update`."""
@@ -129,9 +129,9 @@ class Learner(StatefulRank):
     def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
         """Returns float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans,
         computed in a batch of `num_copies`. For a flow model: of arbitrary denoising steps after the prompt, [T]."""
-        with self._offloader.policy_on_device(), self._slow.in_place(), self._backend.inference():
-            batch = collate_rows([self._scoring.canary_row(prompt)] * num_copies, self._reader, self._device)
-            return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
+        with self._offloader.policy_on_device(), self._slow.in_place(), self.backend.inference():
+            batch = collate_rows([self._scoring.canary_row(prompt)] * num_copies, self.reader, self.device)
+            return self.policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 
     def manifest(self) -> Manifest:
         return self.weights.manifest
@@ -173,7 +173,7 @@ class Learner(StatefulRank):
         super().close()
 
     def _parts(self) -> Sequence[CheckpointPart]:
-        weights = TrainedWeights(self._backend, self._optimizer)
+        weights = TrainedWeights(self.backend, self._optimizer)
         return weights, self._critic, self._average, self._slow, AlgorithmState(self._credit, writes=self._rank == 0)
 
     def _movable(self) -> Sequence[Offloadable]:

@@ -172,15 +172,15 @@ class Offloader:
 class Rank:
     """Joins the process group of a model. All methods are collective, except `rendezvous_address` and `close`."""
 
-    _outgoing: PolicyWeights
+    outgoing: PolicyWeights
 
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
         self._config = config
         self._rank = rank
         self._world_size = world_size
         self._rendezvous = RankRendezvous()
-        self._device = torch.device(config.resources.device)
-        self._reader = MediaReader(
+        self.device = torch.device(config.resources.device)
+        self.reader = MediaReader(
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
@@ -212,20 +212,20 @@ class Rank:
     def _shard_policy(self, weights: StoredWeights) -> None:
         """Shards the model and reads this rank's part of its weights, after the process group exists."""
         dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
-        self._backend = build_backend(self._config.learner, self._device, dtype, num_replicas)
+        self.backend = build_backend(self._config.learner, self.device, dtype, num_replicas)
         num_sharing = self._config.learner.sequence_parallel
-        ranks = SequenceRanks(num_sharing, self._device) if num_sharing > 1 else None
-        self._policy = self._backend.wrap(as_policy(self._model, self._config, ranks), weights)
+        ranks = SequenceRanks(num_sharing, self.device) if num_sharing > 1 else None
+        self.policy = self.backend.wrap(as_policy(self._model, self._config, ranks), weights)
 
     def _gradient_step(self, optimizer: Optimizer) -> GradientStep:
-        return GradientStep(self._backend, optimizer, self._config.learner, self._rank, self._world_size)
+        return GradientStep(self.backend, optimizer, self._config.learner, self._rank, self._world_size)
 
     def _save_policy(self, folder: Path) -> None:
         """Writes the policy in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered."""
-        tensors = self._outgoing.plain_state(self._backend)
+        tensors = self.outgoing.plain_state(self.backend)
         try:
             if self._rank == 0:
-                save_trained(self._model, self._config, folder, self._outgoing.described, tensors)
+                save_trained(self._model, self._config, folder, self.outgoing.described, tensors)
         finally:
             # Gather the rest also after a failed write: the other ranks wait in each gather.
             for _ in tensors:

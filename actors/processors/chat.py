@@ -106,31 +106,31 @@ class ChatProcessor:
         self.takes_images = not without_images
         self._takes_parts = self.takes_images or isinstance(self._family, AudioFamily)
         renderer = _load(self._family, model, data) if self._takes_parts else _load_tokenizer(model)
-        self._renderer: ProcessorMixin | PreTrainedTokenizerBase = renderer
-        self._tokenizer: PreTrainedTokenizerBase = (
+        self.renderer: ProcessorMixin | PreTrainedTokenizerBase = renderer
+        self.tokenizer: PreTrainedTokenizerBase = (
             renderer.tokenizer if isinstance(renderer, ProcessorMixin) else renderer
         )
-        if not self._tokenizer.is_fast:
+        if not self.tokenizer.is_fast:
             raise ValueError(
-                f"policy.model={model} has a {type(self._tokenizer).__name__}, which tells no positions of tokens in a "
+                f"policy.model={model} has a {type(self.tokenizer).__name__}, which tells no positions of tokens in a "
                 "text: convert its tokenizer to a tokenizer.json, or choose another checkpoint"
             )
         give_template(renderer, model)
         self.template = ChatTemplate(renderer, takes_parts=self._takes_parts, template_kwargs=data.template_kwargs)
-        self.media_token_ids = self._family.media_token_ids(self._tokenizer)
-        self.eos_token_ids = end_token_ids(model, self._tokenizer)
+        self.media_token_ids = self._family.media_token_ids(self.tokenizer)
+        self.eos_token_ids = end_token_ids(model, self.tokenizer)
         *self._answer_head, tail = self.template.around_answer()
         written_end = self.first_end(tail)
         if written_end is not None:
             self.eos_token_ids = tuple(dict.fromkeys((written_end[1], *self.eos_token_ids)))
-        added_ids = [*self._tokenizer.added_tokens_decoder, *self.eos_token_ids]
+        added_ids = [*self.tokenizer.added_tokens_decoder, *self.eos_token_ids]
         self.template_token_ids = tuple(i for i in dict.fromkeys(added_ids) if i not in self.media_token_ids)
-        self.pad_token_id = pad_token_id(self._tokenizer, self.eos_token_ids)
+        self.pad_token_id = pad_token_id(self.tokenizer, self.eos_token_ids)
         self._hidden = frozenset((*self.eos_token_ids, self.pad_token_id, *self.media_token_ids))
         limits = {"video": sampler.max_videos_per_prompt, "audio": sampler.max_audios_per_prompt}
         media_types = [kind for kind, limit in {"image": self.takes_images, **limits}.items() if limit]
-        self._reserved = reserved_tokens(self._tokenizer, self._hidden, self.template.written(media_types))
-        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        self._reserved = reserved_tokens(self.tokenizer, self._hidden, self.template.written(media_types))
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join([self._reserved.pattern, *map(re.escape, added)]))
         for key, text in (("prompt_suffix", self._suffix), ("system_prompt", self._data.system_prompt)):
             if MEDIA_PLACEHOLDERS.search(text) or self._reserved.search(text):
@@ -139,7 +139,7 @@ class ChatProcessor:
                     "special tokens from it, media stand in the question and turns are made by the chat template"
                 )
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
-        self.fingerprint = _fingerprint(renderer, self._tokenizer)
+        self.fingerprint = _fingerprint(renderer, self.tokenizer)
         config = self._model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         parts = MediaModel(model, self._family, renderer, config, self.fingerprint, data, media, keep_files)
         self.images = ImageModality(parts, sampler.max_images_per_prompt, without_images)
@@ -183,7 +183,7 @@ class ChatProcessor:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of a response without end tokens, padding and media tokens."""
-        return decode_response(self._tokenizer, token_ids, self._hidden)
+        return decode_response(self.tokenizer, token_ids, self._hidden)
 
     def encode_answer(self, text: str) -> np.ndarray:
         """Returns int32 [T]: the tokens of `text` in the whole text behind a generation prompt, and an end token. A
@@ -235,17 +235,17 @@ class ChatProcessor:
         text = self.prepared(text)
         if BREAK in text:
             return self.tokens(text).ids
-        return np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+        return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
 
     def prepared(self, text: str) -> str:
         """Rendered text, or a part of it, as the tokenizer takes it."""
         if self.takes_images and isinstance(self._family, ImageFamily):
-            text = self._family.spaced(text, self._tokenizer)
+            text = self._family.spaced(text, self.tokenizer)
         return needed_breaks(text, self._special) if BREAK in text else text
 
     def tokens(self, text: str) -> Tokens:
         """Tokenises prepared text once. Raises: PromptError: as `tokens_of`."""
-        return tokens_of(self._tokenizer, text)
+        return tokens_of(self.tokenizer, text)
 
     @property
     def num_embeddings(self) -> int:
@@ -254,7 +254,7 @@ class ChatProcessor:
 
     def tokens_beyond_embeddings(self) -> dict[str, int]:
         """Tokens without an embedding, in the order of ids."""
-        by_id = sorted((i, token) for token, i in self._tokenizer.get_vocab().items())
+        by_id = sorted((i, token) for token, i in self.tokenizer.get_vocab().items())
         return {token: i for i, token in by_id if i >= self.num_embeddings}
 
     def special_ids(self) -> dict[str, tuple[int, ...]]:
@@ -263,7 +263,7 @@ class ChatProcessor:
         return {"eos_token_id": self.eos_token_ids, "pad_token_id": (self.pad_token_id,), "image_token_id": placeholder}
 
     def _ends(self) -> list[tuple[str, int]]:
-        ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
+        ends = [(self.tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
         return [(text, i) for text, i in ends if isinstance(text, str) and text]
 
     def first_end(self, rendered: str) -> tuple[str, int] | None:
@@ -274,7 +274,7 @@ class ChatProcessor:
     def end_text(self) -> str:
         """The text of the first end token. Raises: PromptError: the tokenizer reads other tokens from it."""
         end = self.eos_token_ids[0]
-        text = str(self._tokenizer.convert_ids_to_tokens(end))
+        text = str(self.tokenizer.convert_ids_to_tokens(end))
         if self.tokenize(text).tolist() != [end]:
             raise PromptError(
                 f"the chat template of policy.model ends no answer, and {text!r} cannot: change the template"

@@ -129,7 +129,7 @@ class CallRank(Rank, ABC):
             for has_backward in (True, False):
                 for row in (row for share in self._shares(batch.rows(has_backward=has_backward)) for row in share):
                     try:
-                        self._reader.read(row.row.prompt.media)
+                        self.reader.read(row.row.prompt.media)
                     except (DeadlineError, LostObjectError) as error:
                         unreadable[row.call] = error
             failed = self._of_all_ranks(unreadable)
@@ -148,18 +148,18 @@ class CallRank(Rank, ABC):
         for number, share in enumerate(shares):
             tokens = self._tokens(share)
             with self._adapted(batch, share, tokens):
-                values = self._policy(tokens, PLAIN).logprobs
+                values = self.policy(tokens, PLAIN).logprobs
                 loss = batch.add(share, values)
                 # A rank without a loss takes part in the collectives of the backward pass.
                 self._backward(0.0 * values.sum() if loss is None else loss, is_last=number == len(shares) - 1)
-        with self._backend.inference():
+        with self.backend.inference():
             for share in self._shares(batch.rows(has_backward=False)):
                 tokens = self._tokens(share)
                 with self._adapted(batch, share, tokens):
-                    batch.add(share, self._policy(tokens, PLAIN).logprobs)
+                    batch.add(share, self.policy(tokens, PLAIN).logprobs)
 
     def _tokens(self, share: Sequence[CallRow]) -> TokenBatch:
-        batch = collate([row.sequence for row in share], self._reader, self._device)
+        batch = collate([row.sequence for row in share], self.reader, self.device)
         return with_targets(batch, [row.targets for row in share])
 
     def _of_all_ranks(self, failures: Mapping[int, Exception]) -> dict[int, Exception]:
@@ -226,7 +226,7 @@ class AdapterRank(CallRank):
     def create(self, adapter: str, spec: AdapterSpec) -> None:
         if adapter in self._adapters:
             raise ValueError(f"there is an adapter {adapter!r}: drop it, or choose another name")
-        self._adapters[adapter] = TrainedAdapter(spec, self._layers_of(spec), self._device)
+        self._adapters[adapter] = TrainedAdapter(spec, self._layers_of(spec), self.device)
 
     def step(self, adapter: str, parameters: AdamParameters) -> Mapping[str, float]:
         """Applies and clears the gradient; returns `grad_norm`, `skipped` and `optimizer_steps`."""
@@ -236,7 +236,7 @@ class AdapterRank(CallRank):
         if self._world_size > 1:
             state.set_gradient(self._summed(state.gradient()))
         metrics = state.step(parameters)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             for name, other in self._adapters.items():
                 if name != adapter:
                     other.move_state(torch.device("cpu"))
@@ -377,7 +377,7 @@ class FullWeightsRank(CallRank):
     def _build(self, join: Callable[[], None]) -> None:
         """Also copies this rank's shard to host memory, for the next model that is created."""
         super()._build(join)
-        self._trained = self._backend.trained()
+        self._trained = self.backend.trained()
         self._initial = [shard.detach().to("cpu", copy=True) for shard in local(self._trained.values())]
         self._gradients = ShardedWriter()
         self._reset()
@@ -403,7 +403,7 @@ class FullWeightsRank(CallRank):
         for group in self._optimizer.param_groups:
             group |= {"lr": parameters.learning_rate, "betas": (parameters.beta1, parameters.beta2)}
             group |= {"eps": parameters.eps, "weight_decay": parameters.weight_decay}
-        norm = self._backend.step(self._optimizer, max_grad_norm=parameters.grad_clip_norm or math.inf)
+        norm = self.backend.step(self._optimizer, max_grad_norm=parameters.grad_clip_norm or math.inf)
         is_taken = math.isfinite(norm)
         self._num_steps += is_taken
         return {"grad_norm": norm, "skipped": float(not is_taken), "optimizer_steps": float(self._num_steps)}
@@ -416,7 +416,7 @@ class FullWeightsRank(CallRank):
         try:
             if gradient:
                 self._gradients.write(gradient, folder / GRADIENT)
-            self._backend.save(folder, self._optimizer, self._num_steps)()
+            self.backend.save(folder, self._optimizer, self._num_steps)()
         finally:
             self._set_gradient(gradient)
 
@@ -425,7 +425,7 @@ class FullWeightsRank(CallRank):
         self._refuse_other(adapter)
         self._together(lambda: self._refuse_unfit(folder))
         self._reset()
-        num_steps = self._backend.load(folder, self._optimizer)
+        num_steps = self.backend.load(folder, self._optimizer)
         if with_optimizer:
             self._num_steps = num_steps
             self._set_gradient(self._read_gradient(folder / GRADIENT))
@@ -443,7 +443,7 @@ class FullWeightsRank(CallRank):
             self._reset()
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        self._outgoing = PolicyWeights(model, self._config)
+        self.outgoing = PolicyWeights(model, self._config)
 
     def _leaves(self, name: str) -> Factors:
         self._refuse_other(name)
@@ -456,7 +456,7 @@ class FullWeightsRank(CallRank):
         return nullcontext()
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
-        self._backend.backward(loss, is_last=is_last)
+        self.backend.backward(loss, is_last=is_last)
 
     def _refuse_other(self, name: str) -> None:
         if name != self._name:
@@ -465,7 +465,7 @@ class FullWeightsRank(CallRank):
 
     def _reset(self) -> None:
         self._clear_gradient()
-        self._optimizer = self._backend.optimizer()
+        self._optimizer = self.backend.optimizer()
         self._num_steps = 0
 
     def _clear_gradient(self) -> None:

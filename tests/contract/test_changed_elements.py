@@ -51,7 +51,7 @@ def learner(model: Model) -> Iterator[Learner]:
 def nudge(learner: Learner, seed: int, share: float, only: str = "") -> None:
     """Change a share of the elements of the weights whose checkpoint name starts with `only`."""
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in learner._outgoing.merged(learner._backend):
+    for name, tensor in learner.outgoing.merged(learner.backend):
         if name.startswith(only):
             is_changed = torch.rand(tensor.shape, generator=generator) < share
             tensor.add_(is_changed * 0.05 * torch.randn(tensor.shape, generator=generator))

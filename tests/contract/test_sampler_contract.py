@@ -44,7 +44,7 @@ def everything(groups: list[TrajectoryGroup]) -> list[Trajectory]:
 
 def rig(learner: Learner, engine: Engine, token_id: int) -> None:
     """Make the model sample `token_id` after every prompt: the token's output row is solved for that."""
-    head = learner._policy.model.get_output_embeddings()
+    head = learner.policy.model.get_output_embeddings()
     states: list[torch.Tensor] = []  # before the output layer, [1, H] a prompt
     hook = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].detach().double()))
     for prompt in engine.model.prompts:

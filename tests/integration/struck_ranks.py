@@ -47,7 +47,7 @@ class StruckLearner(Learner):
         def computes(*_: Any) -> None:
             saboteur().moment(f"learner_computes_{version}")
 
-        *_, last = self._policy.blocks()
+        *_, last = self.policy.blocks()
         hook = last.register_forward_pre_hook(computes)
         try:
             with _reached_by_each_step_of(self._optimizer, f"learner_trains_{version}"):

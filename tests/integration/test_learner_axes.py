@@ -114,10 +114,10 @@ def _rounded_alike(rank: int, model: Path, out: Path) -> None:
     native.MIN_UNIT_NUMEL = native.MAX_WHOLE_GRADIENT_BYTES = 0
     bfloat16 = ("resources.dtype=bfloat16", "learner.master_dtype=bfloat16")
     learner = connected(Learner(config_of(model, *TWO_BY_TWO, *bfloat16), rank, 4, (250,)), rank, 4, out / "address")
-    before = [tensor.clone() for tensor in local(learner._backend.trained().values())]
+    before = [tensor.clone() for tensor in local(learner.backend.trained().values())]
     for version, groups in enumerate(steps(AutoTokenizer.from_pretrained(model))):
         learner.update(groups, version + 1)
-    after = local(learner._backend.trained().values())
+    after = local(learner.backend.trained().values())
     assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
     torch.save(after, out / f"{rank}.pt")
     learner.close()

@@ -29,6 +29,109 @@ SUITE = (
 
 
 @pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """transformers as the engine, two images a prompt, max_staleness=1; the driver is killed after step 3 of 6 and
+    the same command is given again at once."""
+    folder = tmp_path_factory.mktemp("resumed")
+    data = f"data.path={few_rows(folder / 'sums')}"
+    words = (
+        "experiment=digits", "resources=laptop", "data=jsonl", data, "data.max_skipped_fraction=0.3",
+        "data.prompt_suffix=''", "sampler=huggingface", "sampler.max_tokens=8", "learner.learning_rate=5e-4",
+        "algorithm.max_staleness=1", f"num_steps={RESUMED_STEPS}", "resume=auto", "checkpoints.interval_steps=2",
+        "replay.trajectory_log=true", "resources.rollout.num_workers=1",
+    )  # fmt: skip
+    with Job(folder, words) as job:
+        job.kill_after(3)
+        assert len(job.steps) < RESUMED_STEPS, "the run was over before it could be killed"
+        job.finish(job.start())
+        yield job
+
+
+def few_rows(folder: Path) -> Path:
+    """Eight questions with two images each, one whose image is gone and one whose image is half a file."""
+    write_digits(folder, task="digit_sum")
+    rows = (folder / "train.jsonl").read_text().splitlines()[:10]
+    lost, damaged = json.loads(rows[8]), json.loads(rows[9])
+    whole = (folder / damaged["image"][0]).read_bytes()
+    (folder / "half.png").write_bytes(whole[: len(whole) // 2])
+    rows[8:] = [json.dumps(lost | {"id": "lost", "image": ["gone.png", "gone.png"]})]
+    rows += [json.dumps(damaged | {"id": "damaged", "image": ["half.png", damaged["image"][1]]})]
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_the_same_command_goes_on_where_the_killed_run_was(resumed: Job) -> None:
+    assert "resumed from" in (resumed.run_folder / "run.log").read_text()
+    found = read_run_folder(resumed.run_folder).summary
+    assert (found.status, found.version, found.num_steps) == ("done", RESUMED_STEPS, RESUMED_STEPS)
+
+
+def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resumed: Job) -> None:
+    found = read_run_folder(resumed.run_folder)
+    recovered = found.steps[-1].counters["recovered"]
+    assert recovered["steps"] >= 1
+    assert recovered.keys() <= {"steps", "groups"}, "nothing was lost"
+    # The checkpoint of version 2 is written beside training: the kill may have come before it was complete.
+    log = (resumed.run_folder / "run.log").read_text()
+    assert re.search(r"recovered from version [02] to [3-5] by the journal", log)
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(resumed: Job) -> None:
+    """Its journal is correct, and its trajectory log has every step."""
+    resumed.finish(resumed.start_command("replay", str(resumed.run_folder)))
+    assert f"{RESUMED_STEPS} steps trained again" in resumed.output
+    assert resumed.output.strip().endswith("largest difference of a weight from the run's own policy: 0")
+    updates = (resumed.run_folder / "replay" / "updates.jsonl").read_text().splitlines()
+    losses = [step.values["loss"] for step in read_run_folder(resumed.run_folder).steps]
+    assert [json.loads(line)["loss"] for line in updates] == losses
+
+
+def test_recorded_responses_are_scored_again_alike(resumed: Job) -> None:
+    resumed.finish(resumed.start_command("score", str(resumed.run_folder), "--results", str(resumed.folder / "again")))
+    again = [json.loads(line) for line in (resumed.folder / "again").read_text().splitlines()]
+    files = sorted((resumed.run_folder / "trajectories").glob("step-*.parquet"))
+    recorded = [row for file in files for row in pq.read_table(file).to_pylist()]
+    assert len(again) == RESUMED_STEPS * PROMPTS_PER_STEP * NUM_SAMPLES
+    assert [row["reward"] for row in again] == [pytest.approx(row["reward"]["value"], abs=1e-6) for row in recorded]
+
+
+def test_no_step_is_missing_or_twice_after_a_resume(resumed: Job) -> None:
+    assert resumed.steps == list(range(1, RESUMED_STEPS + 1))
+    records = read_records(resumed.run_folder / "metrics.jsonl")
+    evaluated = [record.version for record in records if isinstance(record, EvaluationRecord)]
+    assert evaluated == [0, RESUMED_STEPS]
+
+
+def test_with_max_staleness_1_no_trained_token_is_older_than_one_step(resumed: Job) -> None:
+    found = read_run_folder(resumed.run_folder)
+    lags = {lag for step in found.steps for lag in step.staleness}
+    assert lags <= {0, 1}
+    assert 1 in lags, "rollouts never ran ahead of the learner: nothing was asynchronous"
+    assert set(found.summary.staleness) == lags
+
+
+def test_two_images_a_prompt_agree_in_engine_and_learner(resumed: Job) -> None:
+    """Every step is compared: on its tokens of the current version, or on fresh ones where it has none. Steps that are
+    taken again from the journal have no engine that could sample fresh ones."""
+    steps = read_run_folder(resumed.run_folder).steps
+    gaps = [step.values["logprob_gap_max"] for step in steps if "logprob_gap_max" in step.values]
+    assert max(gaps) <= 1e-3
+    assert len(gaps) >= len(steps) - steps[-1].counters["recovered"]["steps"]
+
+
+def test_bad_samples_are_skipped_counted_and_named_in_the_report(resumed: Job) -> None:
+    found = read_run_folder(resumed.run_folder)
+    assert found.summary.skipped == {"missing_file": 1, "bad_media": 1}
+    names = {row.sample_id for row in found.skipped}
+    assert "damaged" in names
+    assert any("(lost)" in name for name in names)
+    page = (resumed.run_folder / "report.html").read_text()
+    assert "half.png" in page
+    assert "gone.png" in page
+
+
+@pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Two vLLM engines and two FSDP2 ranks in turns, max_staleness=0."""
     folder = tmp_path_factory.mktemp("on_policy")
@@ -156,80 +259,6 @@ def test_a_run_that_is_done_leaves_no_process_behind(on_policy: Job) -> None:
     none_left(on_policy.marks[0])
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """transformers as the engine, two images a prompt, max_staleness=1; the driver is killed after step 3 of 6 and
-    the same command is given again at once."""
-    folder = tmp_path_factory.mktemp("resumed")
-    data = f"data.path={few_rows(folder / 'sums')}"
-    words = (
-        "experiment=digits", "resources=laptop", "data=jsonl", data, "data.max_skipped_fraction=0.3",
-        "data.prompt_suffix=''", "sampler=huggingface", "sampler.max_tokens=8", "learner.learning_rate=5e-4",
-        "algorithm.max_staleness=1", f"num_steps={RESUMED_STEPS}", "resume=auto", "checkpoints.interval_steps=2",
-        "replay.trajectory_log=true", "resources.rollout.num_workers=1",
-    )  # fmt: skip
-    with Job(folder, words) as job:
-        job.kill_after(3)
-        assert len(job.steps) < RESUMED_STEPS, "the run was over before it could be killed"
-        job.finish(job.start())
-        yield job
-
-
-def few_rows(folder: Path) -> Path:
-    """Eight questions with two images each, one whose image is gone and one whose image is half a file."""
-    write_digits(folder, task="digit_sum")
-    rows = (folder / "train.jsonl").read_text().splitlines()[:10]
-    lost, damaged = json.loads(rows[8]), json.loads(rows[9])
-    whole = (folder / damaged["image"][0]).read_bytes()
-    (folder / "half.png").write_bytes(whole[: len(whole) // 2])
-    rows[8:] = [json.dumps(lost | {"id": "lost", "image": ["gone.png", "gone.png"]})]
-    rows += [json.dumps(damaged | {"id": "damaged", "image": ["half.png", damaged["image"][1]]})]
-    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
-    return folder
-
-
-def test_no_process_of_a_killed_run_survives(resumed: Job) -> None:
-    """Ray's own agents give up about a minute after their cluster was killed; everything else ends at once."""
-    for mark in resumed.marks:
-        none_left(mark)
-
-
-def test_the_same_command_goes_on_where_the_killed_run_was(resumed: Job) -> None:
-    assert "resumed from" in (resumed.run_folder / "run.log").read_text()
-    found = read_run_folder(resumed.run_folder).summary
-    assert (found.status, found.version, found.num_steps) == ("done", RESUMED_STEPS, RESUMED_STEPS)
-
-
-def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resumed: Job) -> None:
-    found = read_run_folder(resumed.run_folder)
-    recovered = found.steps[-1].counters["recovered"]
-    assert recovered["steps"] >= 1
-    assert recovered.keys() <= {"steps", "groups"}, "nothing was lost"
-    # The checkpoint of version 2 is written beside training: the kill may have come before it was complete.
-    log = (resumed.run_folder / "run.log").read_text()
-    assert re.search(r"recovered from version [02] to [3-5] by the journal", log)
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(resumed: Job) -> None:
-    """Its journal is correct, and its trajectory log has every step."""
-    resumed.finish(resumed.start_command("replay", str(resumed.run_folder)))
-    assert f"{RESUMED_STEPS} steps trained again" in resumed.output
-    assert resumed.output.strip().endswith("largest difference of a weight from the run's own policy: 0")
-    updates = (resumed.run_folder / "replay" / "updates.jsonl").read_text().splitlines()
-    losses = [step.values["loss"] for step in read_run_folder(resumed.run_folder).steps]
-    assert [json.loads(line)["loss"] for line in updates] == losses
-
-
-def test_recorded_responses_are_scored_again_alike(resumed: Job) -> None:
-    resumed.finish(resumed.start_command("score", str(resumed.run_folder), "--results", str(resumed.folder / "again")))
-    again = [json.loads(line) for line in (resumed.folder / "again").read_text().splitlines()]
-    files = sorted((resumed.run_folder / "trajectories").glob("step-*.parquet"))
-    recorded = [row for file in files for row in pq.read_table(file).to_pylist()]
-    assert len(again) == RESUMED_STEPS * PROMPTS_PER_STEP * NUM_SAMPLES
-    assert [row["reward"] for row in again] == [pytest.approx(row["reward"]["value"], abs=1e-6) for row in recorded]
-
-
 def test_the_audit_holds_with_vllm_and_after_a_kill_with_staleness_1(on_policy: Job, resumed: Job) -> None:
     assert audited(on_policy.run_folder).findings == []
     result = audited(resumed.run_folder)
@@ -238,36 +267,7 @@ def test_the_audit_holds_with_vllm_and_after_a_kill_with_staleness_1(on_policy: 
     assert result.history.num_remade >= result.history.num_void - 1, "at most the step of the kill is sampled again"
 
 
-def test_no_step_is_missing_or_twice_after_a_resume(resumed: Job) -> None:
-    assert resumed.steps == list(range(1, RESUMED_STEPS + 1))
-    records = read_records(resumed.run_folder / "metrics.jsonl")
-    evaluated = [record.version for record in records if isinstance(record, EvaluationRecord)]
-    assert evaluated == [0, RESUMED_STEPS]
-
-
-def test_with_max_staleness_1_no_trained_token_is_older_than_one_step(resumed: Job) -> None:
-    found = read_run_folder(resumed.run_folder)
-    lags = {lag for step in found.steps for lag in step.staleness}
-    assert lags <= {0, 1}
-    assert 1 in lags, "rollouts never ran ahead of the learner: nothing was asynchronous"
-    assert set(found.summary.staleness) == lags
-
-
-def test_two_images_a_prompt_agree_in_engine_and_learner(resumed: Job) -> None:
-    """Every step is compared: on its tokens of the current version, or on fresh ones where it has none. Steps that are
-    taken again from the journal have no engine that could sample fresh ones."""
-    steps = read_run_folder(resumed.run_folder).steps
-    gaps = [step.values["logprob_gap_max"] for step in steps if "logprob_gap_max" in step.values]
-    assert max(gaps) <= 1e-3
-    assert len(gaps) >= len(steps) - steps[-1].counters["recovered"]["steps"]
-
-
-def test_bad_samples_are_skipped_counted_and_named_in_the_report(resumed: Job) -> None:
-    found = read_run_folder(resumed.run_folder)
-    assert found.summary.skipped == {"missing_file": 1, "bad_media": 1}
-    names = {row.sample_id for row in found.skipped}
-    assert "damaged" in names
-    assert any("(lost)" in name for name in names)
-    page = (resumed.run_folder / "report.html").read_text()
-    assert "half.png" in page
-    assert "gone.png" in page
+def test_no_process_of_a_killed_run_survives(resumed: Job) -> None:
+    """Last: Ray's own agents give up about a minute after their cluster was killed; everything else ends at once."""
+    for mark in resumed.marks:
+        none_left(mark)

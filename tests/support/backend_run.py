@@ -150,7 +150,7 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 def factors(learner: Learner) -> dict[str, torch.Tensor]:
     """Adapters under the names that PEFT gives to them in a file; none without adapters."""
-    named = ((split_factor(name), tensor) for name, tensor in learner._backend.full_state(is_factor))
+    named = ((split_factor(name), tensor) for name, tensor in learner.backend.full_state(is_factor))
     return {f"{PEFT_PREFIX}{module}.{factor}": tensor.cpu().clone() for (module, factor), tensor in named}
 
 

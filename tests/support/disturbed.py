@@ -10,7 +10,7 @@ FACTOR = 1.5  # on the features of every image
 class DisturbedLearner(Learner):
     def connect(self, init_method: str) -> None:
         super().connect(init_method)
-        for name, module in self._policy.named_modules():
+        for name, module in self.policy.named_modules():
             if name.endswith("vision_tower"):
                 module.register_forward_hook(_scale)
 

@@ -257,7 +257,7 @@ def new_learner(model: Model, *overrides: str) -> Learner:
 def perturb(learner: Learner, seed: int, scale: float = 0.05, only: str = "") -> None:
     """Add noise to every weight whose checkpoint name starts with `only`."""
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in learner._outgoing.merged(learner._backend):
+    for name, tensor in learner.outgoing.merged(learner.backend):
         if name.startswith(only):
             tensor.add_((torch.randn(tensor.shape, generator=generator) * scale).to(tensor.device))
 
@@ -265,12 +265,12 @@ def perturb(learner: Learner, seed: int, scale: float = 0.05, only: str = "") ->
 def perturb_adapters(learner: Learner, seed: int, scale: float = 0.1) -> None:
     """Draw every A and B again."""
     generator = torch.Generator().manual_seed(seed)
-    for _, factor in learner._outgoing.adapters(learner._backend):
+    for _, factor in learner.outgoing.adapters(learner.backend):
         factor.copy_(torch.randn(factor.shape, generator=generator) * scale)
 
 
 def restore(learner: Learner, weights: dict[str, torch.Tensor]) -> None:
-    for name, tensor in learner._outgoing.merged(learner._backend):
+    for name, tensor in learner.outgoing.merged(learner.backend):
         tensor.copy_(weights[name])
 
 
@@ -286,9 +286,9 @@ def learner_logprobs(
 
 def score(learner: Learner, sequences: Sequence[TokenSequence], distribution: Distribution) -> PolicyOutput:
     """The output of the learner's policy for these rows, in one batch."""
-    with learner._backend.inference():
-        batch = collate(sequences, MediaReader(timeout_s=1, max_items=8), learner._device)
-        return learner._policy(batch, distribution)
+    with learner.backend.inference():
+        batch = collate(sequences, MediaReader(timeout_s=1, max_items=8), learner.device)
+        return learner.policy(batch, distribution)
 
 
 def gaps(learner: Learner, model: Model, groups: Sequence[TrajectoryGroup]) -> np.ndarray:

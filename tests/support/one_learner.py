@@ -37,7 +37,7 @@ def saved(learner: Learner, folder: Path) -> Path:
 
 def copied(learner: Learner) -> Tensors:
     """The learner's weights of now, by checkpoint name."""
-    return {name: tensor.clone() for name, tensor in learner._outgoing.merged(learner._backend)}
+    return {name: tensor.clone() for name, tensor in learner.outgoing.merged(learner.backend)}
 
 
 def largest_difference(a: Tensors, b: Tensors) -> float:
@@ -55,7 +55,7 @@ def gradient_of(
     """The gradient that one update saw, of each trained parameter, and its metrics."""
     learner._optimizer.zero_grad = lambda: None
     metrics = learner.update(groups, version, **more).metrics
-    return {name: p.grad for name, p in learner._policy.named_parameters() if p.requires_grad}, dict(metrics)
+    return {name: p.grad for name, p in learner.policy.named_parameters() if p.requires_grad}, dict(metrics)
 
 
 def scorer_of(config: RunConfig, folder: Path, banned_ids: tuple[int, ...] = ()) -> ReferenceScorer:

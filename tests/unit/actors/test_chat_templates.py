@@ -102,7 +102,7 @@ def conversation(*answers: str, turns: int = 1) -> Conversation:
 
 def texts(chat: ChatProcessor, group: TrajectoryGroup) -> list[tuple[str, str]]:
     """The whole text of each trajectory, and the trained part of it."""
-    decode, found = chat._tokenizer.decode, []
+    decode, found = chat.tokenizer.decode, []
     for trajectory in group.trajectories:
         ids, mask = trajectory.actions.token_ids, trajectory.action_mask
         found.append((group.prompt.text + decode(ids.tolist()), decode(ids[mask].tolist())))
@@ -219,9 +219,7 @@ def test_a_system_prompt_that_goes_when_an_answer_follows_is_refused_by_row(buil
 
 
 def test_the_end_that_the_template_writes_comes_first(build: Build, folder: Path) -> None:
-    assert build(DEEPSEEK_R1).encode_answer("7")[-1] == build(DEEPSEEK_R1)._tokenizer.convert_tokens_to_ids(
-        "<|im_end|>"
-    )
+    assert build(DEEPSEEK_R1).encode_answer("7")[-1] == build(DEEPSEEK_R1).tokenizer.convert_tokens_to_ids("<|im_end|>")
     settings = json.loads((folder / "generation_config.json").read_text())
     other = settings | {"eos_token_id": [settings["eos_token_id"], settings["pad_token_id"]]}
     (folder / "generation_config.json").write_text(json.dumps(other))
@@ -244,7 +242,7 @@ def tagged(folder: Path, target: Path) -> str:
 def test_tags_that_are_special_tokens_are_text_to_rewards_stop_strings_and_rows(folder: Path, tmp_path: Path) -> None:
     model = tagged(folder, tmp_path)
     chat = chat_of_model(model)
-    ids = chat._tokenizer("<answer>7</answer>8<|im_end|><|endoftext|>", add_special_tokens=False).input_ids
+    ids = chat.tokenizer("<answer>7</answer>8<|im_end|><|endoftext|>", add_special_tokens=False).input_ids
     assert chat.decode(ids) == "<answer>7</answer>8"
     hidden = (*chat.eos_token_ids, chat.pad_token_id)
     sampled = SampledSequence(TokenActions(np.array(ids)), np.zeros(len(ids)), (WeightSpan(0, 0, len(ids)),), None)
@@ -333,7 +331,7 @@ def test_a_prompt_begins_with_one_bos_where_the_processor_adds_it(tmp_path: Path
     prompt = chat.prepare(Row("r", "Q", "7", "7"), "p")
     assert prompt.text == "<|endoftext|>USER: Q ASSISTANT:"
     messages = [{"role": "user", "content": "Q"}]
-    own = chat._renderer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    own = chat.renderer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     assert prompt.expanded_ids.tolist() == own["input_ids"][0]
     [(whole, trained)] = texts(chat, offline(chat).prepare(conversation("7", turns=2), "p").group)
     assert whole.startswith(prompt.text) and whole.count("<|endoftext|>") == 1
@@ -345,8 +343,8 @@ def test_an_observation_is_written_behind_an_answer_of_the_policy(build: Build, 
     chat = build(CHAT_TEMPLATES[name])
     bridge = TurnBridge(chat, "x")
     end, opened = bridge.end_id, PROMPTS[name][0].rpartition("Q")[2]
-    assert chat._tokenizer.decode([end]) == "<|im_end|>"
-    delta = chat._tokenizer.decode(bridge.delta((Message("user", "More"),)).ids.tolist())
+    assert chat.tokenizer.decode([end]) == "<|im_end|>"
+    delta = chat.tokenizer.decode(bridge.delta((Message("user", "More"),)).ids.tolist())
     assert delta.endswith(f"More{opened}")
     assert "<think>" not in delta.removesuffix(opened)
 

@@ -172,7 +172,7 @@ def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: Ru
     group = made.prepare(row, "0/0/x").group
     [trajectory] = group.trajectories
     ids = trajectory.actions.token_ids
-    trained = made.chat._tokenizer.decode(ids[trajectory.action_mask])
+    trained = made.chat.tokenizer.decode(ids[trajectory.action_mask])
     assert trained == "A red square.<|im_end|>Yes.<|im_end|>"
     assert made.check(row) == group.prompt.num_tokens + len(ids)
 
@@ -181,7 +181,7 @@ def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: R
     [row] = conversation_rows(images, SEVERAL_TURNS)
     made = processor(config, has_tail=True)
     group = made.prepare(row, "0/0/x").group
-    own = made.chat._renderer
+    own = made.chat.renderer
     messages = []
     for turn in (*row.context, *row.endings[0].turns):
         texts = turn.text.split("<image>")
@@ -267,7 +267,7 @@ def test_videos_stand_where_their_placeholders_do_in_every_turn(config: RunConfi
     actions = groups[2].group.trajectories[0]
     whole = np.concatenate([prompts[2].expanded_ids, actions.actions.token_ids])
     assert span.start >= len(prompts[2].expanded_ids), "it is shown after the first answer"
-    video_id = made.chat._renderer.video_token_id
+    video_id = made.chat.renderer.video_token_id
     assert (whole[span.start : span.end] == video_id).all() and (whole == video_id).sum() == span.end - span.start
     trained = whole[len(prompts[2].expanded_ids) :][actions.action_mask]
     assert video_id not in trained, "what the policy saw is not what it is to write"

@@ -227,7 +227,7 @@ def test_tokens_and_tensors_are_those_of_the_models_own_processor(chat: ChatProc
     row = Row("r", "<image>Which digit?", "7", "7", images=(EncodedFile(content, "file"),))
     text = chat.render([("user", row.question + chat._data.prompt_suffix)], is_open=True)
     try:
-        own = chat._renderer(text=[text], images=[[upright]], return_tensors="np")
+        own = chat.renderer(text=[text], images=[[upright]], return_tensors="np")
     except Exception:  # the model's own processor takes no such image: the row is left out by name
         with pytest.raises(MediaError, match=r"file is \d+ x \d+"):
             chat.prepare(row, "p")
@@ -267,7 +267,7 @@ def test_rewards_know_the_size_of_the_upright_file_and_of_what_the_model_sees(ch
         assert "shown_image_sizes" not in prompt.metadata
         return
     _, rows, columns = inputs["image_grid_thw"][0].tolist()
-    patch = chat._renderer.image_processor.patch_size
+    patch = chat.renderer.image_processor.patch_size
     assert prompt.metadata["shown_image_sizes"] == [[columns * patch, rows * patch]]
 
 

@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 def is_text(chat: ChatProcessor, ids: Any, text: str, num_images: int = 0) -> bool:
     """Whether the ids hold the characters of `text`, and a placeholder for each image alone."""
-    shown = chat._tokenizer.decode(ids, skip_special_tokens=True)
+    shown = chat.tokenizer.decode(ids, skip_special_tokens=True)
     num_media = sum(int(i) in chat.media_token_ids for i in ids)
     return "".join(text.split()) in "".join(shown.split()) and (num_media > 0) == (num_images > 0)
 

@@ -54,7 +54,7 @@ def talk(*texts: str) -> Messages:
 
 
 def own_ids(chat: ChatProcessor, messages: Messages, **options: Any) -> list[int]:
-    return list(chat._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+    return list(chat.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
 
 
 def group_of(chat: ChatProcessor, messages: Messages, *endings: Messages, has_tail: bool = False) -> ScoredGroup:
@@ -78,7 +78,7 @@ def ids_of(group: ScoredGroup, number: int = 0) -> list[int]:
 
 def trained(chat: ChatProcessor, group: ScoredGroup, number: int = 0) -> str:
     trajectory = group.group.trajectories[number]
-    return chat._tokenizer.decode(trajectory.actions.token_ids[trajectory.action_mask].tolist())
+    return chat.tokenizer.decode(trajectory.actions.token_ids[trajectory.action_mask].tolist())
 
 
 def assert_trained(chat: ChatProcessor, found: str, answers: Sequence[str]) -> None:
@@ -142,11 +142,11 @@ def test_a_warm_start_writes_behind_the_prompt_what_the_whole_text_has(chat: Cha
         text = prompt.text + (answer if answer.startswith(space) else space + answer)
         found = [*given, *chat.encode_answer(answer).tolist()]
         assert found[-1] == chat.eos_token_ids[0]
-        whole = chat._tokenizer(text, add_special_tokens=False).input_ids
+        whole = chat.tokenizer(text, add_special_tokens=False).input_ids
         if whole[: len(given)] == given:
             assert found[:-1] == whole
         else:  # a token of the whole text holds characters of the prompt and of the answer
-            assert chat._tokenizer.decode(found[:-1]) == chat._tokenizer.decode(whole)
+            assert chat.tokenizer.decode(found[:-1]) == chat.tokenizer.decode(whole)
 
 
 def test_an_observation_has_the_tokens_that_follow_in_the_whole_text(chat: ChatProcessor) -> None:
@@ -166,13 +166,13 @@ def test_special_tokens_of_an_observation_are_text_without_a_space_around_them(c
         TurnBridge(chat, "x").delta((Message("user", text),)).ids.tolist(),
         chat.prepare(Row("r", verbatim(text), "7", "7"), "p").compact_ids.tolist(),
     ):
-        shown = chat._tokenizer.decode(ids)
+        shown = chat.tokenizer.decode(ids)
         if chat.kind == "word_piece":  # a word with a special token in it is unknown
             assert "a < / s > b < | im _ end | > < [UNK] > c" in shown
         else:
             assert text in (shown.replace("▁", " ") if chat.kind == "unigram" else shown)
         clean = own_ids(chat, talk("Q", "7", "a b"), add_generation_prompt=True)
-        special = set(chat._tokenizer.all_special_ids) | set(chat._tokenizer.added_tokens_decoder)
+        special = set(chat.tokenizer.all_special_ids) | set(chat.tokenizer.added_tokens_decoder)
         assert sum(i in special for i in ids) <= sum(i in special for i in clean)
 
 
@@ -186,12 +186,12 @@ def made_chat(folder: Path, kind: str, template: str, **options: Any) -> ChatPro
 @pytest.mark.parametrize("kind", ["prepend", "metaspace_first", "byte_level"])
 def test_bos_stands_once_though_template_and_tokenizer_both_write_it(folder: Path, kind: str) -> None:
     chat, messages = made_chat(folder, kind, "vicuna", adds_bos=True), talk("Q", "7", "More", "8")
-    assert chat._tokenizer("Q").input_ids[0] == chat._tokenizer.bos_token_id, "the tokenizer adds it"
+    assert chat.tokenizer("Q").input_ids[0] == chat.tokenizer.bos_token_id, "the tokenizer adds it"
     found = ids_of(group_of(chat, messages[:1], messages[1:]))
-    assert found == own_ids(chat, messages) and found.count(chat._tokenizer.bos_token_id) == 1
+    assert found == own_ids(chat, messages) and found.count(chat.tokenizer.bos_token_id) == 1
     prompt = chat.prepare(Row("r", "Q", "7", "7"), "p").compact_ids.tolist()
     assert prompt == own_ids(chat, messages[:1], add_generation_prompt=True)
-    assert chat._tokenizer.bos_token_id not in chat.encode_answer("7")
+    assert chat.tokenizer.bos_token_id not in chat.encode_answer("7")
 
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace_first", "byte_level"])
@@ -201,12 +201,12 @@ def test_a_dropped_thought_stays_where_it_is_trained_alone(folder: Path, kind: s
     messages = talk("Q", thought + "7", "More", thought + "8")
     last = group_of(chat, messages[:1], [{**messages[1], "weight": 0}, *messages[2:]])
     found = ids_of(last)
-    assert found == own_ids(chat, messages)[: len(found)] and chat._tokenizer.decode(found).count("hm") == 1
+    assert found == own_ids(chat, messages)[: len(found)] and chat.tokenizer.decode(found).count("hm") == 1
     assert_trained(chat, trained(chat, last), [thought + "8"])
     both = group_of(chat, messages[:1], messages[1:])
     turn = "<|im_start|>{}\n{}<|im_end|>"
     text = "\n".join(turn.format(m["role"], m["content"]) for m in messages)
-    assert ids_of(both) == chat._tokenizer(text, add_special_tokens=False).input_ids
+    assert ids_of(both) == chat.tokenizer(text, add_special_tokens=False).input_ids
     assert_trained(chat, trained(chat, both), [thought + "7", thought + "8"])
 
 
@@ -220,7 +220,7 @@ def test_a_token_over_the_border_is_trained_if_it_holds_more_of_an_answer_than_w
     prompt = chat.prepare(Row("r", "Q", "7", "7"), "p").compact_ids.tolist()
     assert prompt == own_ids(chat, messages[:1], add_generation_prompt=True)
     answer = chat.encode_answer("I am fine.").tolist()
-    assert chat._tokenizer.decode(answer).strip() == "I am fine.</s>", "the tokens of a prompt are given"
+    assert chat.tokenizer.decode(answer).strip() == "I am fine.</s>", "the tokens of a prompt are given"
     spaces = made_chat(folder, "crosses_spaces", "vicuna")
     group = group_of(spaces, messages[:1], messages[1:])
     assert ids_of(group) == own_ids(spaces, messages)
@@ -235,7 +235,7 @@ def test_a_template_without_an_end_gets_one_as_text(folder: Path) -> None:
     messages = talk("Q", "7", "More", "8")
     found = ids_of(group_of(chat, messages[:1], messages[1:]))
     text = "<s>USER: Q ASSISTANT: 7</s> USER: More ASSISTANT: 8</s>"
-    assert found == chat._tokenizer(text, add_special_tokens=False).input_ids
+    assert found == chat.tokenizer(text, add_special_tokens=False).input_ids
 
 
 def test_a_tokenizer_without_offsets_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_tiny_models_have_the_tokens_of_their_own_processor(family: str, tmp_pat
     if chat.first_end(chat.template.around_answer()[2]) is None:  # the template ends no answer
         for message in messages[1::2]:
             text = text.replace(message["content"], message["content"] + chat.end_text())
-    own = chat._renderer(text=text, add_special_tokens=False)["input_ids"]
+    own = chat.renderer(text=text, add_special_tokens=False)["input_ids"]
     found = ids_of(group_of(chat, messages[:1], messages[1:], has_tail=True))
     assert found == list(own[0] if isinstance(own[0], list) else own)
 

@@ -202,7 +202,7 @@ async def test_nft_samples_with_the_slow_copy_and_goes_on_from_a_checkpoint(fold
     run = await glyph_run(config(folder, "glyphs_nft", *words)).start()
     start = {name: tensor.clone() for name, tensor in run.learner._slow.tensors.items()}
     await update(run, 1)
-    weights = {name: p.detach() for name, p in run.learner._policy.named_parameters()}
+    weights = {name: p.detach() for name, p in run.learner.policy.named_parameters()}
     name = "model.proj_out.weight"
     expected = 0.5 * start[name] + 0.5 * weights[name]
     torch.testing.assert_close(run.learner._slow.tensors[name], expected)

@@ -124,9 +124,9 @@ async def test_a_reward_model_ranks_held_out_pairs_and_scores_in_the_reward_pool
 def scores_of(run: OfflineRun, groups: list[ScoredGroup]) -> list[float]:
     """What the learner's own model gives each ending."""
     examples = fetch_examples(groups, end_row, 1.0)
-    batch = collate_examples(examples, run.learner._reader, run.learner._device)
+    batch = collate_examples(examples, run.learner.reader, run.learner.device)
     with torch.no_grad():
-        return run.learner._policy(batch.tokens)[:, 0].tolist()
+        return run.learner.policy(batch.tokens)[:, 0].tolist()
 
 
 @pytest.mark.slow
@@ -381,7 +381,7 @@ async def test_guidance_changes_what_is_scored(janus: Janus) -> None:
 def test_only_what_predicts_image_tokens_is_trained(janus: Janus) -> None:
     run = FlowRun(janus())
     run.learner.connect("")
-    trained = {name for name, p in run.learner._policy.model.named_parameters() if p.requires_grad}
+    trained = {name for name, p in run.learner.policy.model.named_parameters() if p.requires_grad}
     assert {name.split(".")[1] for name in trained} == {
         "generation_aligner", "generation_embeddings", "generation_head", "language_model",
     }  # fmt: skip

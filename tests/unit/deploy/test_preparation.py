@@ -197,7 +197,7 @@ def test_the_screen_counts_what_the_learner_trains(shared: Path, tmp_path: Path,
     prepared = prepare(run, lambda media: media)
     learner = Learner(tiny_config(shared / "model", *words), 0, 1, prepared.processor.media_token_ids)
     learner.connect("")
-    trained = sum(p.numel() for p in learner._policy.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
     assert Parameters.of(prepared.checkpoint, run.policy).trained == trained
 
 

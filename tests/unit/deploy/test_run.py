@@ -351,7 +351,7 @@ def run_folder(folder: Path, config: RunConfig, steps: tuple[int, ...] = ()) -> 
     checkpoints = Checkpoints(
         run / "checkpoints", learner=learner, resume_mode=Resume.AUTO, schedule=schedule, **unused
     )
-    trained = next(p for name, p in learner.rank._policy.named_parameters() if p.requires_grad and "lora_A" not in name)
+    trained = next(p for name, p in learner.rank.policy.named_parameters() if p.requires_grad and "lora_A" not in name)
     for step in steps:
         trained.data += 1.0
         learner.rank.version = step

@@ -276,7 +276,7 @@ def test_tokens_of_an_image_see_each_other(gemma3: Path, asked: FamilyPrompts, m
 
 def test_a_blank_line_is_one_token_with_the_line_end_before_it(asked: FamilyPrompts) -> None:
     ids, [span] = (asked.cases["one image"].prompt.expanded_ids, asked.cases["one image"].prompt.media_spans)
-    tokens = asked.processor._tokenizer.convert_ids_to_tokens(ids[span.start - 1 : span.end + 1].tolist())
+    tokens = asked.processor.tokenizer.convert_ids_to_tokens(ids[span.start - 1 : span.end + 1].tolist())
     assert tokens == ["\n\n\n", "<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>", "\n\n"]
 
 

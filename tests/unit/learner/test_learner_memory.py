@@ -48,7 +48,7 @@ def step(folder: Path, tokenizer, kind: str, *overrides: str) -> tuple[Tensors, 
     """Gradients of one update, and the blocks that were computed on the way, in order."""
     words = (f"learner.activation_checkpointing={kind}", UNCLIPPED, *overrides)
     learner, computed = connected_learner(tiny_config(folder, *words)), list[str]()
-    for name, module in learner._policy.named_modules():
+    for name, module in learner.policy.named_modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.register_forward_pre_hook(lambda *_, name=name: computed.append(name))
     gradient, _ = gradient_of(learner, random_groups(tokenizer, 3, 4))
@@ -268,7 +268,7 @@ def test_it_resumes_bit_for_bit_and_exports_what_it_pushes(
 
 def test_adapters_are_trained_in_float32(folder: Path) -> None:
     learner = on("single", folder, *BFLOAT16, *LORA)
-    dtypes = {(p.requires_grad, p.dtype) for p in learner._policy.parameters()}
+    dtypes = {(p.requires_grad, p.dtype) for p in learner.policy.parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 

@@ -121,7 +121,7 @@ def test_scores_of_rows_that_share_prefixes_are_those_of_single_rows(folder: Pat
     asked = [prompt(tokenizer, "a", [image(1), image(2, 6, 4)]), prompt(tokenizer, "b", text="Which number? " * 9)]
     ends = [end_row(one, TokenActions(np.array(ids))) for one in asked for ids in ([1, 2, 3], [1, 2, 4], [5])]
     shared, padded = (
-        connected_learner(config_of(folder, "reward_model", f"learner.packing={packing}"))._policy
+        connected_learner(config_of(folder, "reward_model", f"learner.packing={packing}")).policy
         for packing in (True, False)
     )
     batch = collated(ends)
@@ -147,9 +147,9 @@ def test_scores_of_a_padded_batch_are_those_of_single_rows_and_have_no_dropout(t
     examples = all_whole(learner.steps.examples(groups), Example)
 
     def scores(of: list[Example]) -> np.ndarray:
-        with learner._backend.inference():
-            tokens = collate_examples(of, learner._reader, learner._device).tokens
-            return learner._policy(tokens)[tokens.target_mask].numpy()
+        with learner.backend.inference():
+            tokens = collate_examples(of, learner.reader, learner.device).tokens
+            return learner.policy(tokens)[tokens.target_mask].numpy()
 
     single = [replace(example, candidates=(one,)) for example in examples for one in example.candidates]
     alone = np.concatenate([scores([one]) for one in single])

@@ -154,7 +154,7 @@ def update(learner: Learner, folder: Path, version: int) -> None:
 
 
 def weights_of(learner: Learner) -> Tensors:
-    return {name: tensor.clone() for name, tensor in learner._backend.trained().items()}
+    return {name: tensor.clone() for name, tensor in learner.backend.trained().items()}
 
 
 def averaged(learner: Learner) -> Tensors:
@@ -212,7 +212,7 @@ def test_it_shares_no_memory_with_the_weights(folder: Path) -> None:
     learner = connected_learner(config_of(folder))
     before = averaged(learner)
     with torch.no_grad():
-        for tensor in learner._backend.trained().values():
+        for tensor in learner.backend.trained().values():
             tensor.add_(1.0)
     assert largest_difference(averaged(learner), before) == 0
     learner.begin_rl()
@@ -246,7 +246,7 @@ def test_it_is_exported_in_the_place_of_the_weights(folder: Path, tmp_path: Path
     export_state(config, state, tmp_path / "average", merge=True, average=True)
     learner.export(tmp_path / "weights")
     with torch.no_grad():
-        for name, tensor in learner._backend.trained().items():
+        for name, tensor in learner.backend.trained().items():
             tensor.copy_(average[name])
     learner.export(tmp_path / "expected")
     found, expected, weights = (

@@ -243,8 +243,8 @@ def test_an_export_that_fails_gathers_to_the_end(tmp_path: Path, monkeypatch: py
     folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0, tie_word_embeddings=False)
     learner = connected_learner(tiny_config(folder))
     gathered = []
-    whole = learner._backend.full_state
-    monkeypatch.setattr(learner._backend, "full_state", lambda _: (gathered.append(n) or (n, t) for n, t in whole()))
+    whole = learner.backend.full_state
+    monkeypatch.setattr(learner.backend, "full_state", lambda _: (gathered.append(n) or (n, t) for n, t in whole()))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         learner.export(tmp_path / "file")

@@ -138,7 +138,7 @@ def test_tokens_are_those_of_the_template_over_all_turns(bench: Bench, group: Tr
         first, second = trajectory.response.turns[:2]
         between = trajectory.actions.token_ids[first.end : second.start]
         is_cut = trajectory.actions.token_ids[first.end - 1] not in bench.chat.eos_token_ids
-        text = bench.chat._tokenizer.decode(between)
+        text = bench.chat.tokenizer.decode(between)
         expected = "\n<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|> digit 1"
         expected += "<|im_end|>\n<|im_start|>assistant\n"
         assert text == ("<|im_end|>" if is_cut else "") + expected
@@ -246,7 +246,7 @@ def test_special_tokens_in_an_observation_are_text(bench: Bench) -> None:
     [trajectory] = bench.run("environment.options={fault: 'special'}", num_samples=1).trajectories
     assert trajectory.response.failure == ""
     observed = trajectory.actions.token_ids[~trajectory.action_mask]
-    assert "<|im_end|>" in bench.chat._tokenizer.decode(observed, skip_special_tokens=True)
+    assert "<|im_end|>" in bench.chat.tokenizer.decode(observed, skip_special_tokens=True)
 
 
 def test_an_environment_that_always_fails_ends_the_run(bench: Bench) -> None:
@@ -366,7 +366,7 @@ async def demonstrated(config: RunConfig, num: int = 1) -> tuple[ChatProcessor, 
 async def test_a_demonstration_is_a_whole_episode_whose_turns_alone_are_trained(model: Path, host: str) -> None:
     words = (f"environment.host={host}", "environment.num_train=1")
     chat, [found] = await demonstrated(episode_config(model, *words))
-    written = chat._tokenizer.decode(found.actions.token_ids[found.mask])
+    written = chat.tokenizer.decode(found.actions.token_ids[found.mask])
     assert written == "go 1<|im_end|>go 2<|im_end|>go 3<|im_end|>"
     assert found.mask[-1], "what follows the last turn is no part of it"
     assert len(found.actions.media) == 2

@@ -180,6 +180,11 @@ class RowBounds:
     def lengths(self) -> tuple[int, ...]:
         return self._known if self._known is not None else tuple(self.ends.diff().tolist())
 
+    @cached_property
+    def has_short_prefixes(self) -> bool:
+        rows = zip(self.lengths, self.keys.lengths, strict=True) if self.keys is not None else ()
+        return any(own < whole and _is_short(whole - own, whole) for own, whole in rows)
+
     def of_keys(self, part: Tensor) -> Tensor:
         """[1, heads, num_tokens, D] -> [1, heads, K, D]: the keys or values of whole rows, row by row."""
         if self.keys is None:
@@ -253,11 +258,12 @@ def packed_attention(
     if bounds is not None and dropout == 0 and kernel_takes(query, key, value):
         output = _kernel(query, key, value, bounds, is_causal, sliding_window, scaling)
     else:
-        blocks = [
-            scaled_dot_product_attention(q, k, v, m, dropout, is_causal and m is None, scale=scaling, enable_gqa=True)
-            for q, k, v, m in _blocks(rows, query, key, value, is_causal, sliding_window)
-        ]
-        output = torch.cat([block.transpose(1, 2).flatten(0, 1) for block in blocks]).unsqueeze(0)
+        outputs = []
+        for q, k, v, m, num_used in _blocks(rows, query, key, value, is_causal, sliding_window):
+            is_triangle = is_causal and m is None
+            block = scaled_dot_product_attention(q, k, v, m, dropout, is_triangle, scale=scaling, enable_gqa=True)
+            outputs.append(block[:, :, -num_used:].transpose(1, 2).flatten(0, 1))
+        output = torch.cat(outputs).unsqueeze(0)
     return (output if ranks is None else ranks.to_tokens(output)), None
 
 
@@ -307,22 +313,26 @@ def _kernel(
 
 def _blocks(
     bounds: RowBounds, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, sliding_window: int | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, int]]:
     """Yields queries, keys and values of whole rows, [rows, heads, num_tokens, D]: of one row, or of equal rows that
     follow one another; where a triangle is not what queries see, blocks of a row's queries, the keys and values that
-    they see, and a mask."""
-    for q, k, v in _equal_rows(bounds, query, key, value):
+    they see, and a mask. The last value is the number of queries, from the end, whose output is used.
+
+    A triangle costs half of a square under a mask: behind a short prefix its queries are computed again.
+    """
+    again = [bounds.of_keys(query)] if bounds.has_short_prefixes else []
+    for q, k, v, *whole in _equal_rows(bounds, query, key, value, *again):
         num_keys = k.shape[2]
         window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
         last = num_keys - q.shape[2]
-        if not is_causal or (last == 0 and window is None):
-            yield q, k, v, None
+        if not is_causal or (window is None and _is_short(last, num_keys)):
+            yield whole[0] if is_causal and last > 0 else q, k, v, None, q.shape[2]
             continue
         for block in q.split(_block_size(window), dim=2):
             first, last = last, last + block.shape[2]
             start = 0 if window is None else max(0, first - window + 1)
             mask = bounds.mask(last - first, last - start, window, q)
-            yield block, k[:, :, start:last], v[:, :, start:last], mask
+            yield block, k[:, :, start:last], v[:, :, start:last], mask, block.shape[2]
 
 
 def _equal_rows(bounds: RowBounds, *parts: Tensor) -> Iterator[list[Tensor]]:
@@ -338,6 +348,10 @@ def _equal_rows(bounds: RowBounds, *parts: Tensor) -> Iterator[list[Tensor]]:
     ends = (part.split([num * sizes[kind > 0] for num, sizes in runs], dim=2) for kind, part in enumerate(parts))
     for (num, _), *own in zip(runs, *ends, strict=True):
         yield [part[0].unflatten(1, (num, -1)).transpose(0, 1) for part in own]
+
+
+def _is_short(num_shared: int, num_tokens: int) -> bool:
+    return 2 * num_shared <= num_tokens
 
 
 def _block_size(window: int | None) -> int:

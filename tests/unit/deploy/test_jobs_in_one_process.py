@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from flow_run import FlowRun, flow_config, janus_config, made_loud, redness
+from metrics_data import FACTS, FakeClock, make_metrics
 from offline_rows import conversation, form_pair, offline_config, pair, scored, write_digit_rows
 from offline_run import OfflineRun
 from one_learner import copied
@@ -30,6 +30,7 @@ from mobula.cluster.errors import DatasetError, NothingTrainedError, PreflightEr
 from mobula.cluster.metrics.report.run_folder import read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.metrics.summary import summarize
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.roles import UpdateReport
@@ -205,9 +206,8 @@ def test_rows_that_cannot_be_used_are_counted_and_named(base: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_run_whose_every_step_was_skipped_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    summary = SimpleNamespace(
-        accuracy_before=None, accuracy_after=None, values_before={}, optimizer_steps=0, num_steps=3, warnings=()
-    )
+    nothing = summarize(make_metrics([], FakeClock()), FACTS, status="done", version=3, wall_s=1.0)
+    summary = replace(nothing, num_steps=3, optimizer_steps=0)
     monkeypatch.setattr(runtime, "run_training", lambda config, console, **more: summary)
     with pytest.raises(NothingTrainedError, match="3 steps ran and every one of their optimizer steps was skipped"):
         runtime.train(offline_config("sft", "policy.model=x", "data.path=x"))

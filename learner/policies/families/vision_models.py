@@ -130,6 +130,10 @@ class Glm4v(LongVideos):
     video_options = {}
     smart_resize = staticmethod(smart_resize)
 
+    def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
+        # Without effect under the names that other processors of grids take.
+        return {"size": {"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels}}
+
     def scaled_size(self, images: PatchProcessor, height: int, width: int) -> tuple[int, int]:
         factor, frames = images.patch_size * images.merge_size, images.temporal_patch_size
         bounds = images.size["shortest_edge"], images.size["longest_edge"]

@@ -88,7 +88,7 @@ def functions() -> Iterator[dict[str, Any]]:
     pool.close()
 
 
-HANGS_S = 10.0  # a batch of a rule that nothing interrupts; a hundredth of it is usual
+HANGS_S = 10.0  # of CPU time, a batch of a rule that nothing interrupts; a hundredth of it is usual
 
 
 def check(findings: Findings) -> None:

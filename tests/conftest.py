@@ -59,7 +59,7 @@ load._composed = _composed
 DOOR, ROOM = Path(__file__), Path(__file__).parent / "support" / "jobs.py"  # files that are there anyway, to be locked
 
 DURATIONS = Path(__file__).parent / "durations.json"  # tests/support/durations.py writes it
-SLOW_S = 2.0
+SLOW_S = 1.25
 VARIANT_S = 0.4
 CONTRACT = "tests/contract/"
 SHARED = ("tests/integration/", CONTRACT)  # tests of one file share a job, a cluster or an engine

@@ -71,7 +71,7 @@ def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resume
     recovered = found.steps[-1].counters["recovered"]
     assert recovered["steps"] >= 1
     assert recovered.keys() <= {"steps", "groups"}, "nothing was lost"
-    # The checkpoint of version 2 is written beside training: the kill may have come before it was complete.
+    # The checkpoint of version 2 is written in the background and may be incomplete when the run is killed.
     log = (resumed.run_folder / "run.log").read_text()
     assert re.search(r"recovered from version [02] to [3-5] by the journal", log)
 
@@ -268,6 +268,6 @@ def test_the_audit_holds_with_vllm_and_after_a_kill_with_staleness_1(on_policy: 
 
 
 def test_no_process_of_a_killed_run_survives(resumed: Job) -> None:
-    """Last: Ray's own agents give up about a minute after their cluster was killed; everything else ends at once."""
+    """Runs last: Ray's own agents give up about a minute after the kill of their cluster; all else ends at once."""
     for mark in resumed.marks:
         none_left(mark)

@@ -182,6 +182,7 @@ class RowBounds:
 
     @cached_property
     def has_short_prefixes(self) -> bool:
+        """Whether a row shares at least one and at most half of its tokens."""
         rows = zip(self.lengths, self.keys.lengths, strict=True) if self.keys is not None else ()
         return any(own < whole and _is_short(whole - own, whole) for own, whole in rows)
 
@@ -318,15 +319,19 @@ def _blocks(
     follow one another; where a triangle is not what queries see, blocks of a row's queries, the keys and values that
     they see, and a mask. The last value is the number of queries, from the end, whose output is used.
 
-    A triangle costs half of a square under a mask: behind a short prefix its queries are computed again.
+    A triangle costs half as much as a square under a mask. Behind a short prefix the queries of the prefix are
+    therefore computed again, and their output is not used.
     """
     again = [bounds.of_keys(query)] if bounds.has_short_prefixes else []
     for q, k, v, *whole in _equal_rows(bounds, query, key, value, *again):
         num_keys = k.shape[2]
         window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
         last = num_keys - q.shape[2]
-        if not is_causal or (window is None and _is_short(last, num_keys)):
-            yield whole[0] if is_causal and last > 0 else q, k, v, None, q.shape[2]
+        if not is_causal or (last == 0 and window is None):
+            yield q, k, v, None, q.shape[2]
+            continue
+        if window is None and _is_short(last, num_keys):
+            yield whole[0], k, v, None, q.shape[2]
             continue
         for block in q.split(_block_size(window), dim=2):
             first, last = last, last + block.shape[2]

@@ -131,7 +131,7 @@ class Glm4v(LongVideos):
     smart_resize = staticmethod(smart_resize)
 
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
-        # Without effect under the names that other processors of grids take.
+        # Its image processor ignores `min_pixels` and `max_pixels`.
         return {"size": {"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels}}
 
     def scaled_size(self, images: PatchProcessor, height: int, width: int) -> tuple[int, int]:

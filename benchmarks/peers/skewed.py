@@ -8,24 +8,30 @@ from pathlib import Path
 from random import Random
 
 MEAN_NUMBERS, MOST_NUMBERS = 32, 256  # of an answer
-SIZES = {"train": 2048, "validation": 16, "test": 16}
+NUM_ROWS, NUM_HELD_OUT = 2048, 16
+SYSTEM = "You say digits."  # templates that add a system turn of their own would make longer prompts than others
 
 
-def write_chats(folder: Path) -> Path:
+def write_chats(folder: Path, num_rows: int) -> Path:
     """Write chats for supervised fine-tuning; a space between two digits."""
-    return _write(folder, lambda n, text: {"messages": [_turn("user", _asked(n)), _turn("assistant", " ".join(text))]})
+
+    def chat(count: int, text: str) -> Mapping[str, object]:
+        turns = {"system": SYSTEM, "user": _asked(count), "assistant": " ".join(text)}
+        return {"messages": [{"role": role, "content": content} for role, content in turns.items()]}
+
+    return _write(folder, chat, num_rows)
 
 
 def write_questions(folder: Path) -> Path:
     """Write questions for RL. The digits of an answer are a token each in the tiny models."""
-    return _write(folder, lambda n, text: {"question": _asked(n), "answer": text, "solution": text})
+    return _write(folder, lambda n, text: {"question": _asked(n), "answer": text, "solution": text}, NUM_ROWS)
 
 
-def _write(folder: Path, row: Callable[[int, str], Mapping[str, object]]) -> Path:
+def _write(folder: Path, row: Callable[[int, str], Mapping[str, object]], num_rows: int) -> Path:
     """The same rows every time; `row` takes the number of digits and the digits."""
     random = Random(0)
     folder.mkdir(parents=True, exist_ok=True)
-    for split, size in SIZES.items():
+    for split, size in (("train", num_rows), ("validation", NUM_HELD_OUT), ("test", NUM_HELD_OUT)):
         counts = [min(MOST_NUMBERS, 1 + int(random.expovariate(1 / MEAN_NUMBERS))) for _ in range(size)]
         counts[0] = MOST_NUMBERS
         lines = [json.dumps({"id": f"{split}-{n}", **row(c, _digits(c, random))}) for n, c in enumerate(counts)]
@@ -39,7 +45,3 @@ def _digits(count: int, random: Random) -> str:
 
 def _asked(count: int) -> str:
     return f"Say {count} digits."
-
-
-def _turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}

@@ -14,11 +14,14 @@ PACK_TOKENS = 576  # of a packed row of supervised fine-tuning
 
 
 def sft(name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num_steps: int) -> Work:
-    """Supervised fine-tuning on skewed lengths; `num_rows` fill the packs of a step as the peer fills them."""
+    """Supervised fine-tuning on skewed lengths; `num_rows` fill the packs of a step as the peer fills them.
+
+    The counted steps are an epoch, so that both sides train on the same rows.
+    """
     own = (
         "experiment=sft",
         f"policy={policy}",
-        "data.path=data/skewed",
+        f"data.path=data/skewed-{num_rows * num_steps}",
         *TURNS,
         "learner.packing=true",
         "learner.activation_checkpointing=none",
@@ -33,7 +36,7 @@ def sft(name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num
         ensure_model(config)
         asked = {
             "model": config.policy.model,
-            "data": write_chats(config.data.path),
+            "data": write_chats(config.data.path, num_rows * num_steps),
             "row-tokens": PACK_TOKENS,
             "rows": num_packs,
             "steps": num_steps + NUM_WARMUP + 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ from mobula.learner.policies.checkpoint import (
 )
 from mobula.learner.policies.families import unequal_window
 from mobula.learner.policies.head import PLAIN
-from mobula.learner.policies.loading import RANDOM_PARTS, checkpoint_names, load_model
+from mobula.learner.policies.loading import (
+    RANDOM_PARTS,
+    PatchProduct,
+    checkpoint_names,
+    load_model,
+    multiply_patches,
+)
 from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policies.trained import as_policy, unread_trained_model
@@ -143,6 +150,22 @@ def test_a_tie_whose_sides_differ_is_found(tmp_path: Path) -> None:
         assert broken_ties(tmp_path, stored_model(tmp_path)) == broken
 
 
+@pytest.mark.parametrize("sides", [(2, 4, 4), (4, 8, 4)])
+def test_patches_are_multiplied_as_they_are_convolved(sides: tuple[int, ...]) -> None:
+    """Also an input that is larger than the kernel."""
+    convolution = nn.Conv3d(3, 8, kernel_size=(2, 4, 4), stride=(2, 4, 4))
+    models = convolution, deepcopy(convolution)
+    multiply_patches(models[1])
+    assert type(models[1]) is PatchProduct
+    patches = torch.randn(5, 3, *sides)
+    expected, found = (model(patches) for model in models)
+    torch.testing.assert_close(found, expected)
+    for output in (expected, found):
+        output.square().sum().backward()
+    for own, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
 SHARED = {
     "qwen2.5-vl": (),
     "qwen3-vl-moe": ("policy.freeze=[router]",),
@@ -163,6 +186,8 @@ def test_a_model_read_by_rows_equals_one_that_transformers_loads(
     config = tiny_config(folder).policy
     read, loaded = load_policy_model(config, dtype), load_model(str(folder), dtype, config.attention)
     assert read.generation_config.to_dict() == loaded.generation_config.to_dict()
+    assert list(map(type, read.modules())) == list(map(type, loaded.modules()))
+    assert not any(type(module) is nn.Conv3d for module in read.modules())
     for kind in ("named_parameters", "named_buffers"):
         ours, theirs = dict(getattr(read, kind)()), dict(getattr(loaded, kind)())
         assert ours.keys() == theirs.keys()

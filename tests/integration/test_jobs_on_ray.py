@@ -56,7 +56,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     with dashboard_head(num_cpus=1) as head:
         wait_until(lambda: num_alive(head.dashboard) == 1, START_S, lambda: "the dashboard of the head")
         ports = (f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}")
-        own = (f"--address={head.address}", "--node-ip-address=127.0.0.1", *ports, "--num-cpus=2")
+        # In one session folder the second raylet would unpack a job's working folder over that of the first.
+        folder = f"--temp-dir={head.sessions / 'b'}"
+        own = (f"--address={head.address}", "--node-ip-address=127.0.0.1", *ports, "--num-cpus=2", folder)
         head.processes.append(start_command(start_words(*own)))
         wait_until(lambda: num_alive(head.dashboard) == 2, START_S, lambda: "two nodes")
         yield Apart(head.dashboard, head.address, tmp_path_factory.mktemp("shared"))

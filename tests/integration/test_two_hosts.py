@@ -18,6 +18,7 @@ from jobs import REPOSITORY, REWARD, SMALL
 from ray_apart import COUNT, ENVIRONMENT, Host, reason_against, start_command, start_words, two_hosts, two_nodes
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.runtime.network import INTERFACE_VARIABLES
 from mobula.configs.overrides import overridden
 
 WHY_NOT = reason_against()
@@ -45,8 +46,10 @@ def ray_node(host: Host, *words: str, **env: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """`request.param` has environment variables of the other node."""
+    for name in INTERFACE_VARIABLES:  # `local_ray` sets one of them for the tests of a worker
+        monkeypatch.delenv(name, raising=False)
     with two_hosts() as (head, other):
         found = Pair(head, other, tmp_path)
         nodes = (partial(ray_node, head), partial(ray_node, other, **request.param))
@@ -56,8 +59,6 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 def on_head(pair: Pair, *words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(pair.folder)}
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        env.pop(name, None)
     command = pair.head.command(sys.executable, *words)
     return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=900)
 

@@ -38,7 +38,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 class PatchProduct(nn.Conv3d):
-    """A convolution of patches that are as large as its kernel, as in the towers of Qwen and GLM: one matrix product.
+    """A convolution of patches that are as large as its kernel, as in many vision towers: one matrix product.
 
     cuDNN has no fast convolution of this shape in bfloat16 (transformers' issue 45750), and on CPU its backward pass
     takes a third of an update of a tiny model.

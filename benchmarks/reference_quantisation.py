@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
-from mobula.actors.reference.scorer import Quantisation, num_weight_bytes, quantise
+from mobula.actors.reference.scorer import Quantisation, quantise
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
@@ -100,3 +101,15 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     }
     series = {kind: Measurements(f"scores with weights in {kind}", UNIT, found[kind]) for kind in kinds}
     return Findings(settings, series, tuple(claims))
+
+
+def num_weight_bytes(model: nn.Module) -> int:
+    """Returns the bytes of all parameters in memory, each counted once."""
+    return sum(_num_bytes(parameter.data) for parameter in model.parameters())
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_num_bytes(getattr(tensor, name)) for name in names)

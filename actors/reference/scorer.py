@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from mobula.cluster.errors import DeadlineError, ScoringError
@@ -50,18 +50,6 @@ def quantise(model: PreTrainedModel, kind: Quantisation) -> None:
     else:
         packing = "tile_packed_to_4d"  # the layout of torch's own kernels
         quantize_(model, Int4WeightOnlyConfig(group_size=group, int4_packing_format=packing), filter_fn=is_chosen)
-
-
-def num_weight_bytes(model: nn.Module) -> int:
-    """Returns the bytes of all parameters in memory, each counted once."""
-    return sum(_num_bytes(parameter.data) for parameter in model.parameters())
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()
-    return sum(_num_bytes(getattr(tensor, name)) for name in names)
 
 
 NO_TEACHERS: Mapping[str, Path] = {}

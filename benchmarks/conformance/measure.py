@@ -27,6 +27,7 @@ from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader, MediaStore, ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.tolerance import Gap
 from mobula.configs.load import load_config
@@ -229,8 +230,29 @@ class Measurement:
             media["audio"] = [(samples, SOUND_RATE) for samples in case.sounds]
         if not media:
             return True
-        ids = self.sampler.expanded_by_engine(case.prompt.compact_ids.tolist(), media, options)
-        return ids == case.prompt.expanded_ids.tolist()
+        return self._expanded_by_engine(case.prompt, media, options) == case.prompt.expanded_ids.tolist()
+
+    def _expanded_by_engine(self, prompt: Prompt, media: dict[str, list[Any]], options: dict[str, Any]) -> list[int]:
+        """The expanded ids of a compact prompt from vLLM's processor, with our video placeholders.
+
+        `media` has images (`image`), videos (`video`, each frames and metadata) and audio clips (`audio`, each samples
+        and rate); `options` are settings of the image processor.
+        """
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+        from vllm.multimodal.processing import ProcessorInputs, TimingContext
+
+        from mobula.actors.samplers.vllm.arguments import engine_args
+
+        model = engine_args(engine_settings(self.prepared, 0)).create_model_config()
+        processor = MULTIMODAL_REGISTRY.create_processor(model)
+        items = processor.info.parse_mm_data(media)
+        inputs = ProcessorInputs(prompt.compact_ids.tolist(), items, hf_processor_mm_kwargs=options)
+        ids = list(processor.apply(inputs, TimingContext(enabled=False))["prompt_token_ids"])
+        if not isinstance(self.family, VideoFamily) or not self.family.engine_video_token:
+            return ids
+        theirs = processor.info.get_tokenizer().convert_tokens_to_ids(self.family.engine_video_token)
+        ours = self.family.video_placeholder_id(model.hf_config)
+        return [ours if token == theirs else token for token in ids]
 
     def _export_loads(self) -> bool:
         out = self._folder / "export"

@@ -9,7 +9,7 @@ from random import Random
 
 MEAN_NUMBERS, MOST_NUMBERS = 32, 256  # of an answer
 NUM_ROWS, NUM_HELD_OUT = 2048, 16
-SYSTEM = "You say digits."  # templates that add a system turn of their own would make longer prompts than others
+SYSTEM = "You say digits."  # without it some templates add their own, and prompts of the sides differ in length
 
 
 def write_chats(folder: Path, num_rows: int) -> Path:

@@ -40,7 +40,6 @@ from mobula.learner.policies.loading import (
     described_model,
     disable_dropout,
     freeze,
-    multiply_patches,
     saved_names,
 )
 
@@ -338,7 +337,6 @@ def unread_model(
         vars(module).pop("_is_hf_initialized", None)  # set when the buffers had no values
     model.initialize_weights()
     pack_windows(model)
-    multiply_patches(model)
     states = {name: state for state, name in described.pushed.items()}
     names = {file_name: states[name] for file_name, name in described.names.items()}
     return model, StoredWeights(folder, names, model)

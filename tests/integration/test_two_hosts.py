@@ -48,7 +48,7 @@ def ray_node(host: Host, *words: str, **env: str) -> subprocess.Popen[bytes]:
 @pytest.fixture
 def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """`request.param` has environment variables of the other node."""
-    for name in INTERFACE_VARIABLES:  # `local_ray` sets one of them for the tests of a worker
+    for name in INTERFACE_VARIABLES:  # `local_ray` sets one of them until the session ends
         monkeypatch.delenv(name, raising=False)
     with two_hosts() as (head, other):
         found = Pair(head, other, tmp_path)

@@ -24,7 +24,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
-from vllm.multimodal.processing import ProcessorInputs, TimingContext
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -322,24 +321,6 @@ class VLLMSampler:
             },
             cache_salt=salt,
         )
-
-    def expanded_by_engine(
-        self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
-    ) -> list[int]:
-        """Returns the expanded ids of a compact prompt from vLLM's processor, with our video placeholders.
-
-        `media` has images (`image`), videos (`video`, each frames and metadata) and audio clips (`audio`, each samples
-        and rate); `options` are settings of the image processor. Requests do not use this: they have expanded ids and
-        processed images.
-        """
-        processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
-        items = processor.info.parse_mm_data(dict(media))
-        inputs = ProcessorInputs(compact_ids, items, hf_processor_mm_kwargs=dict(options))
-        ids = list(processor.apply(inputs, TimingContext(enabled=False))["prompt_token_ids"])
-        if not isinstance(self._family, VideoFamily) or not self._family.engine_video_token:
-            return ids
-        theirs = processor.info.get_tokenizer().convert_tokens_to_ids(self._family.engine_video_token)
-        return [self._placeholder_ids["video"] if token == theirs else token for token in ids]
 
     def _placeholder(self, prompt: Prompt, span: MediaSpan, kind: str) -> PlaceholderRange:
         """Returns the span of a medium, with a mask of its placeholder ids, which embeddings replace."""

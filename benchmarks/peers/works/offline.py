@@ -16,12 +16,13 @@ PACK_TOKENS = 576  # of a packed row of supervised fine-tuning
 def sft(name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num_steps: int) -> Work:
     """Supervised fine-tuning on skewed lengths; `num_rows` fill the packs of a step as the peer fills them.
 
-    The counted steps are an epoch, so that both sides train on the same rows.
+    An epoch has as many steps as the work counts, so that both sides train on the same rows.
     """
+    num_in_epoch = num_rows * num_steps
     own = (
         "experiment=sft",
         f"policy={policy}",
-        f"data.path=data/skewed-{num_rows * num_steps}",
+        f"data.path=data/skewed-{num_in_epoch}",
         *TURNS,
         "learner.packing=true",
         "learner.activation_checkpointing=none",
@@ -36,7 +37,7 @@ def sft(name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num
         ensure_model(config)
         asked = {
             "model": config.policy.model,
-            "data": write_chats(config.data.path, num_rows * num_steps),
+            "data": write_chats(config.data.path, num_in_epoch),
             "row-tokens": PACK_TOKENS,
             "rows": num_packs,
             "steps": num_steps + NUM_WARMUP + 1,

@@ -15,6 +15,7 @@ from fakes import AT_ONCE, FakeHosts, LocalHandle, make_scored, never, settle
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
+from benchmarks.reference_quantisation import num_weight_bytes
 from mobula.actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
 from mobula.actors.datasets.rows import Row, Split
 from mobula.actors.processors.pool import DIED, HUNG, MAX_LOSSES, ProcessorPool
@@ -22,7 +23,7 @@ from mobula.actors.processors.worker import CallMedia, Made, ProcessorWorker
 from mobula.actors.reference.pool import DIED as SCORER_DIED
 from mobula.actors.reference.pool import HUNG as SCORER_HUNG
 from mobula.actors.reference.pool import NullReference, ReferencePool
-from mobula.actors.reference.scorer import ReferenceScorer, num_weight_bytes, quantise
+from mobula.actors.reference.scorer import ReferenceScorer, quantise
 from mobula.cluster.errors import DeadlineError, MediaError, ScoringError, WorkerDiedError
 from mobula.cluster.records.media import MediaKeeper, MediaSpan, MediaStore, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup

@@ -71,8 +71,8 @@ SECTION = "## From a row of the data file to its gradient"
 MAX_FILES = 28
 
 
-def test_the_path_of_a_row_is_what_the_walkthrough_says() -> None:
-    text = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+def test_the_path_of_a_row_is_what_the_architecture_says() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     section = text.split(SECTION)[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+\.py)` \| (.*) \|$", section, flags=re.MULTILINE)
     assert 0 < len(rows) <= MAX_FILES

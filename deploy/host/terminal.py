@@ -58,12 +58,13 @@ async def until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], 
     """
     import asyncio  # slow import, which `--help` does not need
 
-    task = asyncio.ensure_future(work)
+    task, hangups = asyncio.ensure_future(work), set[int]()
 
     def stop(number: int) -> None:
+        if number in hangups:
+            return
         if number == signal.SIGHUP:  # a closing terminal sends it twice, through the kernel and through the shell
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
+            hangups.add(number)
         if not is_handled():
             task.cancel()
 

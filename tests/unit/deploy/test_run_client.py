@@ -260,6 +260,24 @@ def test_signals_that_come_while_a_run_closes_end_nothing(usual_signals: None) -
     assert handlers() == before
 
 
+async def hung_up() -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)
+    await asyncio.sleep(0.2)
+
+
+def test_two_hangups_at_once_ask_once(usual_signals: None) -> None:
+    asked: list[bool] = []
+
+    def is_handled() -> bool:
+        asked.append(True)
+        return True
+
+    with signals_raise():
+        asyncio.run(until_signal(hung_up(), is_handled))
+    assert asked == [True]
+
+
 def test_a_library_does_not_keep_sigterm(usual_signals: None) -> None:
     with signals_raise():
         with sigterm_stays_ours():

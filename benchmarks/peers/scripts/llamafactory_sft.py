@@ -13,7 +13,8 @@ from llamafactory.train.tuner import run_exp
 
 from benchmarks.peers.step_clock import StepClock
 
-COLUMNS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+ROLES = {f"{role}_tag": role for role in ("system", "user", "assistant")}
+COLUMNS = {"role_tag": "role", "content_tag": "content", **ROLES}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import tempfile
 import traceback
 import uuid
@@ -189,3 +190,13 @@ def local_ray() -> Iterator[str]:
         finally:
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """Signals act as in a terminal. Under `nohup` and in background jobs some are ignored, also by child processes."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

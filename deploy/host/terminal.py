@@ -58,13 +58,14 @@ async def until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], 
     """
     import asyncio  # slow import, which `--help` does not need
 
-    task, hangups = asyncio.ensure_future(work), set[int]()
+    task, has_hung_up = asyncio.ensure_future(work), False
 
     def stop(number: int) -> None:
-        if number in hangups:
-            return
+        nonlocal has_hung_up
         if number == signal.SIGHUP:  # a closing terminal sends it twice, through the kernel and through the shell
-            hangups.add(number)
+            if has_hung_up:
+                return
+            has_hung_up = True
         if not is_handled():
             task.cancel()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from benchmarks.conformance.__main__ import measure_apart
-from benchmarks.conformance.measure import ALL, TIED, Report, takes_media
+from benchmarks.conformance.measure import ALL, TIED, takes_media
 from benchmarks.conformance.table import failures
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.checks.parity import CASES, SOUNDS, VIDEOS
@@ -30,21 +29,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("conformance")
 
 
-@pytest.fixture(scope="module")
-def measured(folder: Path) -> Callable[[tuple[str, ...]], dict[str, Report]]:
-    """Measures families once; a fixture with a parameter is made again for every test."""
-    return cache(partial(measure_apart, folder=folder))
-
+# Not a fixture: one with a parameter is made again for every test.
+measured = cache(measure_apart)
 
 FAMILIES = [pytest.param(USUAL, name, id=name) for name in USUAL]
 FAMILIES += [pytest.param(OTHERS, name, marks=pytest.mark.exhaustive, id=name) for name in OTHERS]
 
 
 @pytest.mark.parametrize(("names", "name"), FAMILIES)
-def test_a_family_conforms(
-    measured: Callable[[tuple[str, ...]], dict[str, Report]], folder: Path, names: tuple[str, ...], name: str
-) -> None:
-    report = measured(names)[name]
+def test_a_family_conforms(folder: Path, names: tuple[str, ...], name: str) -> None:
+    report = measured(names, folder)[name]
     assert failures(report) == []
     family = family_at(str(folder / name / "model"))
     assert set(report.moved) == ({*family.parts, ALL} if takes_media(family) else {ALL})

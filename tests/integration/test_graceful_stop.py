@@ -172,11 +172,9 @@ def job_of(tmp_path: Path, num_steps: int) -> Job:
     return Job(tmp_path, (*SHORT_SFT, f"data.path={tmp_path / 'rows'}", f"num_steps={num_steps}"), BARE)
 
 
-def test_a_second_start_is_refused_and_a_hangup_ends_the_first_in_order(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it, for these tests and what they start
+def test_a_second_start_is_refused_and_a_hangup_ends_the_first_in_order(tmp_path: Path, usual_signals: None) -> None:
     with job_of(tmp_path, 5000) as job:
         first = job.start(*SFT)
-        signal.signal(signal.SIGHUP, before)
         job.reach(first, 2)
         assert job.start(*SFT).wait(RUN_DEADLINE_S) == 2
         assert f"is in use by process {first.pid} on" in job.output

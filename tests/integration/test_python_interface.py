@@ -41,7 +41,7 @@ def test_the_notebook_trains_exports_and_evaluates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_interrupted_run_writes_a_checkpoint(tmp_path: Path) -> None:
+def test_an_interrupted_run_writes_a_checkpoint(tmp_path: Path, usual_signals: None) -> None:
     """The interrupt of a terminal reaches every process of its group, and the run has to be asked once."""
     words = ["experiment=digits", "resources=laptop", "name=cut", *SMALLER[1:], "num_steps=1000"]
     program = f"import mobula\nmobula.train(mobula.load_config({words!r}))"

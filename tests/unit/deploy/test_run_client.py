@@ -220,17 +220,6 @@ def handlers() -> list[object]:
     return [signal.getsignal(number) for number in SIGNALS]
 
 
-@pytest.fixture
-def usual_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the process: the tests may run under nohup."""
-    before = handlers()
-    for number in SIGNALS[1:]:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_loop_is_an_interrupt(usual_signals: None, number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt), signals_raise():

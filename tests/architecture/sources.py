@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +51,15 @@ def sources() -> tuple[Source, ...]:
 
 
 def parse(path: str, text: str) -> Source:
-    return Source(path, text, ast.parse(text, filename=path))
+    # CPython 3.11 counts the depth of all trees in one place: a garbage collection may run Python code of another
+    # thread that parses too, and the count is then wrong (SystemError, python/cpython#106905).
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return Source(path, text, ast.parse(text, filename=path))
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 def _read(path: Path) -> Source:

@@ -602,7 +602,6 @@ def test_every_key_is_documented() -> None:
 @pytest.mark.parametrize(
     ("page", "current"),
     [
-        (document.TARGET, lambda page: document.text()),
         (document.COMING_FROM, document.with_key_maps),
         (document.RECIPES_PAGE, document.with_recipes),
     ],
@@ -610,6 +609,16 @@ def test_every_key_is_documented() -> None:
 def test_committed_documentation_is_the_generated_one(page: Path, current: Callable[[str], str]) -> None:
     text = page.read_text(encoding="utf-8")
     assert text == current(text), "run `python -m docs.generate.configuration`"
+
+
+def test_each_group_has_a_page_and_all_are_the_generated_ones() -> None:
+    written = document.pages()
+    assert {path.stem for path in written} == {"configuration", "run", *keys.groups()}
+    there = {path: path.read_text(encoding="utf-8") for path in (document.TARGET, *document.PAGES.glob("*.md"))}
+    assert there == written, "run `python -m docs.generate.configuration`"
+    shown = "".join(there.values())
+    names = {key.name.removesuffix("_options") for key in keys.known_keys().values() if "." not in key.name}
+    assert [name for name in names if f"| `{name}`" not in shown and f"Keys of `{name}`" not in shown] == []
 
 
 @pytest.mark.parametrize(

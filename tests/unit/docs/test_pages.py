@@ -216,7 +216,7 @@ DEFINED = {
     name for top in (*TOPS, "tests/integration") for path in (ROOT / top).rglob("*.py") for name in defined_in(path)
 }
 
-KEYS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+KEYS = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "configuration").glob("*.md"))
 
 
 def missing(room: str, text: str) -> list[str]:

@@ -56,7 +56,7 @@ def grpo(
     *,
     num_steps: int,
     synchronous: Sequence[str],
-    target: float,
+    targets: tuple[float, float],
     other: str,
     peer: str = "trl",
     prompts: int = 8,
@@ -66,7 +66,7 @@ def grpo(
 ) -> Work:
     """A peer's GRPO on a job of `mobula train`, which sets both sides' model, data, lengths, KL and temperature.
 
-    With `accuracy` both sides learn, and report the seconds until that held-out accuracy.
+    `targets` are those of the overlapped and of the synchronous side. With `accuracy` both sides learn, and report the seconds until that held-out accuracy.
     """
     steady = (
         f"algorithm.prompts_per_step={prompts}",
@@ -112,7 +112,7 @@ def grpo(
         peer,
         num_steps,
         sides,
-        {OVERLAPPED: target, SYNCHRONOUS: 1.0},
+        dict(zip((OVERLAPPED, SYNCHRONOUS), targets, strict=True)),
         equal="checkpoint, prompts, samples and most tokens of a step, one optimizer step (AdamW), KL, temperature",
         unequal=f"overlapped trains answers one version old; {other}; {peer} pads a step's rows to the longest",
     )
@@ -133,7 +133,7 @@ def learned(name: str, *, num_steps: int, synchronous: Sequence[str]) -> Work:
         ),
         num_steps=num_steps,
         synchronous=synchronous,
-        target=1.5,
+        targets=(1.5, 1.0),
         other=IN_PAIRS,
         prompts=32,
         accuracy=ACCURACY,
@@ -148,7 +148,7 @@ def long_tail(name: str, *, num_steps: int, synchronous: Sequence[str]) -> Work:
         (*LONG_TAIL, "policy=hf", "policy.model=data/models/tiny-long-tail"),
         num_steps=num_steps,
         synchronous=synchronous,
-        target=3.0,
+        targets=(3.0, 1.0),
         other=IN_PAIRS,
         write_model=warm_model(*LONG_TAIL, *TAIL_START),
         write_data=lambda config: write_questions(config.data.path),

@@ -13,7 +13,9 @@ from mobula.deploy.wiring.preparation import ensure_data, ensure_model
 PACK_TOKENS = 576  # of a packed row of supervised fine-tuning
 
 
-def sft(name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num_steps: int) -> Work:
+def sft(
+    name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num_steps: int, target: float = 1.0
+) -> Work:
     """Supervised fine-tuning on skewed lengths; `num_rows` fill the packs of a step as the peer fills them.
 
     An epoch has as many steps as the work counts, so that both sides train on the same rows.
@@ -50,7 +52,7 @@ def sft(name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num
         peer,
         num_steps,
         sides,
-        {OURS: 1.0},
+        {OURS: target},
         equal="checkpoint, rows, loss on the answers alone, packed rows, optimizer (AdamW), two threads",
         unequal=f"{num_rows} rows a step beside {num_packs} packs of {PACK_TOKENS} tokens, which hold as many in the "
         "mean",
@@ -87,7 +89,7 @@ def dpo(name: str, *, num_rows: int, num_pairs: int, num_steps: int) -> Work:
         "trl",
         num_steps,
         sides,
-        {OURS: 1.0},
+        {OURS: 1.2},
         equal="checkpoint, pairs of a step, beta, reference model, one optimizer step (AdamW) a batch",
         unequal="TRL computes the reference in its trainer, we in a process beside it; TRL counts line ends too",
     )

@@ -66,7 +66,8 @@ def grpo(
 ) -> Work:
     """A peer's GRPO on a job of `mobula train`, which sets both sides' model, data, lengths, KL and temperature.
 
-    `targets` are those of the overlapped and of the synchronous side. With `accuracy` both sides learn, and report the seconds until that held-out accuracy.
+    `targets` are those of the overlapped and of the synchronous side. With `accuracy` both sides learn, and report the
+    seconds until that held-out accuracy.
     """
     steady = (
         f"algorithm.prompts_per_step={prompts}",

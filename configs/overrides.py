@@ -176,7 +176,7 @@ def walk(section: type[Section], prefix: str) -> Iterator[Key]:
             yield Key(
                 f"{name}.{ENTRY}",
                 _noun(below),
-                f"One entry of `{name}`, under a name of its own.",
+                f"One entry of `{name}`, under a name of your choice.",
                 None,
                 False,
                 MISSING,

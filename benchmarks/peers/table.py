@@ -30,6 +30,10 @@ class Result:
     def peer(self) -> str:
         return list(self.rounds)[-1]
 
+    def over_peer(self, side: str) -> list[float]:
+        """Units a second of a side over the peer's, round by round."""
+        return ratios(self.rounds[side], self.rounds[self.peer], self.unit)
+
 
 def read(path: Path) -> dict[str, Result]:
     """Results by work. An absent file has none."""
@@ -68,7 +72,7 @@ def _cells(result: Result, side: str) -> list[str]:
     cells.append(f"{median(reached):.0f} ({len(reached)} of {len(rounds)} runs)" if reached else "")
     if side == result.peer:
         return [*cells, "", "", ""]
-    found, target = ratios(rounds, result.rounds[result.peer], result.unit), result.targets[side]
+    found, target = result.over_peer(side), result.targets[side]
     spread = f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
     return [*cells, spread, f"{target:g}", "yes" if median(found) >= target else "no"]
 

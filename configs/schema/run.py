@@ -113,7 +113,7 @@ class MetricsConfig(Section):
     artifact_frame_rate: PositiveInt = 16
     """Frames per second of videos in `artifacts/`."""
     audit: bool = True
-    """Write `audit.jsonl` in the run folder, a hash chain of what was trained, pushed and saved, for `mobula audit`."""
+    """Write `audit.jsonl` in the run folder, a hash chain of trained groups, pushes and states, for `mobula audit`."""
 
 
 class AuditConfig(Section):

@@ -70,7 +70,7 @@ def _contents(name: str) -> str:
     if name == REST:
         return "keys without a section, " + ", ".join(f"`{key.name}`" for key in _sections_of(REST))
     options = f"{len(groups()[name])} options"
-    return f"{options}, and keys" if any(key.name == name for key in _tops()) else options
+    return f"{options}, and keys" if _sections_of(name) else options
 
 
 def _page(name: str, first: dict[type[Section], str]) -> Iterator[str]:
@@ -88,8 +88,8 @@ def _page(name: str, first: dict[type[Section], str]) -> Iterator[str]:
 
 
 def _sections_of(page: str) -> list[keys.Key]:
-    known = (key for key in _tops() if key.section is not None)
-    return [key for key in known if (key.name if key.name in groups() else REST) == page]
+    """The sections of a page: that of the group, or those without a group."""
+    return [key for key in _tops() if key.section and page == (key.name if key.name in groups() else REST)]
 
 
 def _tops() -> list[keys.Key]:

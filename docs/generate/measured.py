@@ -10,7 +10,6 @@ from typing import Any
 
 from docs.generate.markdown import row, with_block, write_page
 
-from benchmarks.peers.rounds import ratios
 from benchmarks.peers.table import Result, read
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ def peers() -> str:
 
 def _sides(result: Result) -> Iterator[str]:
     for side, aim in result.targets.items():
-        found = ratios(result.rounds[side], result.rounds[result.peer], result.unit)
+        found = result.over_peer(side)
         middle = median(found)
         name = side.removeprefix("mobula").lstrip(", ") or "-"
         bound = f"{aim:g}" + ("" if middle >= aim else ", not met")

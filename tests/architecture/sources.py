@@ -51,8 +51,8 @@ def sources() -> tuple[Source, ...]:
 
 
 def parse(path: str, text: str) -> Source:
-    # CPython 3.11 counts the depth of all trees in one place: a garbage collection may run Python code of another
-    # thread that parses too, and the count is then wrong (SystemError, python/cpython#106905).
+    # CPython before 3.11.8 counts the depth of all trees in one place. A garbage collection lets another thread run; if
+    # that thread parses, too, the count is wrong (SystemError, python/cpython#106905).
     is_collecting = gc.isenabled()
     gc.disable()
     try:

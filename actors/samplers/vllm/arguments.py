@@ -191,21 +191,23 @@ class OutputReader:
     def _logprobs(self, steps: SampleLogprobs | None) -> tuple[np.ndarray, KeptSets | None]:
         """Returns float32 [T] of the sampled tokens, and the kept sets if requested."""
         # For each step vLLM gives the sampled token, then the requested tokens by decreasing log-prob; tokens that are
-        # not kept have the log-prob -inf.
+        # not kept have the log-prob -inf. `RequestOutput.add` drops the second mention of the sampled token from steps
+        # that it merges, so steps differ in length.
         if not isinstance(steps, FlatLogprobs):  # floats, from `patches.SampledLogprobs`
             return np.asarray(steps or [], dtype=np.float32), None
-        num_steps = len(steps)
-        values = np.array(steps.logprobs, dtype=np.float32).reshape(num_steps, -1 if num_steps else 1)
+        starts, ends = np.array([steps.start_indices, steps.end_indices], dtype=np.int64)
+        values = np.array(steps.logprobs, dtype=np.float32)
         if not self._keeps_sets:
-            return values[:, 0], None
-        ids = np.array(steps.token_ids, dtype=np.int32).reshape(values.shape)[:, 1:]
-        is_kept = np.isfinite(values[:, 1:])
-        if is_kept.shape[1] and is_kept[:, -1].any():
+            return values[starts], None
+        if np.isfinite(values[ends - 1]).any():
             raise RolloutError(
-                f"the engine kept more than the {is_kept.shape[1]} tokens that it reports of a step, since their "
-                "logits are equal: lower sampler.top_k, or set resources.dtype=float32"
+                f"the engine kept more than the {(ends - starts).max() - 1} tokens that it reports of a step, since "
+                "their logits are equal: lower sampler.top_k, or set resources.dtype=float32"
             )
-        return values[:, 0], KeptSets(is_kept.sum(axis=1, dtype=np.int32), ids[is_kept])
+        ids = np.array(steps.token_ids, dtype=np.int32)
+        is_kept = np.isfinite(values) & (ids != np.repeat(ids[starts], ends - starts))
+        is_kept[starts] = True
+        return values[starts], KeptSets(np.add.reduceat(is_kept, starts, dtype=np.int32), ids[is_kept])
 
     def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
         """Returns the versions of at least the first `end` tokens of a sibling in this request."""

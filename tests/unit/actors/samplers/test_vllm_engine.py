@@ -227,7 +227,35 @@ def test_kept_sets_are_the_tokens_of_finite_log_prob() -> None:
     found = kept_by_vllm([[-0.7, -0.1, -0.7, gone], [-0.2, -0.2, gone, gone]])
     [(_, piece)] = reader.read(completion(found))
     assert piece.logprobs.tolist() == pytest.approx([-0.7, -0.2])
-    assert (piece.actions.kept.counts.tolist(), piece.actions.kept.ids.tolist()) == ([2, 1], [10, 11, 10])
+    assert (piece.actions.kept.counts.tolist(), piece.actions.kept.ids.tolist()) == ([3, 2], [100, 10, 11, 101, 10])
+
+
+def test_outputs_that_vllm_merges_are_read_like_those_of_one_step() -> None:
+    """Both have the same sets in the same order: vLLM merges those that come faster than they are read."""
+    gone = float("-inf")
+    rows = [([7, 9, 7, 8], [-0.7, -0.1, -0.7, gone]), ([9, 9, 8, 7], [-0.2, -0.2, gone, gone])]
+    pieces = []
+    for is_merged in (False, True):
+        steps = FlatLogprobs()
+        for ids, values in rows:
+            one = FlatLogprobs() if is_merged and len(steps) else steps
+            one.append_fast(ids, values, itertools.repeat(1), itertools.repeat(None))
+            if one is not steps:
+                steps.extend(one)  # `RequestOutput.add`
+        reader = OutputReader(SimpleNamespace(output_processor=None), "r", keeps_sets=True)
+        pieces += [piece for _, piece in reader.read(completion(steps))]
+    assert len(steps.logprobs) == 7  # of 8
+    for piece in pieces:
+        assert piece.logprobs.tolist() == pytest.approx([-0.7, -0.2])
+        assert (piece.actions.kept.counts.tolist(), piece.actions.kept.ids.tolist()) == ([2, 1], [7, 9, 9])
+
+
+def test_an_end_without_tokens_is_empty() -> None:
+    reader = OutputReader(SimpleNamespace(output_processor=None), "r", keeps_sets=True)
+    ended = completion(FlatLogprobs())
+    ended.outputs[0].token_ids = []
+    [(_, piece)] = reader.read(ended)
+    assert (piece.num_tokens, piece.actions.kept.counts.tolist()) == (0, [])
 
 
 def test_a_set_that_may_be_larger_than_what_is_reported_is_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from enum import Enum
 from functools import cache
@@ -134,6 +136,13 @@ USER_CODE = "module:name or path/to/file.py:name"
 """The form of user code instead of a built-in name."""
 
 
+OWN_CODE = re.compile(r"[^:\s=]+(\.py|:[A-Za-z_][\w.]*)")  # a name in a file or module, or a file alone
+FUNCTION = re.compile(r"rewards\.components\.\d+\.function")
+REWARDS = ("function", "reward_function", "reward_fn", "reward_func", "reward_funcs")  # what others call one's own
+NUM_SHOWN = 3
+ALL = "?"  # a value that asks for all names
+
+
 NOUNS: Mapping[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -154,6 +163,11 @@ class Key:
     is_open: bool  # a mapping with any keys
     default: Any  # MISSING if the field has no default
     read_with: str = ""  # of a kind section: the KEY=VALUE that selects it
+
+    @property
+    def takes_code(self) -> bool:
+        """Whether the value may be user code."""
+        return self.expected.endswith(USER_CODE) or self.name == "environment.name"
 
     @property
     def takes_text(self) -> bool:
@@ -344,16 +358,62 @@ class Override:
 
 def read_overrides(texts: Sequence[str]) -> list[Override]:
     overrides: dict[str, Override] = {}
-    for text in texts:
-        override = _read(text)
+    for text, spelled in ((word, spelled) for word in texts for spelled in _spelled(word)):
+        override = replace(_read(spelled), text=text)
         other = overrides.setdefault(override.name, override)
         if other is not override and other.value != override.value:
             raise ConfigError(f"{other.text} and {override.text} contradict each other: give one of them")
     return list(overrides.values())
 
 
+def _spelled(text: str) -> list[str]:
+    """The words that a word stands for: `rewards=reward.py:closeness` and `data=reader.py:rows` are short forms."""
+    group, _, value = text.partition("=")
+    if group not in groups() or value in groups()[group] or not OWN_CODE.fullmatch(value):
+        return [text]
+    if not (name := value.rpartition(":")[2]) or value.endswith(".py"):
+        raise ConfigError(f"{text} {without_name(value)}")
+    if group == "rewards":
+        part = f"{group}.components.0"
+        return [f"{group}=own", f"{part}.function={value}", f"{part}.name={name}", f"{group}.accuracy_component={name}"]
+    keys = [key.name for key in known_keys().values() if key.name.startswith(f"{group}.") and key.takes_code]
+    keys.sort(key=lambda key: key.count("."))
+    if f"{group}.kind" in keys or f"{group}.name" in keys:
+        return [f"{group}.{'kind' if f'{group}.kind' in keys else 'name'}={value}"]
+    raise ConfigError(
+        f"{text}: your own code is the value of one key: "
+        + (f"write {' or '.join(f'{key}={value}' for key in keys[:NUM_SHOWN])}" if keys else f"{group} has no such key")
+    )
+
+
+def without_name(file: str) -> str:
+    """Says that a file of user code is given without a name in it, and which it has."""
+    try:
+        nodes = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        nodes = []
+    there = [n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    names = f"; it has {', '.join(there[:NUM_SHOWN])}" if there else ""
+    return f"names a file and nothing in it: write {file}:{there[0] if there else 'NAME'}{names}"
+
+
+def few(value: str, names: Sequence[str]) -> str:
+    """The names that are nearest to `value`, and how many there are."""
+    if len(names) <= 2 * NUM_SHOWN or value == ALL:
+        return ", ".join(names)
+    shown = get_close_matches(value, names, n=NUM_SHOWN, cutoff=0.3) or names[:NUM_SHOWN]
+    return f"{', '.join(shown)} or one of {len(names) - len(shown)} others"
+
+
 def apply_overrides(values: dict[str, Any], overrides: Iterable[Override]) -> None:
-    """Sets the keys of `overrides` in `values`; groups are ignored."""
+    """Sets the keys of `overrides` in `values`; groups are ignored. A replaced function of a reward loses the options
+    of the one before it."""
+    overrides = list(overrides)
+    names = [override.name for override in overrides]
+    for name in (name for name in names if FUNCTION.fullmatch(name)):
+        options = f"{name.rpartition('.')[0]}.options"
+        if options not in names and _has_items(values, options):
+            _set(values, options.split("."), {})
     # Sections first: a key of a section is applied on top of the section.
     for override in sorted((o for o in overrides if not o.is_group), key=lambda o: o.name.count(".")):
         try:
@@ -389,7 +449,9 @@ def refuse_overruled(values: Mapping[str, Any], overrides: Sequence[Override]) -
         in_effect = [_has(values, name, value) for name, value in settings.items()]
         if any(in_effect) if override.is_group and settings else all(in_effect):
             continue
-        others = [other.text for other in overrides if other is not override and _overlaps(other, settings)]
+        others = [o.text for o in overrides if o.text != override.text and _overlaps(o, settings)]
+        if not others:  # words of one short form
+            continue
         raise ConfigError(
             f"{override.text} changes nothing, it is overruled by {' and '.join(others)}: leave out one or the other"
         )
@@ -411,6 +473,16 @@ def _overlaps(other: Override, settings: Iterable[str]) -> bool:
         return False  # every other override is stronger
     names = dict(leaves(own_values(other.name, other.value))) if other.is_group else [other.name]
     return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in names for b in settings)
+
+
+def _has_items(values: Any, name: str) -> bool:
+    """Whether there is a mapping with items at a dotted name."""
+    for part in name.split("."):
+        if isinstance(values, list):
+            values = values[int(part)] if int(part) < len(values) else {}
+        else:
+            values = values.get(part) or {}
+    return bool(values)
 
 
 def _set(values: Any, path: Sequence[str], value: Any) -> None:
@@ -485,7 +557,7 @@ def _parsed(text: str) -> HydraOverride:
 def _one_value(name: str, text: str) -> str:
     value = text.partition("=")[2]
     if name in groups():
-        return f"{name} is one of {', '.join(groups()[name])}"
+        return f"{name} is one of {few(text.partition('=')[2], groups()[name])}"
     key = find(name)
     if key is None or (key.is_open and key.name.count(".") < name.count(".")):
         return f"quote the value, e.g. {name}=\"'{value}'\""
@@ -497,16 +569,22 @@ def _one_value(name: str, text: str) -> str:
 def _chosen(group: str, value: Any, options: Sequence[str]) -> str:
     if value in options:
         return str(value)
-    suggestion = nearest(str(value), options)
-    hint = f"did you mean {group}={suggestion}? " if suggestion else ""
+    own = f"; your own function is {group}=FILE.py:NAME" if group == "rewards" else ""
+    listed = "" if len(options) <= 2 * NUM_SHOWN or value == ALL else f" ({group}={ALL} lists them)"
     raise ConfigError(
-        f"{group}={value} is unknown: {hint}{group} is one of {', '.join(options)}; "
+        f"{group}={value} is unknown: {group} is {few(str(value), options)}{listed}{own}; "
         f"set a single key of it as {group}.KEY=VALUE"
     )
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
     """Message for an unknown key."""
+    if name in REWARDS:
+        return f"{name} is unknown: did you mean rewards=FILE.py:NAME?"
+    if f"num_{name}" in known:
+        return f"{name} is unknown: did you mean num_{name}?"
+    if near := get_close_matches(name, groups(), n=1, cutoff=0.85):
+        return f"{name} is unknown: did you mean {near[0]}=OPTION, or a key {near[0]}.KEY=VALUE?"
     translation = translated(name)
     if translation is not None:
         key, trainer = translation

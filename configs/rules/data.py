@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError
 
+from mobula.configs.overrides import without_name
 from mobula.configs.rules.row import Rule, RuleRow
 from mobula.configs.schema.data import WITHOUT_FILES_OF_ROWS, DataKind
 from mobula.configs.schema.rewards import RewardsConfig
@@ -119,6 +120,9 @@ def reward_contradictions(rewards: RewardsConfig) -> tuple[str, ...]:
 
 
 def _flaws(rewards: RewardsConfig) -> Iterator[str]:
+    for component in rewards.components:
+        if component.function.endswith(".py"):
+            yield f"rewards.components[{component.name}].function {without_name(component.function)}"
     if not rewards.recipes and all(component.weight == 0 or not component.trained for component in rewards.components):
         yield (
             f"rewards.components has {len(rewards.components)} parts and none is trained with a weight, so every "

@@ -15,7 +15,7 @@ from rich.table import Table
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.lmms_eval import LmmsEval, evaluate
 from mobula.deploy.cli.errors import FAILED, explained
-from mobula.deploy.cli.options import AuthOption, Overrides, RunFolder, takes
+from mobula.deploy.cli.options import RUN, AuthOption, Overrides, RunFolder, RunName, takes
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.host.terminal import terminal
 from mobula.deploy.rehearsal.options import RehearseCommand
@@ -98,7 +98,7 @@ def doctor(
 
 
 def audit(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="The run; the latest one if left out.")] = None,
+    name: RunName = None,
     run: RunFolder = None,
     head: Annotated[
         str,
@@ -128,8 +128,8 @@ def diagnose(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME | KEY=VALUE...]",
-            help="The run; the latest one if it is left out. Overrides check a configuration before its first step.",
+            metavar="[RUN | KEY=VALUE...]",
+            help=f"{RUN} The latest one if it is left out. Overrides check a configuration before its first step.",
         ),
     ] = None,
     run: RunFolder = None,

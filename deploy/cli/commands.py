@@ -14,20 +14,33 @@ import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
+from typer.core import TyperGroup
 
-from mobula.cluster.errors import PreflightError
+from mobula.cluster.errors import PreflightError, RunOverError
 from mobula.cluster.failures import COLOUR, escaped
 from mobula.cluster.runtime.gc_tuning import collect_rarely
 from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
+from mobula.configs.schema.run import LATEST
 from mobula.deploy.cli.check_commands import audit, diagnose, diagnosed, doctor, gpu_check, lmms_eval, plan, rehearse
 from mobula.deploy.cli.errors import FAILED, explained
-from mobula.deploy.cli.options import AuthOption, ConfigFile, Deadline, Overrides, RunCluster, RunFolder, RunName, takes
+from mobula.deploy.cli.options import (
+    AuthOption,
+    ConfigFile,
+    Deadline,
+    Overrides,
+    RunCluster,
+    RunFolder,
+    RunName,
+    RunWords,
+    run_and_words,
+    takes,
+)
 from mobula.deploy.cli.serving_commands import (
     play,
     rollout,
@@ -194,16 +207,15 @@ def convert(
         data_command.convert(config, output, splits, terminal())
 
 
-def replay(
-    run_folder: Annotated[Path, typer.Argument(help="The folder of a run that had replay.trajectory_log=true.")],
-    overrides: Overrides = None,
-) -> None:
-    """Train a learner on a run's recorded steps, without rollouts; overrides change single keys."""
-    from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
-    from mobula.configs.load import load_resolved
+def replay(words: RunWords = None, run: RunFolder = None) -> None:
+    """Train a learner on the recorded steps of a run that had replay.trajectory_log=true, without rollouts."""
+    from mobula.configs.load import CONFIG_FILE, load_resolved
+    from mobula.deploy.run.run_client import named_folder
 
     with explained():
-        config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
+        name, overrides = run_and_words(words, run)
+        run_folder = named_folder(name)
+        config = load_resolved(run_folder / CONFIG_FILE, overrides)
         from mobula.deploy.data.replay import replay as train_again
 
         raise typer.Exit(train_again(run_folder, config))
@@ -220,7 +232,22 @@ def score(command: ScoreCommand) -> None:
         raise typer.Exit(run_score(command, terminal()))
 
 
+class Commands(TyperGroup):
+    """Says how a key is given that was written as an option."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # The class of click, or of the copy of it that typer has.
+            key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+            if key and type(error).__name__ == "NoSuchOption":
+                error.message += f": keys are words without dashes, write {key}=VALUE"  # type: ignore[attr-defined]
+            raise
+
+
 app = typer.Typer(
+    cls=Commands,
     help="RL post-training of vision-language models on a Ray actor/learner cluster.",
     no_args_is_help=True,
     add_completion=False,
@@ -263,15 +290,32 @@ def main() -> None:
         raise SystemExit(FAILED) from None
 
 
-def train(overrides: Overrides = None, config_file: ConfigFile = None) -> None:
+def train(
+    overrides: Overrides = None,
+    config_file: ConfigFile = None,
+    run: Annotated[
+        str | None, typer.Option("--continue", metavar="RUN", help="Go on with this run, as `mobula resume` does.")
+    ] = None,
+) -> None:
     """Train: warm start, evaluation, RL or an offline job, evaluation, report."""
     with explained():
-        config = _config(overrides or [], config_file)
+        if run is None:
+            config = _config(overrides or [], config_file)
+        else:
+            from mobula.deploy.run.run_client import config_to_go_on
+
+            config = config_to_go_on(run, overrides or [])
         with preloaded(config) as workers, diagnosed(config):
             from mobula.deploy.run import runtime
 
             code = runtime.train(config, workers)
         raise typer.Exit(code)
+
+
+def resume(words: RunWords = None, run: RunFolder = None) -> None:
+    """Go on with a run by its own configuration; num_steps=+10 trains ten steps more than it had."""
+    name, overrides = run_and_words(words, run)
+    train(overrides, run=name or LATEST)
 
 
 def sft(overrides: Overrides = None) -> None:
@@ -290,14 +334,22 @@ def dpo(overrides: Overrides = None) -> None:
 
 
 def evaluate(
-    overrides: Overrides = None,
+    words: RunWords = None,
+    run: RunFolder = None,
     scheme: Annotated[str | None, typer.Option(help="Short for evaluation=SCHEME, e.g. maye.")] = None,
     output: Annotated[Path | None, typer.Option(help="The folder for evaluation.json and for saved responses.")] = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
+    """Score the policy of a run, or of words, on the held-out split, and on the suites of an evaluation scheme."""
     with explained():
-        config = _config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])], config_file)
+        name, overrides = run_and_words(words, run)
+        overrides = [*([f"evaluation={scheme}"] if scheme else []), *overrides]
+        if name is None:
+            config = _config(overrides, config_file)
+        else:
+            from mobula.deploy.run.export import trained_config
+
+            config = trained_config(name, overrides)
         with preloaded(config) as workers:
             from mobula.deploy.run import runtime
 
@@ -310,7 +362,9 @@ def compare(
         list[str],
         typer.Argument(metavar="[LABEL=]RUN[,RUN...]...", help="Seeds of one setting are joined by commas."),
     ],
-    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("comparison.html"),
+    output: Annotated[
+        Path | None, typer.Option(help="The page to write; else comparison.html beside the first run.")
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON, too.")] = None,
     by_epoch: Annotated[bool, typer.Option("--by-epoch", help="Draw over epochs instead of steps.")] = False,
 ) -> None:
@@ -329,12 +383,19 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
-    """Show the status of a running run: phase, queue, workers."""
+    """Show the status of a run that goes on: phase, queue, workers; or the numbers of one that has ended."""
     with explained():
         from mobula.deploy.run.run_client import find_run, read_status
 
         set_auth(auth)
-        run_status = read_status(find_run(name, run, address), timeout)
+        try:
+            run_status = read_status(find_run(name, run, address), timeout)
+        except RunOverError:
+            from mobula.deploy.run.run_report import show_ended
+
+            if address is None and show_ended(run or name, terminal(soft_wrap=True), is_json=json):
+                return
+            raise
     from mobula.deploy.jobs.status_view import as_json, as_table
 
     if json:
@@ -389,18 +450,20 @@ def scale(
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN_FOLDER", help="The run's folder, or its name below runs/.")],
+    name: RunName = None,
+    run: RunFolder = None,
 ) -> None:
     """Write report.html of a finished run again, also if its driver was killed before it wrote the report."""
     with explained():
         from mobula.deploy.run.run_report import report_again
 
-        path = report_again(run)
+        path = report_again(run or name)
     terminal(soft_wrap=True).print(f"report: {path}")
 
 
 def export(
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name below runs/.")],
+    name: RunName = None,
+    run: RunFolder = None,
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint; the newest one if it is left out.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (learner.ema_decay).")] = False,
@@ -414,7 +477,7 @@ def export(
     with explained():
         from mobula.deploy.run import export as exporting
 
-        raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, dtype=dtype, output=output))
+        raise typer.Exit(exporting.export(run or name, step, merge=merge, ema=ema, dtype=dtype, output=output))
 
 
 def show_config(overrides: Overrides = None) -> None:
@@ -506,7 +569,23 @@ def _is_number_of_workers(text: str) -> bool:
 
 app.add_typer(data, name="data")
 for _command in (
-    *(train, sft, reward_model, dpo, evaluate, compare, status, top, scale, replay, report, export, score, plan),
+    *(
+        train,
+        resume,
+        sft,
+        reward_model,
+        dpo,
+        evaluate,
+        compare,
+        status,
+        top,
+        scale,
+        replay,
+        report,
+        export,
+        score,
+        plan,
+    ),
     *(show_config, init_model, serve_rewards, doctor, audit, diagnose, gpu_check, rehearse, lmms_eval, play, rollout),
     *(serve_environment, serve_policy, serve_training, submit, stop, logs),
 ):

@@ -30,9 +30,14 @@ Overrides = Annotated[
     ),
 ]
 
-RunName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="The run; the latest one if it is left out.")]
-RunFolder = Annotated[
-    Path | None, typer.Option("--run", metavar="FOLDER", help="The run's folder, where it is not runs/NAME.")
+RUN = "The run: its folder, its name below runs/, or latest."
+RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help=f"{RUN} The latest one if it is left out.")]
+RunFolder = Annotated[Path | None, typer.Option("--run", metavar="RUN", help="The same by an option.")]
+RunWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN] [KEY=VALUE]...", help=f"{RUN} Without one, groups and keys as for train; with one, single keys."
+    ),
 ]
 RunCluster = Annotated[
     str | None, typer.Option("--address", help="Ask on this Ray cluster (HOST:PORT); NAME is needed then.")
@@ -46,6 +51,14 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="A further name of this server in requests (Host, Origin); again for more."),
 ]
+
+
+def run_and_words(words: list[str] | None, run: Path | None) -> tuple[str | None, list[str]]:
+    """Splits the words of a command into the run that the first one, or `--run`, names, and the overrides."""
+    first, *others = words or [""]
+    if run is None and first and ("=" not in first or Path(first).is_dir()):
+        return first, others
+    return None if run is None else str(run), list(words or [])
 
 
 def address_of(

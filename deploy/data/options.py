@@ -14,7 +14,7 @@ import typer
 class ScoreCommand:
     """The options of `mobula score`; files whose path is None are not written."""
 
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, Parquet, or a run with trajectories.")]
+    source: Annotated[Path, typer.Argument(metavar="FILE|RUN", help="JSONL, Parquet, or a run with trajectories.")]
     overrides: Annotated[
         list[str],
         typer.Argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,20 +15,22 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import replacing
 from mobula.cluster.user_code import is_user_code
 from mobula.configs.errors import ConfigError
-from mobula.configs.load import load_config, load_resolved, load_rewards
+from mobula.configs.load import CONFIG_FILE, load_config, load_resolved, load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.deploy.data.options import ScoreCommand
+from mobula.deploy.run.run_client import RUNS, named_folder
 from mobula.rewards.functions import READ_LENGTHS
 from mobula.rewards.offline.rows import Source, open_source
 from mobula.rewards.offline.scorer import ScoringOptions, score_source
 
 PROGRESS_PER_S = 5.0
 NOTHING_SCORED = 1  # exit code
-CONFIG_FILE = "config.yaml"  # of a run folder
 
 
 def score(command: ScoreCommand, console: Console) -> int:
     """Scores a file and prints the summary; returns the exit code, which is not 0 if no record was scored."""
+    if not command.source.exists() and (RUNS / command.source).is_dir():
+        command = replace(command, source=named_folder(command.source))
     rewards = chosen_rewards(command)
     source = open_source(command.source, needs_images=rewards.needs_images)
     options = ScoringOptions(

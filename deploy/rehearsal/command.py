@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -20,9 +20,10 @@ from rich.table import Table
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.runtime.placement import needed_roles
-from mobula.configs.load import load_config
+from mobula.configs.load import CONFIG_FILE, load_config, load_resolved
 from mobula.configs.overrides import MISSING
 from mobula.configs.schema import RunConfig
+from mobula.deploy.cli.options import run_and_words
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster, this_node
 from mobula.deploy.planning.memory import RELEASED_MODELS as MODELS
 from mobula.deploy.planning.memory import policy_shape
@@ -53,6 +54,7 @@ from mobula.deploy.rehearsal.stage import (
     stated_run,
     swept,
 )
+from mobula.deploy.run.run_client import named_folder
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.learner.policies.shapes import ModelShape, shape_of_values
 
@@ -206,6 +208,7 @@ UNKNOWN_PATH = "nowhere"  # of data that are stated
 
 
 def rehearse(command: RehearseCommand, console: Console) -> None:
+    command = _with_run(command)
     faults = read_faults(command.faults, command.fault_file)
     with staged(command) as (stage, source), _quiet():
         memory = stage.memory()
@@ -221,11 +224,25 @@ def rehearse(command: RehearseCommand, console: Console) -> None:
         command.json_file.write_text(text + "\n", encoding="utf-8")
 
 
+def _with_run(command: RehearseCommand) -> RehearseCommand:
+    """Replaces the run that the command names by its folder, whose speeds it takes if no others are given."""
+    name, overrides = run_and_words(command.overrides, command.run)
+    if name is None:
+        return command
+    run = named_folder(name)
+    is_timed = command.measured or command.speeds or command.words or command.gpu
+    return replace(command, run=run, overrides=overrides, measured=command.measured if is_timed else [run])
+
+
 @contextmanager
 def staged(command: RehearseCommand) -> Iterator[tuple[RehearsalStage, str]]:
     """Everything that the rehearsal needs, and where its speeds come from. Files of the model are removed on exit."""
     with TemporaryDirectory(prefix="mobula-rehearsal-") as folder:
-        config = load_config([*command.overrides, f"num_steps={command.num_steps}"], is_complete=False)
+        words = [*command.overrides, f"num_steps={command.num_steps}"]
+        if command.run is None:
+            config = load_config(words, is_complete=False)
+        else:
+            config = load_resolved(command.run / CONFIG_FILE, words)
         shape = _shape(config, command.model)
         nodes = _nodes(config, command)
         small = shrunk(config, shape.model_type, Path(folder) / "model")

@@ -8,13 +8,20 @@ from typing import Annotated
 
 import typer
 
+from mobula.deploy.cli.options import RunFolder
+
 
 @dataclass(frozen=True, kw_only=True)
 class RehearseCommand:
     overrides: Annotated[
         list[str],
-        typer.Argument(metavar="[KEY=VALUE]...", help="The words of the run, e.g. experiment=own resources=multi_node"),
+        typer.Argument(
+            metavar="[RUN] [KEY=VALUE]...",
+            help="A run, to which the speeds are fitted unless others are given, or words as "
+            "experiment=own resources=multi_node",
+        ),
     ] = field(default_factory=list)
+    run: RunFolder = None
     nodes: Annotated[
         str | None, typer.Option(metavar="NxGxMEMORY", help="The nodes, e.g. 8x8x80GB; else as many as needed.")
     ] = None

@@ -30,9 +30,8 @@ from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
 from mobula.cluster.recovery.checkpoints import learner_state_of
 from mobula.configs.load import load_resolved
 from mobula.configs.schema import RunConfig
-from mobula.configs.schema.run import LATEST
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
-from mobula.deploy.run.run_client import RUNS
+from mobula.deploy.run.run_client import named_folder
 
 MAX_FINDINGS = 50  # that are shown; --json has all
 SHORT = 12  # characters of a digest
@@ -53,9 +52,7 @@ def audit(
     `head` is a digest that must be in the chain, `key_env` the environment variable with the key; with `has_weights`
     checkpoints are compared with pushes.
     """
-    run_folder = folder if folder is not None else RUNS / (name or LATEST)
-    if not run_folder.is_dir():
-        raise PreflightError(f"there is no run folder {run_folder}: give the run's NAME, or --run FOLDER")
+    run_folder = named_folder(folder or name, AUDIT_FILE, CONFIG_FILE)
     with signing_key(key_env, "--key-env") as key:
         result = verify(run_folder, head, key)
     weights = compared_weights(result.history, run_folder) if has_weights else {}

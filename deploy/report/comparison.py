@@ -30,6 +30,7 @@ from mobula.deploy.pages.report import Chart, Curve, Point, counted_in, render, 
 from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.run.run_client import RUNS, named_folder
 
+PAGE = "comparison.html"
 MAX_LINES = 6  # colours of the style sheet
 SEED = 0  # of the bootstrap over runs
 
@@ -252,11 +253,17 @@ def _steps_per_epoch(run: RunFolder) -> float:
     return run.summary.train_prompts / yaml.safe_load(run.config)["algorithm"]["prompts_per_step"]
 
 
-def compare(arguments: Sequence[str], output: Path, json_output: Path | None, by_epoch: bool, console: Console) -> None:
-    """Writes the page and prints its table. An argument is `[LABEL=]RUN[,RUN...]`: runs that differ in their seed."""
+def compare(
+    arguments: Sequence[str], output: Path | None, json_output: Path | None, by_epoch: bool, console: Console
+) -> None:
+    """Writes the page, beside the first run if `output` is None, and prints its table. An argument is
+    `[LABEL=]RUN[,RUN...]`: runs that differ in their seed."""
     lines = [_line(argument) for argument in arguments]
     with refusing():
         page = render_comparison(lines, by_epoch=by_epoch)
+    if output is None:
+        first = arguments[0].rpartition("=")[2].partition(",")[0]
+        output = named_folder(first, METRICS_FILE).resolve().parent / PAGE
     write_atomically(output, page)
     rows = table(lines)
     if json_output is not None:

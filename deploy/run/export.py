@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mobula.deploy.host.terminal import terminal
 from mobula.deploy.run.run_client import named_folder
 from mobula.learner.policy_weights import export_state
 
-EXPORT_FOLDER = "export"  # of the run folder
+EXPORT_FOLDER, POLICY_FOLDER = "export", "policy"  # of the run folder
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class ExportedPolicy:
     layout: str
 
 
-def export(run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None) -> int:
+def export(
+    run: str | Path | None, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None
+) -> int:
     """`mobula export`: prints what `export_policy` wrote; returns the exit code."""
     written = export_policy(run, step, merge=merge, ema=ema, dtype=dtype, output=output)
     text = f"step {written.step} of {written.run_folder}: {written.path}, {written.layout}"
@@ -38,13 +41,13 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | N
 
 
 def export_policy(
-    run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None
+    run: str | Path | None, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None
 ) -> ExportedPolicy:
     """Writes the policy of a checkpoint, the newest one if `step` is None. The run may go on.
 
     With `ema` its weights are their average (`learner.ema_decay`). They have the dtypes of `policy.model`, or `dtype`.
     """
-    folder = named_folder(run, CONFIG_FILE)
+    folder = named_folder(run)
     config = load_resolved(folder / CONFIG_FILE)
     _check(config, folder, merge=merge, ema=ema, dtype=dtype)
     version, state = _state(folder / CHECKPOINTS_FOLDER, step)
@@ -62,6 +65,25 @@ def export_policy(
         kind = "LoRA for diffusers" if config.sampler.is_flow else "PEFT adapter"
         layout = f"a {kind} of {config.policy.model}"
     return ExportedPolicy(target, folder, version, layout)
+
+
+def trained_config(run: str | Path | None, overrides: Sequence[str]) -> RunConfig:
+    """Returns the configuration of a run with the policy that it trained, and `overrides` of single keys.
+
+    The policy is `policy/` of the run folder; of a run that has not ended that of its newest checkpoint, which is
+    exported.
+    """
+    folder = named_folder(run)
+    config, policy = load_resolved(folder / CONFIG_FILE), folder / POLICY_FOLDER
+    if not policy.is_dir():
+        version, _ = _state(folder / CHECKPOINTS_FOLDER, None)
+        policy = folder / EXPORT_FOLDER / f"step-{version:06d}"
+        if not policy.is_dir():
+            is_merged = config.policy.lora.is_on
+            export_policy(folder, version, merge=is_merged, ema=False, dtype=None, output=policy)
+    named = {text.partition("=")[0] for text in overrides}
+    own = [] if "policy.model" in named else [f"policy.model={policy.resolve()}"]
+    return load_resolved(folder / CONFIG_FILE, [*own, *overrides])
 
 
 def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool, dtype: str | None) -> None:

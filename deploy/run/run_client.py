@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,10 @@ from uuid import uuid4
 from rich.console import Console
 
 from mobula.cluster.errors import DeadlineError, MobulaError, PreflightError, RunOverError, WorkerDiedError
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
 from mobula.cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
+from mobula.configs.load import load_resolved
+from mobula.configs.schema import RunConfig
 from mobula.configs.schema.run import LATEST
 from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.processes import MarkedProcess, ProcessId, end, holders, in_side_process, marked_processes
@@ -28,6 +32,8 @@ from mobula.deploy.host.run_folder import RECORD_FILE, RUN_VARIABLE, SESSION_FIL
 T = TypeVar("T")
 RUNS = Path("runs")
 SUMMARY = "summary.json"
+NUM_SHOWN_RUNS = 3
+MORE_STEPS = re.compile(r"^num_steps=\+(\d+)$")
 KNOCK_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
 PANEL_GONE_S = 10.0  # a panel that died is back sooner; a run without one for so long is over
@@ -42,12 +48,44 @@ class RunAddress:
     folder: Path | None = field(default=None, compare=False)  # None where the cluster was named instead
 
 
-def named_folder(run: str, file: str) -> Path:
-    """The folder of a run that is named by its folder, or by its name below `runs`; `file` shows that it is one."""
-    for folder in (Path(run), RUNS / run):
-        if (folder / file).is_file():
-            return folder
-    raise PreflightError(f"there is no run in {run} or {RUNS / run}: give the run's FOLDER, or its NAME below {RUNS}")
+def named_folder(run: str | Path | None, *files: str) -> Path:
+    """The folder of a run that is named by its folder, or by its name below `runs`; the latest one if `run` is None.
+    One of `files`, by default the configuration, shows that a folder is that of a run."""
+    named, files = str(run or LATEST), files or (CONFIG_FILE,)
+    for folder in (Path(named), RUNS / named):
+        if any((folder / file).is_file() for file in files):
+            return folder.resolve() if folder.is_symlink() else folder  # `latest` moves
+    folders = (path.parent for file in files for path in RUNS.glob(f"*/{file}") if not path.parent.is_symlink())
+    names = [folder.name for folder in sorted(set(folders), key=lambda folder: -folder.stat().st_mtime)]
+    names = get_close_matches(Path(named).name, names, cutoff=0.5) or names[:NUM_SHOWN_RUNS]
+    there = f"; {RUNS} has {', '.join(names)}" if names else f", from the folder that holds {RUNS}"
+    raise PreflightError(
+        f"there is no run in {named} or {RUNS / named}: give the run's FOLDER, or its NAME below {RUNS}{there}"
+    )
+
+
+def config_to_go_on(run: str, overrides: Sequence[str]) -> RunConfig:
+    """Returns the configuration of a run with overrides of single keys, to go on from its newest checkpoint where it
+    lies now. `num_steps=+N` is N more than the run had."""
+    folder = named_folder(run).resolve()
+    config = load_resolved(folder / CONFIG_FILE)
+    words = [MORE_STEPS.sub(lambda more: f"num_steps={config.num_steps + int(more[1])}", word) for word in overrides]
+    place = {"resume": "auto", "folder": folder.parent, "name": folder.name}
+    named = {word.partition("=")[0] for word in words}
+    words += [f"{key}={value}" for key, value in place.items() if key not in named]
+    wanted, done = load_resolved(folder / CONFIG_FILE, words), _ended_at(folder)
+    if wanted.num_steps <= done:
+        raise PreflightError(f"run {folder.name} has trained its {done} steps: add num_steps=+10, say, to go on")
+    return wanted
+
+
+def _ended_at(folder: Path) -> int:
+    """The number of steps of a run that is done; 0 of one that is not."""
+    try:
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        return int(summary["version"]) if summary["status"] == "done" else 0
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def find_run(name: str | None, folder: Path | None, address: str | None) -> RunAddress:
@@ -56,9 +94,7 @@ def find_run(name: str | None, folder: Path | None, address: str | None) -> RunA
         if name is None:
             raise PreflightError("--address needs the run's NAME as well: several runs may share one cluster")
         return RunAddress(name, address, name)
-    run_folder = folder if folder is not None else RUNS / (name or LATEST)
-    if not run_folder.is_dir():
-        raise PreflightError(f"there is no run folder {run_folder}: give the run's NAME, or --run FOLDER")
+    run_folder = named_folder(folder or name, CONFIG_FILE, RECORD_FILE, SUMMARY)
     run = run_folder.resolve().name
     try:
         record = RunRecord.read(run_folder / RECORD_FILE)

@@ -9,14 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from rich.console import Console
 
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics, informing
-from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    SUMMARY_FILE,
+    RunFolder,
+    read_run_folder,
+)
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
+from mobula.configs.load import load_resolved
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
 from mobula.deploy.pages.report import write_report
@@ -87,8 +96,8 @@ def leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_s
 # made of the finished steps in `metrics.jsonl`. It is shown in the report and not written to the folder.
 
 
-def report_again(name: str) -> Path:
-    """Write `report.html` of a run that is over, named by its folder or by its name below `runs`; returns its path."""
+def report_again(name: str | Path | None) -> Path:
+    """Write `report.html` of a run that is over, named as for `named_folder`; returns its path."""
     folder = named_folder(name, METRICS_FILE)
     has_dead_driver = _has_dead_driver(folder)
     try:
@@ -109,6 +118,23 @@ def earlier_wall_s(folder: Path) -> float:
         return json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["wall_s"]
     except (FileNotFoundError, ValueError, KeyError):
         return 0.0
+
+
+def show_ended(name: str | Path | None, console: Console, *, is_json: bool) -> bool:
+    """Prints the summary of a run that has ended; returns whether it has one."""
+    folder = named_folder(name)
+    summary = read_run_folder(folder).summary
+    if summary is None:
+        return False
+    if is_json:
+        console.print((folder / SUMMARY_FILE).read_text(encoding="utf-8"), end="")
+        return True
+    lasted = f"{summary.num_steps} steps in {summary.wall_s:.0f} s"
+    console.print(f"run {folder.name} is {summary.status} at version {summary.version}, after {lasted}")
+    console.print(f"{headline(load_resolved(folder / CONFIG_FILE), summary)}; report: {folder / REPORT_FILE}")
+    for warning in summary.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+    return True
 
 
 def _has_dead_driver(folder: Path) -> bool:

@@ -30,12 +30,11 @@ from mobula.cluster.metrics.report.run_folder import (
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config, load_resolved
 from mobula.configs.schema import RunConfig
-from mobula.configs.schema.run import LATEST
 from mobula.deploy.doctor.this_machine import is_here
 from mobula.deploy.preflight.checks import LoadedModel
 from mobula.deploy.report.diagnose import data_checks, reward_checks, update_checks
 from mobula.deploy.report.diagnose.material import CHECKS, DataSurvey, Material, run_checks, survey
-from mobula.deploy.run.run_client import RUNS
+from mobula.deploy.run.run_client import named_folder
 from mobula.deploy.run.run_report import report_again
 from mobula.deploy.wiring.preparation import ensure_data, load_checked
 
@@ -59,13 +58,7 @@ def subject_of(words: Sequence[str], folder: Path | None) -> Subject:
         return Subject(f"configuration {config.name}", material)
     if len(words) > 1:
         raise PreflightError(f"{' '.join(words)}: name one run, or give overrides (KEY=VALUE)")
-    run_folder = folder or next(
-        (path for path in map(Path, words) if path.is_dir()), RUNS / (words[0] if words else LATEST)
-    )
-    if not (run_folder / CONFIG_FILE).is_file():
-        raise PreflightError(
-            f"there is no run in {run_folder}: give its NAME below {RUNS}, --run FOLDER, or overrides (KEY=VALUE)"
-        )
+    run_folder = named_folder(folder or next(iter(words), None))
     config = load_resolved(run_folder / CONFIG_FILE)
     run = _read(run_folder)
     material = Material(config, run, partial(survey, config), partial(_loaded, config))

@@ -27,6 +27,10 @@ class DatasetError(PreflightError):
     """There are no training data, or the data folder is unusable."""
 
 
+class SplitNotFoundError(DatasetError):
+    """The data have no such split."""
+
+
 class SkippedSample(MobulaError):
     """Base of errors that make one sample unusable. The sample is skipped, counted by `reason` and reported."""
 

@@ -42,6 +42,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "data.curriculum",
         "data.shuffle_bytes",
         "data.max_checked_rows",
+        "data.validation_fraction",
         "environment.name",
         "environment.num_train",
         "environment.curriculum.stages",

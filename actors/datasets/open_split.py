@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from mobula.actors.datasets.mixture import CURRICULA, Curriculum, LazyRows, Mixe
 from mobula.actors.datasets.readers import reader_of
 from mobula.actors.datasets.readers.files import Opened, Record, Table, read_objects, refuse_unread, without_nulls
 from mobula.actors.datasets.rows import R, Row, RowError, Skipped, Split, first_few
-from mobula.cluster.errors import DatasetError, SkippedSample
+from mobula.cluster.errors import DatasetError, SkippedSample, SplitNotFoundError
 from mobula.configs.near_paths import near
 from mobula.configs.schema.data import DataConfig, DataKind, SourceConfig
 
@@ -44,7 +45,7 @@ def read_split(
     file = folder / f"{split}.jsonl"
     if not file.is_file():
         refuse_unread(folder, split)
-        raise DatasetError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl{near(file)}")
+        raise SplitNotFoundError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl{near(file)}")
     rows: dict[str, R] = {}
     skipped: list[Skipped] = []
     for number, fields in read_objects(file):
@@ -63,6 +64,57 @@ def read_split(
     if not rows:
         raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set {key} to another folder")
     return Split(split, tuple(rows.values()), tuple(skipped))
+
+
+TRAIN, HELD_OUT = "train", ("validation", "test")
+_logger = logging.getLogger(__name__)
+
+
+class Splits(Generic[R]):
+    """Reads splits by name. Data with the split `train` alone are split: validation and test are a share of its rows,
+    drawn by a fixed seed, and train has the others. Of data with one of the two, the other is the same rows."""
+
+    def __init__(self, read: Callable[[str], Split[R]], fraction: float) -> None:
+        """`fraction` is `data.validation_fraction`; with 0, a split that is not there is an error."""
+        self._read = cache(read)
+        self._fraction = fraction
+
+    def __call__(self, name: str) -> Split[R]:
+        if self._fraction == 0 or name not in (TRAIN, *HELD_OUT):
+            return self._read(name)
+        order = HELD_OUT if name == TRAIN else dict.fromkeys((name, *HELD_OUT))
+        there = next((split for split in order if self._has(split)), None)
+        if there == name or name == TRAIN and there is not None:
+            return self._read(name)
+        if there is not None:
+            _logger.info("there are no rows of the split %s: those of %s are read", name, there)
+            return replace(self._read(there), name=name)
+        split = self._read(TRAIN)
+        num = len(split.rows)
+        drawn = np.random.default_rng(0).permutation(num)[: min(num - 1, max(1, round(self._fraction * num)))]
+        indices = np.sort(drawn) if name != TRAIN else np.delete(np.arange(num), drawn)
+        if name != TRAIN:
+            text = "there are no rows of the split %s: %d of %d rows of train are held out (data.validation_fraction)"
+            _logger.info(text, name, len(indices), num)
+        skipped = split.skipped if name == TRAIN else ()
+        return Split(name, chosen_rows(split.rows, indices), skipped)
+
+    def _has(self, name: str) -> bool:
+        try:
+            self._read(name)
+        except SplitNotFoundError:
+            return False
+        return True
+
+
+def chosen_rows(
+    rows: Sequence[R], indices: Sequence[int] | np.ndarray, difficulty: Sequence[float] = ()
+) -> Sequence[R]:
+    """The rows at sorted `indices`; `difficulty` of each is for a curriculum."""
+    if isinstance(rows, LazyRows):
+        difficulties = np.asarray(difficulty, dtype=np.float64) if len(difficulty) else None
+        return rows.chosen(np.asarray(indices, dtype=np.int64), difficulties)
+    return tuple(rows[index] for index in indices)
 
 
 NUM_CACHED = 8  # rows; each is read twice in a row, for the id and for the prompt
@@ -162,6 +214,11 @@ class TableRows(LazyRows[Row]):
             return self.reader.order_of(self.indices, seed, epoch)
         stages = curriculum.stages(self.difficulty, curriculum.num_stages)
         return np.concatenate([stage[self.reader.order_of(self.indices[stage], seed, epoch)] for stage in stages])
+
+
+def splits_of(data: DataConfig, label_key: str, *, fetches_late: bool = False) -> Splits[Row]:
+    """The splits of the data, as `open_split` opens them."""
+    return Splits(lambda name: open_split(data, name, label_key, fetches_late=fetches_late), data.validation_fraction)
 
 
 def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split[Row]:

@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
 from mobula.actors.datasets.mixture import LazyRows, endless
+from mobula.actors.datasets.open_split import chosen_rows
 from mobula.actors.datasets.rows import AnyRow, R, R_co, RowError, Skipped, Split, count_by_reason, first_few
 from mobula.cluster.errors import DatasetError, SkippedSample
 
@@ -339,11 +338,6 @@ def checked_rows(
     usable.extend(range(num_checked, len(rows)))
     digest.update(difficulties.tobytes())
     fingerprint = f"{len(usable)} of {len(rows)}, {digest.hexdigest()[:8]}"
-    return PreflightReport(_chosen(rows, usable, difficulties), tuple(skipped), longest, fingerprint, notes, num_usable)
-
-
-def _chosen(rows: Sequence[R], indices: Sequence[int], difficulty: Sequence[float]) -> Sequence[R]:
-    if isinstance(rows, LazyRows):
-        difficulties = np.asarray(difficulty, dtype=np.float64) if difficulty else None
-        return rows.chosen(np.asarray(indices, dtype=np.int64), difficulties)
-    return tuple(rows[index] for index in indices)
+    return PreflightReport(
+        chosen_rows(rows, usable, difficulties), tuple(skipped), longest, fingerprint, notes, num_usable
+    )

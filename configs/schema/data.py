@@ -167,6 +167,9 @@ class DataConfig(SourceConfig):
     """Size of the shuffle window in memory, for files that are read by blocks (Parquet)."""
     max_checked_rows: Annotated[int, Field(ge=0)] = 100000
     """Rows of each split that are checked before the start, 0 for all; the others are checked on use."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the training rows that is held out as validation and test rows of data that have neither; 0 refuses such
+    data. Without one of the two, it has the rows of the other."""
     allowed_hosts: tuple[str, ...] = ()
     """Hosts that media may be downloaded from; other hosts, also after a redirect, are refused."""
     max_redirects: Annotated[int, Field(ge=0)] = 3

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from mobula.actors.datasets.rows import AnyRow, Row
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rewards import for_label
 from mobula.deploy.preflight.findings import PreflightFinding, Severity
 
-ROWS, UNMET, FIELD = "rows", "unmet", "field "  # notes; the last one has the name of a field behind it
+ROWS, UNMET, SHARED, FIELD = (
+    "rows",
+    "unmet",
+    "shared",
+    "field ",
+)  # notes; the last one has the name of a field behind it
 LONG_REFERENCE = 200  # characters
 NUM_SHOWN = 12
+
+
+class Seen:
+    """Notes the rows of a run's splits, and those that are rows of train, too."""
+
+    def __init__(self) -> None:
+        self._train: set[int] = set()  # hashes of contents
+
+    def notes(self, config: RunConfig, split: str, row: AnyRow) -> Iterator[str]:
+        yield from row_notes(config, row)
+        content = hash(replace(row, sample_id=""))  # type: ignore[type-var]
+        if split == "train":
+            self._train.add(content)
+        elif content in self._train:
+            yield SHARED
 
 
 def row_notes(config: RunConfig, row: AnyRow) -> Iterator[str]:
@@ -27,6 +48,13 @@ def find_in_rows(config: RunConfig, notes: Mapping[str, Mapping[str, int]]) -> I
     fields = Counter[str]()
     for split, counts in notes.items():
         fields.update({note.removeprefix(FIELD): num for note, num in counts.items() if note.startswith(FIELD)})
+        if num := counts.get(SHARED, 0):
+            yield PreflightFinding(
+                "data.path",
+                f"{num:,} of {counts[ROWS]:,} rows of {split} are rows of train, too, which count in its accuracy",
+                "remove them from one of the two splits",
+                Severity.WARN,
+            )
         if num := counts.get(UNMET, 0):
             yield PreflightFinding(
                 "data.columns",

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.prompts import PreflightReport
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import PreflightError
@@ -27,7 +28,7 @@ from mobula.deploy.rehearsal.roles import Hardware, with_role
 from mobula.deploy.rehearsal.simulated.engine import summary_of
 from mobula.deploy.rehearsal.simulated.machine import Cores, PlannedFault, ResponseLengths
 from mobula.deploy.rehearsal.speeds import Speeds
-from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, Prepared, prepare
+from mobula.deploy.wiring.preparation import VALIDATION, Prepared, prepare
 from mobula.learner.policies.shapes import ModelShape
 from mobula.learner.policies.tiny import TINY, write_tiny
 from mobula.learner.shares import StepGroups, planned_shares

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.readers.arrow import fingerprint_of
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.audit.chain import AuditKind, read_chain
@@ -30,7 +31,7 @@ from mobula.configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import AUTO_SUFFIX
 from mobula.deploy.host.machine import CPU_FILE
 from mobula.deploy.host.processes import ROOT, checkout_commit
-from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, Prepared
+from mobula.deploy.wiring.preparation import AnyPrepared, Prepared
 from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.policies.families import frozen_prefixes
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.definitions import CounterName, MetricName
@@ -30,7 +31,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
 from mobula.deploy.pages.report import write_report
 from mobula.deploy.run.run_client import named_folder
-from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, write_skipped
+from mobula.deploy.wiring.preparation import AnyPrepared, write_skipped
 
 NAMES = {"sft": "whole answers correct", "dpo": "pairs in order", "reward_model": "pairs or labels in order"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 
 from mobula.actors.datasets.conversations import Conversation, ImagePair, read_conversations, read_image_pairs
 from mobula.actors.datasets.mixture import PROMPT_TOKENS
-from mobula.actors.datasets.open_split import curriculum_of, open_split
+from mobula.actors.datasets.open_split import TRAIN, Splits, curriculum_of, open_split
 from mobula.actors.datasets.prompts import (
     Difficulty,
     InDriver,
@@ -52,7 +52,7 @@ from mobula.deploy.planning.plan_command import EngineSizes
 from mobula.deploy.preflight.checks import LoadedModel, find_mismatches, find_unusable, refuse
 from mobula.deploy.preflight.decisions import with_decisions
 from mobula.deploy.preflight.findings import refusing
-from mobula.deploy.preflight.rows import find_in_rows, row_notes
+from mobula.deploy.preflight.rows import Seen, find_in_rows, row_notes
 from mobula.deploy.preflight.user_code import check_user_code, data_writer
 from mobula.learner.policies.adapters import adapted_modules
 from mobula.learner.policies.checkpoint import stored_model
@@ -80,7 +80,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 OF_DATASETS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # that the package datasets reads
-TRAIN = "train"  # the split
 KEY = "the training files in data.path"
 USABLE_ROWS = "the usable rows of these files, which depend on lengths, columns and media"
 
@@ -258,7 +257,12 @@ def checked_splits(config: RunConfig, processor: Any) -> dict[str, PreflightRepo
             reader = partial(environment_split, config.environment, takes_images=processor.takes_images)
         curriculum = curriculum_of(config.data)
         difficulty = {TRAIN: curriculum.difficulty} if curriculum else {}
-    return {name: _checked(config, reader, processor, name, difficulty.get(name)) for name in names}
+    splits = Splits(reader, 0.0 if config.environment.is_on else config.data.validation_fraction)
+    seen = Seen()
+    return {
+        name: _checked(splits(name), processor, config, partial(seen.notes, config, name), difficulty.get(name))
+        for name in names
+    }
 
 
 def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
@@ -315,8 +319,8 @@ def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:
         chat, system_prompt=config.data.system_prompt, max_tokens=supervised.max_tokens, has_tail=False
     )
     texts = _texts_of_rows(config)
-    reader = partial(read_conversations, Path(supervised.path), form="conversation", key=SUPERVISED_PATH, **texts)
-    return SupervisedSource(_checked(config, reader, processor, TRAIN), processor)
+    split = read_conversations(Path(supervised.path), TRAIN, "conversation", key=SUPERVISED_PATH, **texts)
+    return SupervisedSource(_checked(split, processor, config, partial(row_notes, config)), processor)
 
 
 def _texts_of_rows(config: RunConfig) -> dict[str, Any]:
@@ -491,20 +495,20 @@ def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
 
 
 def _checked(
-    config: RunConfig,
-    reader: Callable[[str], Split[R]],
+    split: Split[R],
     processor: RowChecker[R],
-    name: str,
+    config: RunConfig,
+    note: Callable[[R], Iterable[str]],
     difficulty: Difficulty[R] | None = None,
 ) -> PreflightReport[R]:
     report = preflight(
-        reader(name),
+        split,
         processor,
         max_skipped_fraction=config.data.max_skipped_fraction,
         max_checked_rows=config.data.max_checked_rows,
         difficulty=difficulty,
-        note=partial(row_notes, config),
+        note=note,
     )
     if report.skipped:
-        _logger.warning("%s: %d samples are skipped: %s", name, len(report.skipped), report.num_skipped)
+        _logger.warning("%s: %d samples are skipped: %s", split.name, len(report.skipped), report.num_skipped)
     return report

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from mobula.actors.datasets.mixture import epoch_order
+from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row, RowError
 from mobula.actors.processors.chat import ChatProcessor
@@ -21,7 +22,7 @@ from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.seeds import SEED_BITS, derived_seed
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
+from mobula.deploy.wiring.preparation import VALIDATION, Prepared
 from mobula.learner.examples import Example
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.policies.flow.policy import CleanSequence, Noising, condition_of

@@ -25,7 +25,7 @@ from mobula.actors.datasets.readers.files import (
     read_one_by_one,
 )
 from mobula.actors.datasets.rows import RowError
-from mobula.cluster.errors import DatasetError
+from mobula.cluster.errors import DatasetError, SplitNotFoundError
 from mobula.cluster.files import replacing
 from mobula.configs.near_paths import may_be_hub_name, near
 
@@ -197,7 +197,8 @@ def open_huggingface(opened: Opened) -> Table:
     except Exception as error:  # the type depends on the loader that fails
         _refuse_unwritable(Path(datasets.config.HF_DATASETS_CACHE))
         reason = " ".join(str(error).split())
-        raise DatasetError(
+        is_absent = "nknown split" in reason or isinstance(error, KeyError)
+        raise (SplitNotFoundError if is_absent else DatasetError)(
             f"data.path={opened.path}{near(opened.path)} has no split {opened.split} that datasets can load "
             f"({type(error).__name__}: "
             f"{reason}): name a folder or a hub dataset, and its splits in data.splits"

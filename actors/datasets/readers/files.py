@@ -18,7 +18,7 @@ import numpy as np
 
 from mobula.actors.datasets.media import EncodedFile
 from mobula.actors.datasets.rows import RowError
-from mobula.cluster.errors import DatasetError
+from mobula.cluster.errors import DatasetError, SplitNotFoundError
 from mobula.cluster.records.json_lines import line_positions, parse_json, read_lines, refuse_compressed
 from mobula.configs.near_paths import near
 
@@ -93,7 +93,7 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
                     return files
     wanted = split if is_pattern else f"{split}{suffixes[0]}"
     refuse_unread(folder, split)
-    raise DatasetError(
+    raise SplitNotFoundError(
         f"{folder / wanted} does not exist: set data.path to a folder that holds {wanted}, or name the files of the "
         f"split in data.splits{near(folder / wanted)}"
     )

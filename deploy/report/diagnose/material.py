@@ -16,7 +16,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.open_split import splits_of
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.media import decode_image, read_image
 from mobula.cluster.errors import DatasetError, MobulaError, SkippedSample
@@ -90,7 +90,7 @@ def survey(config: RunConfig) -> DataSurvey | None:
 
 def _split(config: RunConfig, name: str, train: SplitSurvey | None = None) -> SplitSurvey:
     """Surveys a split; with `train`, rows of it that the split has, too, are shown."""
-    rows: Sequence[Row] = open_split(config.data, name, config.rewards.label_key).rows
+    rows: Sequence[Row] = splits_of(config.data, config.rewards.label_key)(name).rows
     found, end = SplitSurvey(len(rows)), time.monotonic() + MAX_S
     stride = max(1, len(rows) // MAX_ROWS)
     for index in range(0, len(rows), stride):

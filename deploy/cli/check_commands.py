@@ -79,7 +79,7 @@ def doctor(
         return
     from mobula.configs.load import load_config
     from mobula.deploy.doctor.cluster import examine_cluster
-    from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_rows, examine
+    from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_start, examine
 
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
     console = terminal(soft_wrap=True)
@@ -87,7 +87,7 @@ def doctor(
     with explained():
         config = load_config(overrides or [], is_complete=False)
         machine = examine(config) if address is None else examine_cluster(config, address)
-        for finding in chain(machine, check_checkpoint(config), check_rows(config)):
+        for finding in chain(machine, check_checkpoint(config), check_start(config)):
             num_missing += finding.verdict is Verdict.MISSING
             console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
             console.print(f"{finding.name}: {finding.detail}")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from mobula.cluster.errors import DatasetError, PlacementError, PreflightError
+from mobula.cluster.errors import PlacementError, PreflightError
 from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
 from mobula.configs.schema import RunConfig, SamplerKind
-from mobula.configs.schema.data import CurriculumConfig
 from mobula.deploy.host.machine import SHARED_MEMORY, CudaSoftware, Machine, as_node, examine_apart, flaws, this_machine
 from mobula.deploy.preflight.findings import PreflightFinding, check_engine_build, engine_build
 
@@ -239,7 +240,6 @@ def check_package(module: str, distribution: str, is_needed: bool, action: str) 
 
 
 NAME = "Checkpoint"
-NUM_CHECKED_ROWS = 1000
 
 
 def check_checkpoint(config: RunConfig) -> Iterator[Finding]:
@@ -256,26 +256,47 @@ def check_checkpoint(config: RunConfig) -> Iterator[Finding]:
         yield Finding(NAME, Verdict.MISSING, f"policy.model={model} cannot be used", str(error))
 
 
-def check_rows(config: RunConfig) -> Iterator[Finding]:
-    """Checks the first rows of each split as a run does, if they and the checkpoint are here; writes nothing."""
-    from mobula.actors.processors.worker import make_processor
-    from mobula.cluster.records.media import MediaStore
+def check_start(config: RunConfig) -> Iterator[Finding]:
+    """Checks user code, model and rows as a run does before its first role, by the same code; writes nothing, so what
+    the run writes itself (`policy.tiny`, `data.writer`) is checked at its start."""
+    from mobula.actors.datasets.open_split import TRAIN, splits_of
     from mobula.deploy.preflight.rows import ROWS, find_in_rows
-    from mobula.deploy.wiring.preparation import checked_splits
+    from mobula.deploy.preflight.user_code import check_user_code
+    from mobula.deploy.wiring.persistence import check_exporters
+    from mobula.deploy.wiring.preparation import prepare
 
-    if not (config.data.path.is_dir() and is_here(config)):
-        yield Finding("Rows", Verdict.OK, f"data.path={config.data.path} or the model is not here yet: not checked")
-        return
-    limits = {"max_checked_rows": NUM_CHECKED_ROWS, "curriculum": CurriculumConfig()}
-    config = config.model_copy(update={"data": config.data.model_copy(update=limits)})
+    data = config.data
     try:
-        processor = make_processor(config, MediaStore(lambda media: media, config.data.media_cache_bytes))
-        notes = {name: report.notes for name, report in checked_splits(config, processor).items()}
-    except (DatasetError, ValueError, OSError) as error:
-        yield Finding("Rows", Verdict.MISSING, f"data.path={config.data.path} cannot be used", str(error))
+        check_exporters(config)
+        check_user_code(config)
+    except PreflightError as error:
+        yield Finding("Own code", Verdict.MISSING, "a part that the words name cannot be used", str(error))
         return
+    is_written, has_files = data.writer != "none" and not data.path.is_dir(), not config.environment.is_on
+    try:
+        if not is_written and has_files and not config.offline.is_on:
+            splits_of(data, config.rewards.label_key)(TRAIN)
+        if is_written or not is_here(config):
+            yield Finding("Rows", Verdict.OK, f"data.path={data.path} or the model is not here yet: not checked")
+            return
+        with _quiet():  # what it logs is shown as findings
+            prepared = prepare(config, lambda media: media)
+    except (PreflightError, OSError) as error:
+        yield Finding("Rows", Verdict.MISSING, f"data.path={data.path} cannot be used", str(error))
+        return
+    notes = {name: report.notes for name, report in prepared.splits.items()}
     yield Finding("Rows", Verdict.OK, ", ".join(f"{name}: {counts[ROWS]:,} usable" for name, counts in notes.items()))
     yield from (_found("Rows", finding) for finding in find_in_rows(config, notes))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _preflight(config: RunConfig) -> Iterator[Finding]:

@@ -213,6 +213,7 @@ class EvaluationRecord:
     values: Mapping[str, float] = field(default_factory=dict)
     num_unscored: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)
+    measure: str = "accuracy"  # what the mean is called: `score` if values are not 0 or 1, or the user's function
 
     @property
     def counted(self) -> str:

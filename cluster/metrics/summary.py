@@ -178,6 +178,7 @@ class Summary(RunFacts):
     counted_before: str = ""
     counted_after: str = ""
     not_compared: str = ""
+    measure: str = "accuracy"  # what the mean of the evaluations is called
 
 
 def summarize(
@@ -187,7 +188,9 @@ def summarize(
     totals, total_s = metrics.totals, metrics.totals.seconds["total"]
     pair = BeforeAfter.of(totals.evaluations)
     before, after = pair.before, pair.after
+    newest = after or before
     return Summary(
+        measure=newest.measure if newest else "accuracy",
         accuracy_before=before.accuracy if before else None,
         accuracy_after=after.accuracy if after else None,
         **asdict(facts),

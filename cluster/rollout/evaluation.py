@@ -54,9 +54,10 @@ class EvaluationResult:
     values: Mapping[str, float] = field(default_factory=dict)  # pass_at_<k>, response_length, reflection ratios, gains
     by_prompt: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # prompt -> component -> mean
     identity: Mapping[str, Any] = field(default_factory=dict)  # of the suite
+    measure: str = "accuracy"  # what the mean is called
 
     def record(self) -> EvaluationRecord:
-        rest = (self.num_scored, self.suite, self.values, self.num_unscored, self.identity)
+        rest = (self.num_scored, self.suite, self.values, self.num_unscored, self.identity, self.measure)
         return EvaluationRecord(self.version, self.accuracy, self.low, self.high, *rest)
 
 
@@ -135,6 +136,7 @@ class Evaluator:
     rollouts: Rollouts
     rewards: Rewards
     accuracy_component: str
+    own_measure: str = ""  # the name of the user's function behind it
     correct_from: float  # a response with such an accuracy component is correct for pass@k
     max_concurrent: int
     schedule: EvaluationSchedule
@@ -234,6 +236,7 @@ class Evaluator:
                 "see the lines `has no reward` in run.log for component and reason, and check rewards.components"
             )
         accuracy, num = mean_of_component(self.accuracy_component, scored)
+        is_binary = (reward.components.get(self.accuracy_component, 0.0) in (0.0, 1.0) for reward in scored)
         by_prompt: dict[str, dict[str, float]] = {}
         gains: dict[str, float] = {}  # over the suite's first evaluation
         name = self.accuracy_component
@@ -260,6 +263,7 @@ class Evaluator:
             {**self._values(suite, prompts, scored), **gains},
             by_prompt,
             suite.identity,
+            self.own_measure or ("accuracy" if all(is_binary) else "score"),
         )
 
     def _values(self, suite: Suite, prompts: Sequence[ScoredPrompt], scored: Sequence[Reward]) -> dict[str, float]:

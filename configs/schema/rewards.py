@@ -23,6 +23,9 @@ ENVIRONMENT = "environment"
 """The function that reads the reward of an environment."""
 
 
+ACCURACY = "accuracy"
+
+
 class RewardComponent(Section):
     """A named, weighted part of the reward."""
 
@@ -114,6 +117,14 @@ class RewardsConfig(Section):
     held-out prompts."""
     pool: RewardPoolConfig = RewardPoolConfig()
     """Batching and queueing of groups for the workers."""
+
+    @property
+    def own_measure(self) -> str:
+        """The name of `accuracy_component` if it is the user's function; else empty."""
+        function = next((c.function for c in self.components if c.name == self.accuracy_component), "")
+        if ":" not in function or function.startswith("examples/"):
+            return ""
+        return self.accuracy_component if self.accuracy_component != ACCURACY else function.rpartition(":")[2]
 
     @property
     def active_recipes(self) -> dict[str, Recipe]:

@@ -249,7 +249,9 @@ def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[Evaluation
         label = "held out" + (f" ({difference(identities[0], identity)})" if n else "")
         points = [Point(e.version, e.accuracy, e.low, e.high) for e in evaluations if e.identity == identity]
         series.append(Curve(label, (2, 4, 5)[n % 3], points))
-    return Chart("accuracy", "Accuracy", text, series, domain=(0.0, 1.0))
+    measure = evaluations[-1].measure if evaluations else "accuracy"
+    is_share = all(0 <= point.value <= 1 for line in series for point in line.points)
+    return Chart("accuracy", measure.capitalize(), text, series, domain=(0.0, 1.0) if is_share else None)
 
 
 def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Chart]:

@@ -28,6 +28,7 @@ from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from mobula.configs.load import load_resolved
 from mobula.configs.schema import RunConfig
+from mobula.configs.schema.rewards import ACCURACY
 from mobula.deploy.host.run_folder import RECORD_FILE, RunRecord
 from mobula.deploy.pages.report import write_report
 from mobula.deploy.run.run_client import named_folder
@@ -49,10 +50,9 @@ def headline(config: RunConfig, summary: Summary) -> str:
         return f"{name} {write(before)} {start}{then}, {write(after)} after {phase}{now}"
 
     before, after = summary.accuracy_before, summary.accuracy_after
-    if all(value is None or 0 <= value <= 1 for value in (before, after)):
-        lines = [change(f"held-out {NAMES.get(config.offline.job, 'accuracy')}", before, after, _percent)]
-    else:
-        lines = [change(f"held-out mean of {config.rewards.accuracy_component}", before, after, _number)]
+    is_share = summary.measure == ACCURACY and all(value is None or 0 <= value <= 1 for value in (before, after))
+    name = NAMES.get(config.offline.job, summary.measure)
+    lines = [change(f"held-out {name}", before, after, _percent if is_share else _number)]
     key = MetricName.TOKEN_ACCURACY
     shares = (summary.values_before.get(key), summary.values_after.get(key))
     if any(share is not None for share in shares):

@@ -115,7 +115,7 @@ def evaluate(config: RunConfig, output: Path | None = None, preloaded: Preloaded
             write_atomically(output / EVALUATION_FILE, json.dumps(rows, indent=2, allow_nan=False) + "\n")
     for result in results:
         console.print(
-            f"{config.policy.model}: {result.suite} accuracy {result.accuracy:.3f} ({result.low:.3f} to "
+            f"{config.policy.model}: {result.suite} {result.measure} {result.accuracy:.3f} ({result.low:.3f} to "
             f"{result.high:.3f}) on {result.record().counted}"
             + "".join(f", {name} {value:.3f}" for name, value in result.values.items())
         )

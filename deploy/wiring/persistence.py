@@ -361,6 +361,7 @@ def build_evaluator(
         rollouts=rollouts,
         rewards=rewards,
         accuracy_component=config.rewards.accuracy_component,
+        own_measure=config.rewards.own_measure,
         correct_from=config.evaluation.correct_from,
         max_concurrent=config.algorithm.max_concurrent_groups * config.algorithm.samples_per_prompt,
         schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),

@@ -61,6 +61,7 @@ class ConsoleSink:
         self._clock = clock
         self._num_steps = num_steps
         self._interval_s = interval_s
+        self._measure = "accuracy"  # what the newest evaluation calls it
         self._num_done = 0
         self._steps_s = 0.0  # seconds of all steps so far
         self._last_line_s = -math.inf
@@ -71,7 +72,7 @@ class ConsoleSink:
 
     def emit(self, record: StepRecord) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=record.step, numbers=_numbers(record))
+            self._progress.update(self._task, completed=record.step, numbers=_numbers(record, self._measure))
             return
         self._num_done += 1
         self._steps_s += record.seconds["total"]
@@ -81,12 +82,13 @@ class ConsoleSink:
             left_s = round(self._steps_s / self._num_done * (self._num_steps - record.step))
             hours, minutes, seconds = left_s // 3600, left_s // 60 % 60, left_s % 60
             left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-            _logger.info("step %d/%d  %s  %s left", record.step, self._num_steps, _numbers(record), left)
+            _logger.info("step %d/%d  %s  %s left", record.step, self._num_steps, _numbers(record, self._measure), left)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         interval = f"95 % {record.low:.3f} to {record.high:.3f}, {record.counted}"
         suite = "held-out" if record.suite == HELD_OUT else record.suite
-        text = f"{suite} accuracy at version {record.version}: {record.accuracy:.3f} ({interval})"
+        self._measure = record.measure
+        text = f"{suite} {record.measure} at version {record.version}: {record.accuracy:.3f} ({interval})"
         if self._progress is not None:
             self._progress.console.print(text, highlight=False)
         else:
@@ -108,10 +110,10 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _numbers(record: StepRecord) -> str:
+def _numbers(record: StepRecord, measure: str) -> str:
     values = record.values
-    trained = _means(values, MetricName.REWARD_MEAN, MetricName.ACCURACY)
-    sampled = _means(values, MetricName.SAMPLED_REWARD_MEAN, MetricName.SAMPLED_ACCURACY)
+    trained = _means(values, {"reward": MetricName.REWARD_MEAN, measure: MetricName.ACCURACY})
+    sampled = _means(values, {"reward": MetricName.SAMPLED_REWARD_MEAN, measure: MetricName.SAMPLED_ACCURACY})
     # Filters choose groups by their rewards: the means of trained groups are not those of the policy.
     every = (
         f"(all {values[MetricName.NUM_SAMPLED_GROUPS]:.0f} groups: {sampled})  " if sampled not in ("", trained) else ""
@@ -119,6 +121,5 @@ def _numbers(record: StepRecord) -> str:
     return f"{trained}  {every}{values[MetricName.TOKENS_PER_S]:,.0f} tokens/s"
 
 
-def _means(values: Mapping[str, float], *names: MetricName) -> str:
-    labels = ("reward", "accuracy")
-    return "  ".join(f"{label} {values[name]:.3f}" for label, name in zip(labels, names, strict=True) if name in values)
+def _means(values: Mapping[str, float], names: Mapping[str, MetricName]) -> str:
+    return "  ".join(f"{label} {values[name]:.3f}" for label, name in names.items() if name in values)

@@ -261,7 +261,7 @@ class EnvironmentConfig(Section):
     """Longest episode after the prompt, including tokens of observations and images; `sampler.max_tokens` bounds one
     turn."""
     max_concurrent: PositiveInt = 64
-    """Environments that one rollout actor runs concurrently."""
+    """Environments that one rollout actor runs concurrently; with `host=process` at most four a core."""
     start_timeout_s: Seconds = 60.0
     """Timeout for the start of an environment."""
     reset_timeout_s: Seconds = 30.0

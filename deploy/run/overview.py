@@ -20,6 +20,7 @@ import yaml
 from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.readers.arrow import fingerprint_of
 from mobula.actors.datasets.rows import count_by_reason
+from mobula.actors.environments.hosts.pool import num_concurrent
 from mobula.cluster.audit.chain import AuditKind, read_chain
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
@@ -102,6 +103,10 @@ def _topics(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> Iterato
             f"{sampler.max_tokens:,}, temperature {sampler.temperature:g}",
         )
         yield from _prompt(prepared)
+        if config.environment.is_on:
+            at_once = f"{num_concurrent(config.environment)} at a time on each rollout actor"
+            bound = f"environment.max_concurrent={config.environment.max_concurrent}"
+            yield "environment", f"{config.environment.name}, host={config.environment.host}, {at_once} ({bound})"
     rows, phase = ("rows", "training") if offline.is_on else ("prompts", "RL")
     every = _every(config.evaluation.interval_steps, f"before and after {phase}")
     yield "evaluation", f"{config.evaluation.num_prompts} {rows} of {config.evaluation.split}, {every}"

@@ -255,6 +255,15 @@ class EnvironmentSession:
         return text
 
 
+PROCESSES_A_CORE = 4  # that one pool starts: most of the time a process waits for the policy
+
+
+def num_concurrent(config: EnvironmentConfig) -> int:
+    """The number of environments of one pool: `environment.max_concurrent`, with a process for each bounded by cores."""
+    cores = len(os.sched_getaffinity(0))
+    return min(config.max_concurrent, PROCESSES_A_CORE * cores) if config.host == "process" else config.max_concurrent
+
+
 class EnvironmentPool:
     """A pool of equal environments. Environments are reused after successful episodes and closed after failed ones.
 
@@ -267,8 +276,9 @@ class EnvironmentPool:
         self._config = config
         self._takes_images = takes_images
         self._idle: list[Environment] = []
-        self._slots = asyncio.Semaphore(config.max_concurrent)
-        self._threads = ThreadPoolExecutor(config.max_concurrent, thread_name_prefix="environment")
+        num = num_concurrent(config)
+        self._slots = asyncio.Semaphore(num)
+        self._threads = ThreadPoolExecutor(num, thread_name_prefix="environment")
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EnvironmentSession]:

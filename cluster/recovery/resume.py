@@ -77,13 +77,14 @@ class JournalRecovery(Recovery):
             recovered.reached, [*trained, *filter(self.dispatcher.is_open, recovered.rejected)], finished
         )
         await self.replay.journal.resumed(recovered.reached, [group.summary.group_id for group in finished])
-        _logger.info(
-            "recovered from version %d to %d by the journal; finished groups recovered: %d, %s",
-            version,
-            recovered.reached,
-            len(finished),
-            f"lost: {dict(lost)}" if lost else "none was lost",
-        )
+        if recovered.reached > version or finished or lost:
+            _logger.info(
+                "recovered from version %d to %d by the journal; finished groups recovered: %d, %s",
+                version,
+                recovered.reached,
+                len(finished),
+                f"lost: {dict(lost)}" if lost else "none was lost",
+            )
         self.on_recovered({"steps": len(recovered.steps), "groups": len(finished), **lost})
         return recovered.reached
 

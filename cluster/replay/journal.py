@@ -301,7 +301,7 @@ class Journal:
 
     def recover(self, version: int) -> Recovered:
         """Returns the complete content with this identity after the checkpoint of `version`."""
-        return self._ledger(tells=True).beyond(version)
+        return self._ledger(told_from=version).beyond(version)
 
     def read(self, group_ids: Iterable[str]) -> dict[str, RecordedGroup]:
         """Returns the groups found on disk. Trained groups have the reference log-probs of their training."""
@@ -362,11 +362,12 @@ class Journal:
         self._writer.write(record)
         held.add(record)
 
-    def _ledger(self, *, tells: bool = False) -> _Ledger:
+    def _ledger(self, *, told_from: int | None = None) -> _Ledger:
+        """Reads the journal; logs what a resume from the version `told_from` loses."""
         ledger = _Ledger()
         for segment in self._segments():
-            if tells:
-                self._tell_of_losses(segment)
+            if told_from is not None:
+                self._tell_of_losses(segment, told_from)
             for record in _of_identity(segment.records, is_ours=self._is_ours(segment)):
                 ledger.apply(record)
             ledger.num_torn += segment.num_torn_bytes > 0
@@ -378,15 +379,19 @@ class Journal:
     def _is_ours(self, segment: Segment) -> bool:
         return same_identity(segment.identity) == same_identity(self._identity)
 
-    def _tell_of_losses(self, segment: Segment) -> None:
+    def _tell_of_losses(self, segment: Segment, version: int) -> None:
         path, was = segment_path(self.folder, segment.number), segment.identity
         if segment.num_torn_bytes:
             _logger.warning("%s: its last %d bytes are not whole and are left out", path, segment.num_torn_bytes)
-        if was and not self._is_ours(segment):
+        steps = [record for record in segment.records if record.kind is RecordKind.TRAINED]
+        old = {group_id for step in steps if step.body["version"] <= version for group_id in _ids(step)}
+        finished = {record.group_id for record in segment.records if record.kind is RecordKind.FINISHED}
+        if was and not self._is_ours(segment) and (num_lost := len(finished - old)):
             keys = sorted(was.keys() | self._identity.keys())
             then, now = same_identity(was), same_identity(self._identity)
             changed = [key for key in keys if then.get(key) != now.get(key)]
-            _logger.warning("%s is left out: it was written with another %s", path, ", ".join(changed))
+            text = "%s has %d finished groups, which are sampled again: it was written with another %s"
+            _logger.warning(text, path, num_lost, ", ".join(changed))
 
 
 @dataclass

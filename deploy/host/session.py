@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import services
 
 import mobula.deploy.host.ray_defaults  # noqa: F401  (no address but loopback: Ray reads it when it starts)
@@ -22,13 +24,14 @@ from mobula.cluster.runtime.ray_actors import BOUND_THREADS
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.authentication import check_admission, check_auth
 from mobula.deploy.host.machine import as_node, ray_folder, this_machine
-from mobula.deploy.host.run_folder import RunMark, RunRecord, marking
+from mobula.deploy.host.run_folder import SESSION_FILE, RunMark, RunRecord, marking
 from mobula.deploy.host.terminal import sigterm_stays_ours
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a process that `ray job submit` starts
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+OURS, NUM_SESSIONS = "mobula-session", 3  # the mark of a session folder, and how many of ended runs stay
 TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has no class of its own
 
 
@@ -107,6 +110,7 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
     check_auth()  # Ray would make a token, in a file that all users of the machine may read
     node = as_node(this_machine(), config.resources)
     folder = temp_dir or ray_folder(os.environ)
+    forget_sessions(folder or Path(get_default_ray_temp_dir()))
     with _beyond_our_signals(), _named_if_too_slow():
         ray.init(
             address="local",
@@ -120,6 +124,17 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
             _node_ip_address=LOOPBACK,
             _temp_dir=None if folder is None else str(folder),
         )
+    here = ray.get_runtime_context()
+    Path(here.get_temp_dir(), here.get_session_name(), OURS).touch()
+
+
+def forget_sessions(folder: Path) -> None:
+    """Removes the session folders of ended runs below Ray's temporary folder, but the newest `NUM_SESSIONS`."""
+    marks = sorted(folder.glob(f"session_*/{OURS}"), key=lambda mark: mark.stat().st_mtime, reverse=True)
+    ended = [mark.parent for mark in marks if not Path("/proc", mark.parent.name.rpartition("_")[2]).exists()]
+    for session in ended[NUM_SESSIONS:]:
+        if not (session / SESSION_FILE).exists():  # of a killed run: `mobula doctor --leftovers` shows it
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str]:

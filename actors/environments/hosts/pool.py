@@ -259,7 +259,7 @@ PROCESSES_A_CORE = 4  # that one pool starts: most of the time a process waits f
 
 
 def num_concurrent(config: EnvironmentConfig) -> int:
-    """The number of environments of one pool: `environment.max_concurrent`, with a process for each bounded by cores."""
+    """The number of environments of one pool: `environment.max_concurrent`; processes are bounded by cores."""
     cores = len(os.sched_getaffinity(0))
     return min(config.max_concurrent, PROCESSES_A_CORE * cores) if config.host == "process" else config.max_concurrent
 

@@ -1,65 +1,235 @@
 """The Python interface: the names that `import mobula` offers.
 
-A run is a process of its own, so a notebook's event loop and the caller's Ray, logging and signal handlers stay as they
-are. Interrupting the call stops the run in order: it writes a checkpoint, its summary and its report.
+    import mobula
 
-    config = mobula.load_config(["experiment=sums", "resources=laptop", "num_steps=20"])
-    result = mobula.train(config)
-    print(result.summary.accuracy_before, result.summary.accuracy_after)
-    mobula.export(result.folder, output=Path("policy"))
+    def closeness(request):
+        return 1.0 if request.response.text.strip() == request.references[0] else 0.0
+
+    run = mobula.train("HuggingFaceTB/SmolLM2-135M-Instruct", rows, closeness, num_steps=20)
+    print(run.summary.accuracy_before, run.summary.accuracy_after)
+    run.export(output=Path("policy"))
+
+A run is a process of its own, so a notebook's event loop and the caller's Ray, logging and signal handlers stay as they
+are. Interrupting the call stops the run in order: it writes a checkpoint, its summary and its report. The run folder,
+the report and the audit are those of `mobula train`.
 """
 
 from __future__ import annotations
 
+import html
+import inspect
 import json
+import queue
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mobula.cluster.errors import MobulaError, PreflightError
 from mobula.cluster.failures import escaped
-from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    RunFinding,
+    RunFolder,
+    read_run_folder,
+)
+from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.rollout.evaluation import EvaluationResult
 from mobula.configs.load import dump_config, load_config
+from mobula.configs.overrides import leaves
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli.errors import INTERRUPTED, USER_ERROR
 from mobula.deploy.planning.plan_command import MemoryPlan, make_plan
+from mobula.deploy.run.run_client import RUNS, named_folder
 
-__all__ = ["RunResult", "evaluate", "export", "load_config", "plan", "train"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["Run", "diagnose", "evaluate", "export", "load_config", "plan", "train"]
+
+INPUTS = "inputs"  # of the run folder: rows and functions that a call was given
+POLL_S = 0.2
+DTypeName = Literal["float32", "bfloat16", "float16"]
+Rewards = str | Callable[..., Any] | Sequence[Any] | None
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """Summary and files of a finished run."""
+@dataclass(frozen=True, init=False)
+class Run:
+    """A run by its folder, or by its name below `runs`; `latest` is the newest one. It may go on, or have ended."""
 
     folder: Path
-    summary: Summary
 
-    @classmethod
-    def read(cls, folder: Path) -> RunResult:
-        """Reads the result of the run in `folder`; another process may have started the run.
+    def __init__(self, run: Path | str = "latest") -> None:
+        """
+        Raises:
+            PreflightError: there is no such run.
+        """
+        object.__setattr__(self, "folder", named_folder(run))
+
+    @property
+    def summary(self) -> Summary:
+        """What `summary.json` says.
 
         Raises:
-            ValueError: the folder has no summary, or a file in it cannot be read.
+            ValueError: the run goes on, or its driver was killed.
         """
-        summary = read_run_folder(folder).summary
+        summary = self.records().summary
         if summary is None:
-            raise ValueError(f"{folder} has no summary: the run goes on or its driver was killed (see `mobula report`)")
-        return cls(folder, summary)
+            raise ValueError(
+                f"{self.folder} has no summary: the run goes on or its driver was killed (see `mobula report`)"
+            )
+        return summary
 
     @property
     def report(self) -> Path:
         return self.folder / REPORT_FILE
 
+    @property
+    def metrics(self) -> pa.Table:
+        """A row for each step, as a `pyarrow.Table`: step, the metrics by name, `r_NAME` of each reward component and
+        `NAME_s`, the seconds of each phase."""
+        import pyarrow as pa
+
+        from mobula.deploy.pages.report import step_cells
+
+        rows = [step_cells(record) for record in self.records().steps]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pa.table({name: [row.get(name) for row in rows] for name in names})
+
+    @property
+    def samples(self) -> Sequence[Any]:
+        """Responses that the run kept for its report, with their rewards."""
+        return self.records().samples.samples
+
     def records(self) -> RunFolder:
-        """Steps, evaluations, samples, faults and skipped rows, read from the folder."""
+        """Steps, evaluations, samples, faults and skipped rows, read from the folder.
+
+        Raises:
+            ValueError: a file of the folder cannot be read.
+        """
         return read_run_folder(self.folder)
+
+    def plot(self) -> Page:
+        """The report with its charts, which a notebook shows; also of a run that goes on."""
+        from mobula.deploy.pages.report import report_page
+
+        return Page(report_page(self.folder))
+
+    def export(self, **options: Any) -> Path:
+        """As `mobula.export`."""
+        return export(self.folder, **options)
+
+
+@dataclass(frozen=True)
+class Page:
+    """An HTML page that a notebook shows in a frame."""
+
+    text: str
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="800" style="border:0"></iframe>'
+
+
+def train(
+    model: str | Path | RunConfig,
+    data: Any = None,
+    rewards: Rewards = None,
+    *,
+    algorithm: str | Callable[..., Any] | None = None,
+    environment: str | type | None = None,
+    resources: str | None = None,
+    name: str | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
+    **overrides: Any,
+) -> Run:
+    """Trains a model in a new process and waits for it; log lines go to `sys.stdout`.
+
+    Args:
+        model: a checkpoint folder, a hub name, or a whole configuration (`load_config`) in place of all else.
+        data: a list of rows (dicts, images as PIL images or paths), a `Dataset` or `DatasetDict` of Hugging Face, a
+            dict of splits, a folder, or a hub name. Without a validation split, `data.validation_fraction` is held out.
+        rewards: a function of a request (docs/rewards.md), the name of an option, or `FILE.py:NAME`; a list of
+            functions and names of built-in ones, each alone or as (function, weight).
+        algorithm: the name of an option, or a function that computes advantages.
+        environment: a class, or the name of an environment, whose episodes take the place of rows.
+        resources: the name of a preset; by default of this machine's.
+        name: of the run folder, below `runs`; by default the time.
+        on_step: called with the record of each finished step.
+        overrides: configuration keys, as `num_steps=20`, `learner={"learning_rate": 1e-6}` or
+            `**{"learner.learning_rate": 1e-6}`.
+
+    Functions and classes go to the workers by value; the run folder keeps them and their source in `inputs/`.
+
+    Raises:
+        PreflightError: the run cannot start; no worker was started.
+        MobulaError: the run failed. `Run(name)` has the finished steps.
+        KeyboardInterrupt: the call was interrupted; the run has written its checkpoint and report.
+    """
+    config = model
+    if not isinstance(config, RunConfig):
+        given = _Given(Path(overrides.get("folder", RUNS)), name or time.strftime("run-%Y%m%d-%H%M%S"))
+        config = load_config(given.words(str(model), data, rewards, algorithm, environment, resources, overrides))
+    _run("train", config, [], on_step)
+    return Run(config.run_folder)
+
+
+def evaluate(
+    what: Run | RunConfig | str | Path,
+    data: Any = None,
+    rewards: Rewards = None,
+    *,
+    output: Path | None = None,
+    **overrides: Any,
+) -> list[EvaluationResult]:
+    """Scores a policy on held-out prompts; returns one result a suite.
+
+    Args:
+        what: a run, whose own data and rewards are taken; a model, with `data` and `rewards` as for `train`; or a whole
+            configuration.
+        output: directory for the results and the responses.
+        overrides: as for `train`; of a run, single keys.
+
+    Raises:
+        PreflightError, MobulaError, KeyboardInterrupt: as for `train`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(what, RunConfig):
+            config = what
+        elif isinstance(what, Run) or (data is None and _is_run(what)):
+            from mobula.deploy.run.export import trained_config
+
+            config = trained_config(what.folder if isinstance(what, Run) else what, list(_words(overrides)))
+        else:
+            given = _Given(Path(folder), "evaluation")
+            config = load_config(given.words(str(what), data, rewards, None, None, None, overrides))
+        target = output or Path(folder)
+        _run("evaluate", config, ["--output", str(target)])
+        rows = json.loads((target / "evaluation.json").read_text(encoding="utf-8"))
+    return [EvaluationResult(**row) for row in rows]
+
+
+def diagnose(run: Run | Path | str = "latest", *, deep: bool = False) -> list[RunFinding]:
+    """Why does it not learn? Checks a run and returns the findings, the worst first.
+
+    Args:
+        deep: also trains and scores recorded groups (`replay.trajectory_log`); minutes.
+
+    Raises:
+        PreflightError: there is no such run, or it cannot be read.
+    """
+    from mobula.deploy.report.diagnose import command  # it imports torch
+
+    return command.diagnose(command.subject_of([], _folder(run)), is_deep=deep)
 
 
 def plan(config: RunConfig, *, nodes: str | None = None, cluster: Path | None = None) -> MemoryPlan:
@@ -75,47 +245,18 @@ def plan(config: RunConfig, *, nodes: str | None = None, cluster: Path | None = 
     return make_plan(config, short=nodes, file=cluster)
 
 
-def train(config: RunConfig) -> RunResult:
-    """Runs the main job of `config` in a new process and waits for it; log lines go to `sys.stdout`.
-
-    Raises:
-        PreflightError: the run cannot start; no worker was started.
-        MobulaError: the run failed. `RunResult.read(config.run_folder)` has the finished steps.
-        KeyboardInterrupt: the call was interrupted; the run has written its checkpoint and report.
-    """
-    _run("train", config, [])
-    return RunResult.read(config.run_folder)
-
-
-def evaluate(config: RunConfig, *, output: Path | None = None) -> list[EvaluationResult]:
-    """Scores `policy.model` on the held-out prompts of `config`; returns one result per suite.
-
-    Args:
-        output: directory for the results and the responses.
-
-    Raises:
-        PreflightError, MobulaError, KeyboardInterrupt: as for `train`.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        target = output or Path(folder)
-        _run("evaluate", config, ["--output", str(target)])
-        rows = json.loads((target / "evaluation.json").read_text(encoding="utf-8"))
-    return [EvaluationResult(**row) for row in rows]
-
-
 def export(
-    run: Path | str,
+    run: Run | Path | str,
     *,
     step: int | None = None,
     merge: bool = False,
     ema: bool = False,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: DTypeName | None = None,
     output: Path | None = None,
 ) -> Path:
     """Writes the policy of a run's checkpoint for transformers or PEFT; returns the directory.
 
     Args:
-        run: the run's folder, or its name below `runs`.
         step: the checkpoint; the newest one by default.
         merge: merge LoRA adapters into the weights.
         ema: export the exponential moving average of the weights (`learner.ema_decay`).
@@ -127,22 +268,164 @@ def export(
     """
     from mobula.deploy.run.export import export_policy  # it imports torch
 
-    return export_policy(str(run), step, merge=merge, ema=ema, dtype=dtype, output=output).path
+    return export_policy(_folder(run), step, merge=merge, ema=ema, dtype=dtype, output=output).path
 
 
-def _run(command: str, config: RunConfig, words: Sequence[str]) -> None:
+def _folder(run: Run | Path | str) -> Path:
+    return run.folder if isinstance(run, Run) else named_folder(run)
+
+
+def _is_run(name: str | Path) -> bool:
+    return any((folder / CONFIG_FILE).is_file() for folder in (Path(name), RUNS / name))
+
+
+class _Given:
+    """The words of a run whose parts were given as Python objects, which are written to files of its folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._inputs = (folder / name / INPUTS).absolute()
+
+    def words(
+        self,
+        model: str,
+        data: Any,
+        rewards: Rewards,
+        algorithm: Any,
+        environment: Any,
+        resources: Any,
+        others: Mapping[str, Any],
+    ) -> list[str]:
+        is_run = others.get("experiment", "own") == "own"
+        words = [f"name={self._name}", f"policy.model={model}", *(["experiment=own"] if is_run else [])]
+        words += [f"resources={resources or _preset()}"]
+        if data is not None:
+            words += self._data(data)
+        if environment is not None:
+            words += ["data=environment", f"environment.name={self._code(environment)}"]
+            rewards = rewards or "environment"
+        if rewards is not None:
+            words += self._rewards(rewards)
+        if algorithm is not None:
+            words.append(f"algorithm{'' if isinstance(algorithm, str) else '.advantage'}={self._code(algorithm)}")
+        return [*dict.fromkeys(words), *_words(others)]
+
+    def _rewards(self, rewards: Rewards) -> list[str]:
+        if not isinstance(rewards, list | tuple):
+            return [f"rewards={self._code(rewards)}"]
+        pairs = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in rewards]
+        functions = [(self._code(function), float(weight)) for function, weight in pairs]
+        names = [reference.rpartition(":")[2] for reference, _ in functions]
+        parts = [
+            {"name": name, "function": reference, "weight": weight}
+            for name, (reference, weight) in zip(names, functions, strict=True)
+        ]
+        return [f"rewards.components={_literal(parts)}", f"rewards.accuracy_component={names[0]}"]
+
+    def _data(self, data: Any) -> list[str]:
+        if isinstance(data, str | Path):
+            return [f"data.path={data}", *([] if Path(data).exists() else ["data=huggingface"])]
+        splits = data if isinstance(data, Mapping) else {"train": data}
+        folder = self._inputs / "data"
+        if all(isinstance(rows, list | tuple) for rows in splits.values()):
+            try:
+                lines = {split: [json.dumps(row) for row in rows] for split, rows in splits.items()}
+            except TypeError:  # images in memory
+                splits = {split: _datasets().Dataset.from_list(list(rows)) for split, rows in splits.items()}
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                for split, texts in lines.items():
+                    (folder / f"{split}.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+                return [f"data.path={folder}"]
+        _datasets().DatasetDict(splits).save_to_disk(str(folder))
+        return ["data=huggingface", f"data.path={folder}"]
+
+    def _code(self, value: Any) -> str:
+        """The name of a function or class in a file of the run folder that has it by value; names stay as they are."""
+        if isinstance(value, str):
+            return value
+        import cloudpickle
+
+        name = value.__name__ if value.__name__.isidentifier() else "own"
+        module, path = inspect.getmodule(value), self._inputs / f"{name}.py"
+        is_local = module is not None and module.__name__ != "__main__" and "site-packages" not in str(module.__file__)
+        if is_local:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            content = cloudpickle.dumps(value)
+        except Exception as error:  # the class depends on what it holds
+            raise PreflightError(f"{name} cannot be sent to workers ({error}): give it as FILE.py:{name}") from error
+        finally:
+            if is_local:
+                cloudpickle.unregister_pickle_by_value(module)
+        try:
+            source = "".join(f"# {line}\n" for line in inspect.getsource(value).splitlines())
+        except (OSError, TypeError):
+            source = "# (its source is not known)\n"
+        self._inputs.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".pkl").write_bytes(content)
+        path.write_text(_LOADER.format(name=name, source=source), encoding="utf-8")
+        return f"{path}:{name}"
+
+
+_LOADER = '''"""`{name}` as it was given to a call of `mobula`, by value. Its source:"""
+
+{source}
+import pickle
+from pathlib import Path
+
+{name} = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+'''
+
+
+def _datasets() -> Any:
+    if find_spec("datasets") is None:
+        raise PreflightError("rows with images in memory need the package datasets: install mobula[data]")
+    import datasets
+
+    return datasets
+
+
+def _preset() -> str:
+    from mobula.deploy.host.machine import this_machine
+
+    return {0: "laptop", 1: "gpu_1"}.get(this_machine().num_gpus, "two_gpu")
+
+
+def _words(overrides: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in overrides.items():
+        for name, leaf in leaves(value, key):
+            yield f"{name}={leaf}" if isinstance(leaf, str | Path) else f"{name}={_literal(leaf)}"
+
+
+def _literal(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if isinstance(value, str | Path):
+        return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return json.dumps(value)
+
+
+def _run(
+    command: str, config: RunConfig, words: Sequence[str], on_step: Callable[[StepRecord], object] | None = None
+) -> None:
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "stderr", "w+", encoding="utf-8") as errors:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         call = [sys.executable, "-m", "mobula.deploy.cli", command, "--config", str(file), *words]
         # A process group of its own: Ctrl-C would reach the run too, and a second signal stops it without a checkpoint.
         with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0) as process:
-            assert process.stdout is not None, "it is a pipe"
             try:
-                for line in process.stdout:
+                steps = _Steps(config.run_folder, on_step)
+                for line in _output(process):
                     sys.stdout.write(escaped(line))
+                    steps.show()
                 code = process.wait()
-            except KeyboardInterrupt:
+                steps.show()
+            except BaseException:
                 process.terminate()
                 process.wait()
                 raise
@@ -157,3 +440,43 @@ def _run(command: str, config: RunConfig, words: Sequence[str]) -> None:
     if code == INTERRUPTED:
         raise KeyboardInterrupt(message)
     raise (PreflightError if code == USER_ERROR else MobulaError)(message)
+
+
+def _output(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Yields the lines of a process, and an empty text every `POLL_S` seconds without one."""
+    assert process.stdout is not None, "it is a pipe"
+    lines, stream = queue.Queue[str | None](), process.stdout
+
+    def read() -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True, name="output of the run").start()
+    while True:
+        try:
+            line = lines.get(timeout=POLL_S)
+        except queue.Empty:
+            yield ""
+            continue
+        if line is None:
+            return
+        yield line
+
+
+class _Steps:
+    """Calls `on_step` with each new record of a run."""
+
+    def __init__(self, folder: Path, on_step: Callable[[StepRecord], object] | None) -> None:
+        self._folder, self._on_step = folder, on_step
+        self._seen = len(self._read()) if on_step is not None else 0
+
+    def show(self) -> None:
+        if self._on_step is not None:
+            for record in self._read()[self._seen :]:
+                self._seen += 1
+                self._on_step(record)
+
+    def _read(self) -> list[StepRecord]:
+        file = self._folder / METRICS_FILE
+        return [*read_run_folder(self._folder).steps] if file.is_file() else []

@@ -361,7 +361,7 @@ def table(rows: Sequence[Mapping[str, Cell]]) -> str:
     return text.getvalue()
 
 
-def _step(record: StepRecord) -> dict[str, Cell]:
+def step_cells(record: StepRecord) -> dict[str, Cell]:
     seconds = {f"{name}_s": value for name, value in record.seconds.items()}
     rewards = {f"r_{name}": value for name, value in record.components.items()}
     return {"step": record.step, **record.values, **rewards, **seconds}
@@ -387,15 +387,20 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
     """Writes `report.html` and CSV files from the files of a run folder; `summary` replaces that of the folder."""
     run = read_run_folder(run_folder)
     run = run if summary is None else replace(run, summary=summary)
-    text = render_report(run, read_sheets(run_folder), read_videos(run_folder))
+    text = report_page(run_folder, run)
     # Tables have a column for each number of any row; missing numbers are empty.
     suites = {HELD_OUT: run.evaluations, **run.suites}
-    write_atomically(run_folder / STEPS_FILE, table([_step(record) for record in run.steps]))
+    write_atomically(run_folder / STEPS_FILE, table([step_cells(record) for record in run.steps]))
     rows = [_evaluation(record) for records in suites.values() for record in records]
     write_atomically(run_folder / EVALUATIONS_FILE, table(rows))
     path = run_folder / REPORT_FILE
     write_atomically(path, text.encode("utf-8", errors="replace").decode("utf-8"))
     return path
+
+
+def report_page(run_folder: Path, run: RunFolder | None = None) -> str:
+    """Returns the report of a run folder as HTML; `run` is what was read from it."""
+    return render_report(run or read_run_folder(run_folder), read_sheets(run_folder), read_videos(run_folder))
 
 
 def render_report(

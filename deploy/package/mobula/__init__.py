@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mobula.deploy.api import RunResult, evaluate, export, load_config, plan, train
+    from mobula.deploy.api import Run, diagnose, evaluate, export, load_config, plan, train
 
-__all__ = ["RunResult", "evaluate", "export", "load_config", "plan", "train"]
+__all__ = ["Run", "diagnose", "evaluate", "export", "load_config", "plan", "train"]
 
 _here = Path(__file__).resolve().parent
 if not (_here / "cluster").is_dir():  # in a checkout, whose top-level directories are the sub-packages
@@ -23,3 +23,7 @@ def __getattr__(name: str) -> Any:
     from mobula.deploy import api
 
     return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -43,7 +43,11 @@ def plan(
             set_auth(auth)
         from mobula.deploy.planning.plan_command import show_plan
 
-        show_plan(config, terminal(soft_wrap=False), address=address, short=nodes, file=cluster)
+        planned = show_plan(config, terminal(soft_wrap=False), address=address, short=nodes, file=cluster)
+        if planned is not None and not config.offline.is_on:
+            from mobula.deploy.rehearsal.advice import show_advice
+
+            show_advice(config, overrides or [], *planned, terminal(soft_wrap=True))
 
 
 def doctor(

@@ -9,10 +9,16 @@ with torch's allocations; on one H100 torch allocated 0.91 of the estimate.
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+from huggingface_hub.constants import ENDPOINT
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
@@ -24,16 +30,18 @@ from mobula.deploy.preflight.findings import refusing
 from mobula.learner.backends.sharded import MAX_COPY_BYTES
 from mobula.learner.policies.adapters import adapter_manifest
 from mobula.learner.policies.pretrained import PRETRAINED
-from mobula.learner.policies.shapes import ModelShape, TowerShape, has_config, shape_of, tiny_shape
+from mobula.learner.policies.shapes import ModelShape, TowerShape, has_config, shape_of, shape_of_values, tiny_shape
 from mobula.learner.policies.tiny import TINY
 
 RELEASED_MODELS = Path(__file__).with_name("released_models.yaml")
 """Configurations of released models by name."""
+HUB_TIMEOUT_S = 3.0
 
 
-def policy_shape(config: RunConfig) -> ModelShape | None:
+def policy_shape(config: RunConfig, *, by_name: bool = False) -> ModelShape | None:
     """The shape of `policy.model`, of which config.json alone is read; None while no model is named, and of
-    models that make images, whose memory is not planned."""
+    models that make images, whose memory is not planned. With `by_name`, a released model that is not on this machine
+    is found by its name, without the hub."""
     source = config.policy.model
     if source == MISSING or config.sampler.is_flow or config.sampler.draws_tokens:
         return None
@@ -42,6 +50,8 @@ def policy_shape(config: RunConfig) -> ModelShape | None:
             raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(known)} or none")
         return tiny_shape(config.policy.tiny, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     try:
+        if by_name and not Path(source).exists():
+            return _shape_by_name(source)
         return shape_of(source)
     except (ValueError, OSError, KeyError) as error:
         reason = " ".join(str(error).split())
@@ -49,6 +59,29 @@ def policy_shape(config: RunConfig) -> ModelShape | None:
             f"policy.model={source} has no config.json that memory can be planned from ({reason}): name a checkpoint "
             "folder, or a hub name that can be reached"
         ) from error
+
+
+def _shape_by_name(source: str) -> ModelShape:
+    """The shape of a checkpoint in the hub's cache, of a model in `released_models.yaml`, or else of one on the hub."""
+    try:
+        return shape_of(source, is_local=True)
+    except (ValueError, OSError):
+        released = yaml.safe_load(RELEASED_MODELS.read_text(encoding="utf-8"))
+    for name, values in released.items():
+        if _plain(name) == _plain(source):
+            return shape_of_values(values)
+    hub = urlsplit(ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_TIMEOUT_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"it is not here, the hub cannot be reached, and known names are {', '.join(released)}"
+        ) from error
+    return shape_of(source)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"-instruct$|[^a-z0-9.]", "", name.rpartition("/")[2].lower())
 
 
 # Estimates the bytes of activations, logits and generation steps.

@@ -19,7 +19,7 @@ from mobula.cluster.runtime.placement import PlacementPlan, PlanRow, needed_role
 from mobula.configs.load import resolved
 from mobula.configs.overrides import groups, merge, own_values
 from mobula.configs.rules import checked
-from mobula.configs.schema import ResourcesConfig, RunConfig, SamplerKind
+from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.host.authentication import connected
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes, joined_nodes, read_cluster, this_node
 from mobula.deploy.planning.memory import (
@@ -238,7 +238,7 @@ def remedies(
                 set(proposal.items()) <= set(merged.items()) for proposal in proposals
             ):
                 continue  # two values for one key, or no less than what suffices already
-            if _fits(config, shape, nodes, merged, roles):
+            if fits_with(config, shape, nodes, merged, roles):
                 proposals.append(merged)
             if len(proposals) == NUM_SHOWN:
                 return [words(setting) for setting in proposals]
@@ -270,13 +270,14 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
     return checked(RunConfig.model_validate_json(json.dumps(values), strict=True))
 
 
-def _fits(
+def fits_with(
     config: RunConfig,
     shape: ModelShape,
     nodes: Sequence[PlannedNode],
     setting: Setting,
-    roles: Sequence[str] | None,
+    roles: Sequence[str] | None = None,
 ) -> bool:
+    """Whether the run fits into the memory of the nodes with a setting."""
     try:
         return not plan_memory(changed(config, setting), shape, nodes, roles).shortfalls
     except (ValueError, PreflightError):  # the sections contradict, or the model lacks what the setting names
@@ -321,9 +322,8 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
 
 def _of_roles(config: RunConfig, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
     learner, resources = config.learner, config.resources
-    for preset in _presets(resources):
-        counted = {"resources.num_nodes": len(nodes)} if "num_nodes" in _own(preset) else {}
-        yield {"resources": preset, **counted}
+    for preset in presets(config, len(nodes)):
+        yield on_preset(config, preset, len(nodes))
     if resources.device == "cpu" and len(nodes) == 1:  # ranks on one node share its memory: one needs least
         if learner.backend != "single":
             yield {
@@ -341,14 +341,21 @@ def _of_roles(config: RunConfig, nodes: Sequence[PlannedNode]) -> Iterator[Setti
             yield {"resources.rollout.num_workers": number}
 
 
-def _presets(resources: ResourcesConfig) -> Iterator[str]:
-    """Presets of the same device that start or use the same cluster, those with two names once."""
-    seen = [_own(resources.preset)] if resources.preset in groups()["resources"] else []
+def presets(config: RunConfig, num_nodes: int) -> Iterator[str]:
+    """Other presets of the same device that start or use the same cluster of `num_nodes`; those with ranks for a critic
+    for a run that has one."""
     for preset in groups()["resources"]:
         values = _own(preset)
-        if values.get("device", "cpu") == resources.device and "address" not in values and values not in seen:
-            seen.append(values)
+        fits = values.get("device", "cpu") == config.resources.device and "address" not in values
+        idle = "num_workers" in values.get("critic", {}) and not config.algorithm.critic.is_on
+        lacks_nodes = num_nodes < values.get("num_nodes", 1)
+        if fits and preset != config.resources.preset and not idle and not lacks_nodes:
             yield preset
+
+
+def on_preset(config: RunConfig, preset: str, num_nodes: int) -> Setting:
+    counted = {"resources.num_nodes": num_nodes} if "num_nodes" in _own(preset) else {}
+    return {"resources": preset, **counted}
 
 
 def _own(preset: str) -> dict[str, Any]:
@@ -377,11 +384,17 @@ def as_table(rows: Sequence[PlanRow], title: str) -> Table:
             row.node,
             str(row.num_workers),
             f"{row.num_cpus:g}",
-            f"{row.num_gpus:g}",
+            _gpus(row),
             str(row.num_threads),
             cores or "not bound",
         )
     return table
+
+
+def _gpus(row: PlanRow) -> str:
+    """GPUs, or shares of them: `4`, or `4 x 0.8`."""
+    each = row.num_gpus / row.num_workers
+    return f"{row.num_gpus:g}" if each == int(each) else f"{row.num_workers} x {each:g}"
 
 
 def memory_table(plan: MemoryPlan, device: str) -> Table:
@@ -465,15 +478,16 @@ def make_plan(config: RunConfig, *, short: str | None = None, file: Path | None 
 
 def show_plan(
     config: RunConfig, console: Console, *, address: str | None, short: str | None, file: Path | None
-) -> None:
-    """Print the plan for the cluster at `address`, a described one, or this machine."""
+) -> tuple[ModelShape, Sequence[PlannedNode]] | None:
+    """Prints the plan for the cluster at `address`, a described one, or this machine; returns what it was made for,
+    None while no model is named."""
     location, nodes = _nodes(config, address, short, file)
     placement = plan_placement(config.resources, [node.resources for node in nodes], needed_roles(config))
     console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
-    shape = policy_shape(config)
+    shape = policy_shape(config, by_name=True)
     if shape is None:
         console.print(f"{len(placement.workers)} workers fit {location}. Memory is planned once policy.model is named.")
-        return
+        return None
     refuse_small_cache(config, shape)
     plan = plan_memory(config, shape, nodes)
     console.print(memory_table(plan, config.resources.device))
@@ -483,6 +497,7 @@ def show_plan(
     console.print(
         f"{len(placement.workers)} workers fit {location}{unknown}. Figures are estimates; no GPU has run yet."
     )
+    return shape, nodes
 
 
 def planned_engine(config: RunConfig, nodes: Sequence[PlannedNode], roles: Sequence[str]) -> EngineSizes | None:

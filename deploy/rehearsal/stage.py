@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from transformers.utils.logging import disable_progress_bar
 
 from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.prompts import PreflightReport
@@ -26,7 +27,7 @@ from mobula.deploy.planning.plan_command import MemoryPlan, plan_memory
 from mobula.deploy.rehearsal.play import DriverLoad, Played, driver_load, mean_phases, play, staleness_shares, warm
 from mobula.deploy.rehearsal.roles import Hardware, with_role
 from mobula.deploy.rehearsal.simulated.engine import summary_of
-from mobula.deploy.rehearsal.simulated.machine import Cores, PlannedFault, ResponseLengths
+from mobula.deploy.rehearsal.simulated.machine import Cores, LognormalLengths, PlannedFault, ResponseLengths
 from mobula.deploy.rehearsal.speeds import Speeds
 from mobula.deploy.wiring.preparation import VALIDATION, Prepared, prepare
 from mobula.learner.policies.shapes import ModelShape
@@ -91,12 +92,14 @@ def shrunk(config: RunConfig, model_type: str, folder: Path) -> RunConfig:
         raise PreflightError(
             f"no shrunk model stands for the model type {model_type}: set policy.tiny to one of {', '.join(TINY)}"
         )
+    disable_progress_bar()
     write_tiny(name, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     policy = config.policy.model_copy(update={"model": str(folder), "tiny": "none"})
     return config.model_copy(update={"policy": policy})
 
 
 FEW_STEPS = 5  # of a rehearsal at another size or speed
+SIGMA = 0.8  # spread of the logarithm of lengths, as of `mobula rehearse`
 DEFAULT_SLOTS = 16  # responses at a time of an engine that is not planned
 
 FASTER: Mapping[str, tuple[str, ...]] = {  # role -> its speeds
@@ -215,6 +218,21 @@ def result_of(stage: RehearsalStage, played: Played) -> Result:
         store_node=node,
         tokens_per_s=tokens / sum(step.seconds["total"] for step in steps),
     )
+
+
+def step_time(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], speeds: Speeds) -> float:
+    """The seconds of a step with prompts and responses of half the longest length, without the run's data; `config` is
+    of a shrunk model."""
+    data = config.data.model_copy(update={"path": Path()})
+    stated = StatedProcessor(config.data.max_prompt_tokens // 2)
+    limit = config.sampler.max_tokens
+    lengths = LognormalLengths(limit / 2 / math.exp(SIGMA**2 / 2), SIGMA, limit, config.seed)
+    prepared = stated_run(config.model_copy(update={"data": data}), shape, stated)
+    stage = RehearsalStage(prepared, shape, tuple(nodes), speeds, lengths)
+    played = stage.play(num_steps=FEW_STEPS)
+    if not played.steps:
+        raise PreflightError(f"the rehearsal ended before its first step: {played.error}")
+    return result_of(stage, played).step_s
 
 
 def quantiles(lengths: ResponseLengths, num_prompts: int = 500) -> dict[str, float]:

@@ -35,7 +35,7 @@ ROWS = (  # preset, nodes, GPUs of each
     ("eight_gpu_split", 1, 8),
     ("eight_gpu_colocated", 1, 8),
     ("maye_8", 1, 8),
-    ("two_node", 2, 8),
+    ("multi_node", 2, 8),
     ("multi_node", 4, 8),
     ("multi_node", 8, 8),
     ("multi_node_large", 2, 8),

@@ -77,9 +77,10 @@ class ModelShape:
         return max(prod(spec.shape) for spec in self.manifest.tensors)
 
 
-def shape_of(source: str) -> ModelShape:
-    """The shape of the checkpoint at `source`, a folder or a hub name. Reads config.json only."""
-    return shape_of_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
+def shape_of(source: str, *, is_local: bool = False) -> ModelShape:
+    """The shape of the checkpoint at `source`, a folder or a hub name; with `is_local` of the hub's cache alone. Reads
+    config.json only."""
+    return shape_of_config(AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=is_local))
 
 
 def shape_of_values(values: Mapping[str, Any]) -> ModelShape:

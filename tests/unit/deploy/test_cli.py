@@ -256,7 +256,7 @@ def judged(check: Callable[..., doctor.Finding], *words: str, machine: Machine =
         (doctor.check_python((3, 11)), Verdict.OK),
         (doctor.check_python((3, 13)), Verdict.MISSING),
         (judged(doctor.check_placement), Verdict.OK),
-        (judged(doctor.check_placement, "resources=gpu_2"), Verdict.MISSING),
+        (judged(doctor.check_placement, "resources=two_gpu"), Verdict.MISSING),
         (judged(doctor.check_memory), Verdict.OK),
         (judged(doctor.check_memory, "sampler.vllm.kv_cache_bytes=99999999999"), Verdict.MISSING),
         (judged(doctor.check_shared_memory), Verdict.OK),
@@ -265,7 +265,7 @@ def judged(check: Callable[..., doctor.Finding], *words: str, machine: Machine =
         (judged(doctor.check_vector_units, machine=Machine(2, 0, GIB, GIB, frozenset({"avx2"}))), Verdict.WARNING),
         (judged(doctor.check_vector_units, machine=Machine(2, 0, GIB, GIB, frozenset())), Verdict.MISSING),
         (judged(doctor.check_gpus), Verdict.OK),
-        (judged(doctor.check_gpus, "resources=gpu_2"), Verdict.MISSING),
+        (judged(doctor.check_gpus, "resources=two_gpu"), Verdict.MISSING),
         (doctor.check_run_folder(Path("/proc/runs")), Verdict.MISSING),
         (doctor.check_loopback(), Verdict.OK),
         (doctor.check_package("yaml", "PyYAML", True, "install it"), Verdict.OK),
@@ -417,7 +417,7 @@ OFFLINE = ("sft", "reward-model", "dpo")  # `mobula train` with an experiment
 
 LOOKING = ("plan", "show-config", "doctor")
 
-SHOWN_IN_DOCS = {"resources=gpu_4": "resources=gpu_2"}  # a page shows how to write this file, on top of the other
+SHOWN_IN_DOCS = {"resources=gpu_4": "resources=two_gpu"}  # a page shows how to write this file, on top of the other
 
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|((?:^    .*\n)+)", re.DOTALL | re.MULTILINE)
 

@@ -212,7 +212,7 @@ def test_the_environment_of_an_engine_on_cpu() -> None:
     env = engine_environment(DIGITS, worker(0))
     assert (env["VLLM_ENABLE_V1_MULTIPROCESSING"], env["VLLM_CPU_CI_ENV"]) == ("0", "1"), "one process, no warm-up"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment(DIGITS, worker()), "it has no cores of its own"
-    assert engine_environment(load_config(["experiment=digits", "resources=gpu_2"]), worker(0)) == {}
+    assert engine_environment(load_config(["experiment=digits", "resources=two_gpu"]), worker(0)) == {}
 
 
 STEPS = """
@@ -251,7 +251,9 @@ def test_a_worker_on_cpu_keeps_the_memory_that_a_step_frees(monkeypatch: pytest.
 
 
 def test_a_worker_on_a_gpu_has_the_usual_malloc() -> None:
-    env = spawner._environment(load_config(["experiment=digits", "resources=gpu_2"]), ClusterSession(NODES, True, MARK))
+    env = spawner._environment(
+        load_config(["experiment=digits", "resources=two_gpu"]), ClusterSession(NODES, True, MARK)
+    )
     assert not [name for name in env if name.startswith("MALLOC_")]
 
 
@@ -426,7 +428,7 @@ def test_without_a_server_a_worker_imports_by_itself(tmp_path: Path) -> None:
     assert (seen["arguments"], seen["input"], seen["modules"]) == (["--port", "1 2"], "text", [])
 
 
-@pytest.mark.parametrize("words", [["resources=gpu_2"], ["resources.address=10.0.0.1:6379"]])
+@pytest.mark.parametrize("words", [["resources=two_gpu"], ["resources.address=10.0.0.1:6379"]])
 def test_workers_on_gpus_and_on_other_machines_import_by_themselves(words: list[str]) -> None:
     with preloaded(load_config(["experiment=digits", *words])) as workers:
         assert workers is None

@@ -35,7 +35,7 @@ from mobula.learner.examples import Example
 from mobula.learner.learner import Learner
 from mobula.learner.optim import RoundedAdamW, rounded
 
-GPU = ("experiment=digits", "resources=gpu_2")
+GPU = ("experiment=digits", "resources=two_gpu")
 
 PARTS = {
     "all": (),

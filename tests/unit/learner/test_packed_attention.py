@@ -219,7 +219,7 @@ def test_attention_of_a_package_that_is_missing_is_refused(version: int, monkeyp
     name = f"flash_attention_{version}"
     with pytest.raises(ValueError, match=rf"policy\.attention={name} needs the package flash_attn.*set policy\.att"):
         load_model("nowhere", torch.bfloat16, name)
-    gpu = ["experiment=digits", "resources=gpu_2", f"policy.attention={name}"]
+    gpu = ["experiment=digits", "resources=two_gpu", f"policy.attention={name}"]
     [finding] = check_attention(load_config(gpu), None)
     assert str(finding).startswith(f"policy.attention={name} needs the package flash_attn")
     assert not list(check_attention(load_config(gpu[:2]), None))

@@ -88,8 +88,12 @@ def test_more_threads_than_cores_are_refused() -> None:
     ("overrides", "node", "message"),
     [
         (["resources.rollout.num_workers=9"], LAPTOP, r"resources\.rollout asks for 9 workers.*0\.3 CPUs.*CPUs and"),
-        (["resources=gpu_2"], LAPTOP, r"resources\.learner.*0\.7 GPUs.*0 GPUs free.*smaller than resources=gpu_2"),
-        (["resources=node_8gpu"], NodeResources("a", 64, 7), r"resources\.rollout.*fits nowhere|resources\.reference"),
+        (["resources=two_gpu"], LAPTOP, r"resources\.learner.*0\.7 GPUs.*0 GPUs free.*smaller than resources=two_gpu"),
+        (
+            ["resources=eight_gpu_split"],
+            NodeResources("a", 64, 7),
+            r"resources\.rollout.*fits nowhere|resources\.reference",
+        ),
         (["resources.learner.num_cpus=4"], LAPTOP, r"worker 0 fits nowhere: laptop has 2 CPUs and 0 GPUs free"),
     ],
 )
@@ -128,13 +132,13 @@ def test_learner_ranks_stay_together_where_a_node_holds_them_all(sizes: tuple[in
 
 def test_cpu_workers_leave_gpu_nodes_alone_while_others_have_room() -> None:
     nodes = [NodeResources("gpus", 32, 2), NodeResources("cpus", 4, 0)]
-    plan = plan_placement(resources("resources=gpu_2"), nodes, ALL_ROLES)
+    plan = plan_placement(resources("resources=two_gpu"), nodes, ALL_ROLES)
     assert nodes_of(plan, "reward") == ["cpus"]
     assert nodes_of(plan, "rollout") + nodes_of(plan, "learner") == ["gpus", "gpus"]
 
 
 def test_share_of_a_gpu_lies_on_one_gpu() -> None:
-    config = resources("resources=gpu_2").model_copy(update={"rollout": workers(3, 1, 0.6)})
+    config = resources("resources=two_gpu").model_copy(update={"rollout": workers(3, 1, 0.6)})
     with pytest.raises(PlacementError, match=r"resources\.rollout.*worker 2 fits nowhere"):
         plan_placement(config, [NodeResources("a", 32, 2)], ("rollout",))
 

@@ -14,7 +14,7 @@ from tiny_checkpoints import shape_7b
 from mobula.cluster.errors import PlacementError
 from mobula.cluster.runtime.placement import needed_roles, plan_placement
 from mobula.configs.load import load_config
-from mobula.configs.overrides import groups
+from mobula.configs.overrides import groups, own_values
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.plan_command import plan_memory, remedies
@@ -37,12 +37,10 @@ PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
     "eight_gpu_critic": ("1x8x141GB", {**dict.fromkeys(EACH, 3), "critic": 2}, CRITIC),
     "eight_gpu_colocated": ("1x8x141GB", dict.fromkeys(EACH, 8), []),
     "maye_8": ("1x8x141GB", {"learner": 7, "rollout": 1, "reference": 7}, []),
-    "two_node": ("2x8x141GB", dict.fromkeys(EACH, 8), []),
     "multi_node": ("3x8x141GB", dict.fromkeys(EACH, 12), [THREE]),
     "multi_node_large": ("3x8x141GB", {"learner": 12, "rollout": 3}, [THREE, *ADAPTERS[:2]]),
     "cross_node": ("2x1x80GB", dict.fromkeys(EACH, 1), ["policy.lora.rank=16"]),
 }
-ALIASES = {"gpu_2": "two_gpu", "gpu_1_colocated": "one_gpu_colocated", "node_8gpu": "eight_gpu_split"}
 
 
 @cache
@@ -56,7 +54,7 @@ def config(preset: str, *words: str) -> RunConfig:
 
 
 def test_every_preset_is_in_the_table() -> None:
-    assert sorted([*PRESETS, *ALIASES]) == list(groups()["resources"])
+    assert sorted(PRESETS) == list(groups()["resources"])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -126,16 +124,15 @@ def test_a_preset_with_engines_over_several_gpus_is_proposed_for_what_one_gpu_ca
 
 
 def test_learner_ranks_of_two_nodes_share_one() -> None:
-    plan = plan_memory(config("two_node"), shape_7b(), described_nodes("2x8x141GB"))
+    plan = plan_memory(config("multi_node", "resources.num_nodes=2"), shape_7b(), described_nodes("2x8x141GB"))
     assert {worker.node_id for worker in plan.placement.of_role("learner")} == {"node-0"}
     assert {worker.node_id for worker in plan.placement.of_role("rollout")} == {"node-1"}
 
 
-@pytest.mark.parametrize("alias", ALIASES)
-def test_earlier_names_are_the_same_presets(alias: str) -> None:
-    found, meant = config(alias), config(ALIASES[alias])
-    assert found.resources.model_copy(update={"preset": meant.resources.preset}) == meant.resources
-    assert found.sampler == meant.sampler
+def test_no_preset_has_two_names() -> None:
+    values = [dict(own_values("resources", preset)["resources"]) for preset in groups()["resources"]]
+    contents = [{key: value for key, value in each.items() if key != "preset"} for each in values]
+    assert not [content for n, content in enumerate(contents) if content in contents[:n]]
 
 
 PAGE = scaling_guide.TARGET.read_text(encoding="utf-8")

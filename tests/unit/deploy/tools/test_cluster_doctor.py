@@ -94,7 +94,7 @@ def test_relative_paths_and_a_preset_without_room_are_found() -> None:
     assert finding.verdict is Verdict.MISSING and "folder=/SHARED/runs" in finding.action
     room = NodeResources("one", num_cpus=8, num_gpus=0)
     assert check_cluster_placement(CONFIG, [room]).verdict is Verdict.OK
-    none = check_cluster_placement(load_config(["experiment=digits", "resources=two_node"]), [room])
+    none = check_cluster_placement(load_config(["experiment=digits", "resources=multi_node"]), [room])
     assert none.verdict is Verdict.MISSING and none.action
 
 

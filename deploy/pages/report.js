@@ -40,6 +40,7 @@ function drawChart(figure) {
     if (min == null) return [0, 1];
     if (domain && min >= domain[0] && max <= domain[1]) return domain;
     if (isLog) return uPlot.rangeLog(min, max, 10, true);
+    if (min === 0 && max === 0) return [0, 1];
     const sums = isStacked ? data[1].slice().sort((a, b) => a - b) : [];
     const usual = sums[Math.floor(0.9 * (sums.length - 1))]; // one slow step may not flatten all others
     return uPlot.rangeNum(Math.min(0, min), usual > 0 && max > 3 * usual ? 1.5 * usual : max, 0.1, true);
@@ -64,6 +65,12 @@ function drawChart(figure) {
     });
     ctx.restore();
   }
+  // Labels of a logarithmic axis: powers of ten, and twos and fives where they are few.
+  function shownTicks(u, ticks) {
+    const isLong = Math.log10(u.scales.y.max / u.scales.y.min) > 2;
+    const digit = (v) => Math.round(v / 10 ** Math.floor(Math.log10(v) + 1e-9));
+    return ticks.map((v) => (v > 0 && (isLong ? [1] : [1, 2, 5]).includes(digit(v)) ? v : null));
+  }
   const ruled = { stroke: colour("--quiet"), grid: { stroke: colour("--rule"), width: 1 }, ticks: { show: false } };
   const whole = Array.from({ length: 24 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));
   const height = figure.classList.contains("tall") ? 320 : 225;
@@ -77,7 +84,7 @@ function drawChart(figure) {
         x: { time: false, range: (u, min, max) => (isStacked ? [min - 0.5, max + 0.5] : [min, Math.max(max, ...marked(min))]) },
         y: { distr: isLog ? 3 : 1, range: valueRange },
       },
-      axes: [{ ...ruled, size: 32, ...(axis === "step" ? { incrs: whole } : {}) }, { ...ruled, size: 60, values: (u, ticks) => ticks.map(write) }],
+      axes: [{ ...ruled, size: 32, ...(axis === "step" ? { incrs: whole } : {}) }, { ...ruled, size: 60, values: (u, ticks) => ticks.map((v) => (v == null ? "" : write(v))), ...(isLog ? { filter: shownTicks } : {}) }],
       cursor: { y: false },
       hooks: { draw: [drawMarks] },
     },

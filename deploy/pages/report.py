@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mobula.cluster.files import write_atomically
-from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.report.samples import ReportSample, Sheet, Video, read_sheets, read_videos
@@ -34,6 +34,11 @@ from mobula.cluster.metrics.step_records import (
 from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.workers.faults import Fault
 from mobula.configs.schema.rollout import SamplerKind
+
+
+def answers(references: Sequence[str]) -> list[str]:
+    """The references without a boxed copy of the first."""
+    return [text for text in references if text and text != f"\\boxed{{{references[0]}}}"]
 
 
 def write_number(value: float) -> str:
@@ -85,7 +90,7 @@ def environment(folder: Path) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters.update(number=write_number, duration=write_duration, bytes=write_bytes)
+    templates.filters.update(number=write_number, duration=write_duration, bytes=write_bytes, answers=answers)
     return templates
 
 
@@ -235,7 +240,7 @@ _PHASE_LABELS = {
     "other": "everything else",
 }
 
-_OTHER_COLOUR = 6
+_COLOURS, _OTHER_COLOUR = (1, 2, 3, 4, 5, 7, 8, 9), 6  # of phases
 
 
 def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Chart:
@@ -314,7 +319,7 @@ def phase_label(name: str) -> str:
 def phase_colours(steps: Sequence[StepRecord]) -> dict[str, int]:
     """Returns the colour of each phase in the order of the loop; `other` is last and grey."""
     names = dict.fromkeys(name for record in steps for name in record.phases if name != "other")
-    return {name: 1 + i % 5 for i, name in enumerate(names)} | {"other": _OTHER_COLOUR}
+    return {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {"other": _OTHER_COLOUR}
 
 
 def _reward(steps: Sequence[StepRecord]) -> Chart:
@@ -512,11 +517,11 @@ def _phase_shares(run: RunFolder) -> list[tuple[str, int, float, float]]:
     ]
 
 
-def _tallies(run: RunFolder) -> list[tuple[str, list[tuple[str, int]]]]:
-    """Returns each counter that is not empty with its reasons, the largest first."""
-    counters = run.steps[-1].counters if run.steps else {}
+def _tallies(run: RunFolder) -> list[tuple[str, str, list[tuple[str, int]]]]:
+    """Returns each counter that is not empty with what it counts and its reasons, the largest first."""
+    counters, helps = run.steps[-1].counters if run.steps else {}, {name.value: name.help for name in CounterName}
     return [
-        (name.replace("_", " "), sorted(reasons.items(), key=lambda item: -item[1]))
+        (name.replace("_", " "), helps.get(name, ""), sorted(reasons.items(), key=lambda item: -item[1]))
         for name, reasons in counters.items()
         if any(reasons.values())
     ]

@@ -235,6 +235,11 @@ class Material:
         return list(self.run.steps) if self.run else []
 
     @property
+    def settled(self) -> list[StepRecord]:
+        """The steps after the warm-up of the learning rate."""
+        return [step for step in self.steps if step.step > self.config.learner.warmup_steps]
+
+    @property
     def answers(self) -> list[AnswerGroup]:
         """Drawn groups with text, by step."""
         return [group for group in self.run.samples.answers if group.answers] if self.run else []
@@ -356,16 +361,17 @@ class Check:
     needs: Needs
     measure: Callable[[Material], RunFinding]
     explains: tuple[str, ...] = ()  # checks that find what follows from a fault or warning of this one
+    at_once: bool = False  # its fault needs no number of steps
 
 
 CHECKS: list[Check] = []  # filled by `check`
 
 
 def check(
-    name: str, needs: Needs, explains: tuple[str, ...] = ()
+    name: str, needs: Needs, explains: tuple[str, ...] = (), *, at_once: bool = False
 ) -> Callable[[Callable[[Material], RunFinding]], Callable[[Material], RunFinding]]:
     def add(measure: Callable[[Material], RunFinding]) -> Callable[[Material], RunFinding]:
-        CHECKS.append(Check(name, needs, measure, explains))
+        CHECKS.append(Check(name, needs, measure, explains, at_once))
         return measure
 
     return add
@@ -406,6 +412,11 @@ def run_checks(checks: Sequence[Check], material: Material) -> Iterator[RunFindi
         except (ArithmeticError, KeyError, IndexError, ValueError) as error:
             # A check of a broken run meets values that no run writes. The other checks still count.
             found = unmeasured(f"the check failed: {error!r}")
+        if found.verdict is RunVerdict.FAULT and each.needs in (Needs.STEPS, Needs.ANSWERS) and not each.at_once:
+            num = len(material.settled)
+            if num < MIN_POINTS:
+                measured = f"{found.measured} (a fault needs {MIN_POINTS} steps after the warm-up, here {num})"
+                found = replace(found, verdict=RunVerdict.WARNING, measured=measured)
         explains = found.explains or (each.explains if found.verdict in SERIOUS else ())
         yield replace(found, name=each.name, explains=explains)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunFolder, RunVerdict
@@ -103,7 +104,7 @@ PROMPT_CLASSES = {
 NUM_SHOWN = 3
 
 
-@check("logprob_gap", Needs.STEPS)
+@check("logprob_gap", Needs.STEPS, at_once=True)
 def check_gap(material: Material) -> RunFinding:
     """Gap of engine and learner by class of token: first, last, template (end of text, tool calls, thinking) and all
     sampled tokens of responses; media, template and text of the probe prompt."""
@@ -127,7 +128,7 @@ def check_gap(material: Material) -> RunFinding:
     return finding(RunVerdict.FAULT if worst > limit else verdict, measured, numbers, action)
 
 
-@check("engine_weights", Needs.STEPS, ("logprob_gap", *SYMPTOMS))
+@check("engine_weights", Needs.STEPS, ("logprob_gap", *SYMPTOMS), at_once=True)
 def check_weights(material: Material) -> RunFinding:
     """Whether pushed weights arrive: canary of the probe prompt, pushes, and engines that were replaced."""
     pushes = sum(material.count(CounterName.WEIGHT_SYNCS).values())
@@ -242,6 +243,7 @@ def _reasons(run: RunFolder) -> list[Evidence]:
 
 
 LARGE, HUGE = 0.5, 2.0  # nat a token and step
+USUAL_RATE, USUAL_ADAPTER_RATE = 1e-6, 1e-5
 SMALL, NONE = 0.05, 0.01  # nat a token over the whole run, if every step moved the same way
 
 
@@ -251,7 +253,10 @@ def check_learning_rate(material: Material) -> RunFinding:
 
     A step that changes the log-prob of a trained token by p nat can change it by p * steps over the run at most.
     """
-    changes, rates = material.series(MetricName.POLICY_CHANGE), material.series(MetricName.LEARNING_RATE)
+    settled = replace(material, run=material.run and replace(material.run, steps=material.settled))
+    changes, rates = settled.series(MetricName.POLICY_CHANGE), settled.series(MetricName.LEARNING_RATE)
+    if material.steps and not material.settled:
+        return unmeasured(f"every step is of the warm-up (learner.warmup_steps={material.config.learner.warmup_steps})")
     if not changes or not rates:
         return unmeasured("no step has policy_change (records of an earlier version)")
     change, reach = mean(changes), mean(changes) * material.config.num_steps
@@ -262,22 +267,24 @@ def check_learning_rate(material: Material) -> RunFinding:
         f"their norm, at a learning rate up to {max(rates):.3g}; {material.config.num_steps} steps reach {reach:.2g} "
         "nat"
     )
-    verdict, action = _verdict(material, change, reach)
+    verdict, action = _verdict(material, change, reach, max(rates))
     explains = SYMPTOMS if change >= LARGE else ("reward_trend",)
     return finding(verdict, measured, numbers, action, (), explains)
 
 
-def _verdict(material: Material, change: float, reach: float) -> tuple[RunVerdict, str]:
+def _verdict(material: Material, change: float, reach: float, rate: float) -> tuple[RunVerdict, str]:
     key = "learner.learning_rate"
     if change >= LARGE:
         lower = f"lower {key} by a factor of {_power_of_ten(change / 0.05):g}; check learner.max_grad_norm"
         return RunVerdict.FAULT if change >= HUGE and not material.is_learning else RunVerdict.WARNING, lower
     if reach >= SMALL or material.is_solved:
         return RunVerdict.OK, ""
-    higher = (
-        f"raise {key} by a factor of {_power_of_ten(1.0 / max(reach, 1e-9)):g} (full weights about 1e-6, adapters ten "
-        "times that), or check why the gradient is small: uniform groups, policy.freeze, algorithm.kl.coef"
-    )
+    usual = USUAL_ADAPTER_RATE if material.config.policy.lora.is_on else USUAL_RATE
+    why = "why the gradient is small: uniform groups, policy.freeze, algorithm.kl.coef"
+    factor = min(_power_of_ten(1.0 / max(reach, 1e-9)), _power_of_ten(usual / rate))
+    higher = f"check {why}; {key}={rate:.3g} is a usual rate, so raise it by a factor of 3 at most, or num_steps"
+    if rate < usual:
+        higher = f"raise {key} by a factor of {factor:g} (usual are about {usual:g}), or check {why}"
     return RunVerdict.FAULT if reach < NONE and not material.is_learning else RunVerdict.WARNING, higher
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from rich.console import Console
 
 from mobula.actors.datasets.media import Audio, FrameList, ImageSource, Video
-from mobula.actors.datasets.open_split import splits_of
+from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.prompts import RowChecker, checked_rows
 from mobula.actors.datasets.rows import Row, Skipped, count_by_reason
 from mobula.actors.processors.chat import ChatProcessor
@@ -98,7 +98,7 @@ def _content(text: str) -> str | list[dict[str, str]]:
 
 
 def _write(config: RunConfig, split: str, folder: Path, file: TextIO) -> tuple[int, list[Skipped]]:
-    rows = splits_of(config.data, config.rewards.label_key)(split).rows
+    rows = open_split(config.data, split, config.rewards.label_key).rows
     skipped: list[Skipped] = []
     most = config.data.max_skipped_fraction * len(rows)
     for index in range(len(rows)):
@@ -231,7 +231,7 @@ ShownRow = tuple[Row, str, list[str]]  # label, and images as data URLs; empty t
 def inspect(config: RunConfig, split: str, output: Path, num_samples: int, console: Console) -> int:
     """Write the page of a split; returns the exit code."""
     ensure_data(config)
-    opened = splits_of(config.data, config.rewards.label_key)(split)
+    opened = open_split(config.data, split, config.rewards.label_key)
     checker, unit = _checker(config)
     measured = SplitMeasurements(checker, config)
     checked = checked_rows(opened, measured, config.data.max_checked_rows, note=partial(row_notes, config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,8 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
             _temp_dir=None if folder is None else str(folder),
         )
     here = ray.get_runtime_context()
-    Path(here.get_temp_dir(), here.get_session_name(), OURS).touch()
+    with suppress(OSError):  # without the mark, the folder stays
+        Path(here.get_temp_dir(), here.get_session_name(), OURS).touch()
 
 
 def forget_sessions(folder: Path) -> None:

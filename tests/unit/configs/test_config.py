@@ -49,7 +49,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
      ["resources is laptop", "(resources=? lists them)"]),
     (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, image_tokens, vllm"]),
     (["resources=_base"], ["resources=_base is unknown"]),
-    (["algorithm=null"], ["algorithm is one of", "algorithm.KEY=VALUE"]),
+    (["algorithm=null"], ["algorithm is ", "one of 25 others", "algorithm.KEY=VALUE"]),
     # values of the wrong kind
     (["algorithm.kl.coef=abc"], ['algorithm.kl.coef got "abc"', "a number, at least 0", "set algorithm.kl.coef=VALUE"]),
     (["algorithm.kl.coef=-1"], ["algorithm.kl.coef got -1", "at least 0"]),

@@ -191,7 +191,7 @@ def test_replay_reads_the_configuration_of_a_run_and_sets_keys(tmp_path: Path, m
 
 
 def test_replay_without_a_run_is_one_message(tmp_path: Path) -> None:
-    assert "config.yaml cannot be read" in refused("replay", str(tmp_path))
+    assert "there is no run in" in refused("replay", str(tmp_path))
 
 
 def test_plan_lists_every_role() -> None:
@@ -343,9 +343,10 @@ def test_status_shows_the_run_that_was_asked_for(monkeypatch: pytest.MonkeyPatch
     assert runs.found == [("digits", None, "10.0.0.1:6379"), (None, Path("some/run"), None)]
 
 
-def test_status_of_a_finished_run_is_one_line_and_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_of_a_run_that_never_began_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "digits").mkdir(parents=True)
+    (tmp_path / "runs" / "digits" / "config.yaml").write_text("name: digits\n")
     result = mobula("status", "digits")
     assert (result.exit_code, result.stdout) == (1, "")
     assert len(result.stderr.splitlines()) == 1 and "run digits is not going on" in result.stderr

@@ -335,14 +335,15 @@ def test_a_mistake_that_any_part_finds_is_one_of_the_users(shared: Path, tmp_pat
     refused(config(shared, tmp_path, f"data.path={tmp_path / 'other'}"), "no digits dataset: choose another folder")
 
 
-def test_a_split_that_is_evaluated_must_be_there(shared: Path, tmp_path: Path) -> None:
+def test_a_split_that_is_evaluated_must_be_there_or_is_that_of_validation(shared: Path, tmp_path: Path) -> None:
     ensure_data(config(shared, tmp_path))
     (tmp_path / "rows").mkdir()
     for split in (TRAIN, VALIDATION):
         (tmp_path / "rows" / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n')
     words = ("data=jsonl", f"data.path={tmp_path / 'rows'}")
     with pytest.raises(DatasetError, match=r"test\.jsonl does not exist"):
-        prepare(config(shared, tmp_path, *words), lambda media: media)
+        prepare(config(shared, tmp_path, *words, "data.validation_fraction=0"), lambda media: media)
+    assert len(prepare(config(shared, tmp_path, *words), lambda media: media).splits["test"].rows) == 1
     found = prepare(config(shared, tmp_path, *words, "evaluation.split=validation"), lambda media: media)
     assert set(found.splits) == {TRAIN, VALIDATION}
 

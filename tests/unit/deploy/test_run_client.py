@@ -31,6 +31,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`runs` in the working folder of the caller."""
     folder = tmp_path / "caller" / "runs"
     (folder / "digits").mkdir(parents=True)
+    (folder / "digits" / "config.yaml").touch()
     (folder / "latest").symlink_to("digits")
     monkeypatch.chdir(folder.parent)
     return folder
@@ -52,7 +53,7 @@ def test_a_run_on_a_named_cluster_needs_its_name_alone() -> None:
 
 
 def test_a_run_that_never_was_is_the_askers_mistake() -> None:
-    with pytest.raises(PreflightError, match="no run folder runs/sums"):
+    with pytest.raises(PreflightError, match="there is no run in sums or runs/sums"):
         find_run("sums", None, None)
 
 

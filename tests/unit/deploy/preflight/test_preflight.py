@@ -22,7 +22,7 @@ from mobula.cluster.records.media import MediaReader, MediaStore
 from mobula.cluster.replay.journal import journal_identity
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_rows
+from mobula.deploy.doctor.this_machine import Verdict, check_checkpoint, check_start
 from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.memory import TRAINING
 from mobula.deploy.planning.plan_command import plan_memory
@@ -63,18 +63,18 @@ def test_the_doctor_checks_a_checkpoint_that_is_here(tmp_path: Path) -> None:
 
 def test_the_doctor_checks_rows_that_are_here(tmp_path: Path) -> None:
     words = ["experiment=own", f"policy.model={tmp_path / 'model'}", f"data.path={tmp_path}"]
-    assert [finding.verdict for finding in check_rows(load_config(words))] == [Verdict.OK], "the model is not here yet"
+    assert [finding.verdict for finding in check_start(load_config(words))] == [Verdict.MISSING], "no model, no file"
     write_tiny("qwen3", tmp_path / "model")
-    assert [finding.verdict for finding in check_rows(load_config(words))] == [Verdict.MISSING], "no file"
+    assert [finding.verdict for finding in check_start(load_config(words))] == [Verdict.MISSING], "no file"
     worked = {"question": "Half of 48?", "answer": "It is 24.\nThat is all.", "level": 3}
     for split in ("train", "validation", "test"):
         (tmp_path / f"{split}.jsonl").write_text(f"{json.dumps(worked)}\n" * 3)
-    rows, *references, fields = check_rows(load_config(words))
+    rows, *references, fields = check_start(load_config(words))
     assert (rows.verdict, rows.detail.partition(",")[0]) == (Verdict.OK, "train: 3 usable")
     assert references[0].verdict is Verdict.WARNING and references[0].detail.startswith("3 of 3 references of train")
     assert "level (" in fields.detail
     (tmp_path / "train.jsonl").write_text(json.dumps({**worked, "kto_tag": False}))
-    [refused] = check_rows(load_config(words))
+    [refused] = check_start(load_config(words))
     assert refused.verdict is Verdict.MISSING and "`kto_tag` False" in refused.action
 
 

@@ -22,14 +22,20 @@ for demand in mobula.plan(config).demands:
     print(f"{demand.place}: {demand.num_bytes / 2**30:.1f} GiB for {', '.join(demand.workers)}")
 
 # %% A run is a process of its own; its log is printed here.
-result = mobula.train(config)
+run = mobula.train(config, on_step=lambda step: print(f"step {step.step}: mean reward {step.values['reward_mean']:.3f}"))
 
 # %%
-for step in result.records().steps:
-    print(f"step {step.step}: mean reward {step.values['reward_mean']:.3f}")
-print(f"held-out accuracy: {result.summary.accuracy_before} -> {result.summary.accuracy_after}; see {result.report}")
+print(run.metrics.select(["step", "reward_mean", "total_s"]).to_pandas())
+print(f"held-out accuracy: {run.summary.accuracy_before} -> {run.summary.accuracy_after}; see {run.report}")
 
-# %% The policy for transformers, and its accuracy as a checkpoint.
-policy = mobula.export(result.folder, output=Path("runs/notebook-policy"))
-[accuracy] = mobula.evaluate(mobula.load_config(["experiment=digits", "resources=laptop", f"policy.model={policy}"]))
-print(f"{policy}: {accuracy.accuracy:.3f} ({accuracy.low:.3f} to {accuracy.high:.3f})")
+# %% In a notebook: the report with its charts.
+run.plot()
+
+# %% Why does it not learn? The findings, worst first.
+for finding in mobula.diagnose(run)[:3]:
+    print(f"{finding.verdict}: {finding.name}: {finding.measured}")
+
+# %% The policy for transformers, and its accuracy.
+policy = run.export(output=Path("runs/notebook-policy"))
+[result] = mobula.evaluate(run)
+print(f"{policy}: {result.measure} {result.accuracy:.3f} ({result.low:.3f} to {result.high:.3f})")

@@ -25,18 +25,18 @@ SMALLER = (
 def test_the_notebook_trains_exports_and_evaluates(tmp_path: Path) -> None:
     """As a script; each call starts a run of its own, also where an event loop runs as in a notebook."""
     text = NOTEBOOK.read_text(encoding="utf-8")
-    num_lists = text.count('"resources=laptop"')
     text = text.replace('"resources=laptop"', '"resources=laptop", ' + ", ".join(map(repr, SMALLER)))
     text = text.replace('        "num_steps=20",\n', "")
-    assert num_lists == 2 and "num_steps=20" not in text
+    assert "num_steps=20" not in text
     lines = "\n".join(f"    {line}" for line in text.splitlines())
     (tmp_path / "notebook.py").write_text(f"import asyncio\nasync def cells():\n{lines}\nasyncio.run(cells())\n")
     done = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2: mean reward" in done.stdout and "host memory: " in done.stdout
-    assert "runs/notebook-policy: " in done.stdout.splitlines()[-1]
-    result = mobula.RunResult.read(tmp_path / "runs" / "notebook")
-    assert (result.summary.status, result.summary.version, result.report.is_file()) == ("done", 2, True)
+    assert "runs/notebook-policy: accuracy " in done.stdout.splitlines()[-1]
+    run = mobula.Run(tmp_path / "runs" / "notebook")
+    assert (run.summary.status, run.summary.version, run.report.is_file()) == ("done", 2, True)
+    assert run.metrics["step"].to_pylist() == [1, 2] and run.samples and "<iframe" in run.plot()._repr_html_()
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_an_interrupted_run_writes_a_checkpoint(tmp_path: Path, usual_signals: N
                 os.killpg(process.pid, signal.SIGINT)
     output = "".join(lines)
     assert "KeyboardInterrupt" in output and "stopping at once" not in output, output
-    result = mobula.RunResult.read(tmp_path / "runs" / "cut")
+    result = mobula.Run(tmp_path / "runs" / "cut")
     assert result.summary.status == "stopped"
     assert (result.folder / "checkpoints" / f"step-{result.summary.version:06d}").is_dir()
 
@@ -71,9 +71,12 @@ def test_a_run_that_cannot_start_raises_what_the_command_says(tmp_path: Path) ->
         mobula.train(config)
 
 
-def test_a_run_without_a_summary_is_no_result(tmp_path: Path) -> None:
+def test_a_run_without_a_summary_says_so(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="there is no run in"):
+        mobula.Run(tmp_path)
+    (tmp_path / "config.yaml").write_text("name: x\n")
     with pytest.raises(ValueError, match="has no summary"):
-        mobula.RunResult.read(tmp_path)
+        _ = mobula.Run(tmp_path).summary
 
 
 def test_only_the_interface_is_offered() -> None:

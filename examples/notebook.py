@@ -22,7 +22,9 @@ for demand in mobula.plan(config).demands:
     print(f"{demand.place}: {demand.num_bytes / 2**30:.1f} GiB for {', '.join(demand.workers)}")
 
 # %% A run is a process of its own; its log is printed here.
-run = mobula.train(config, on_step=lambda step: print(f"step {step.step}: mean reward {step.values['reward_mean']:.3f}"))
+run = mobula.train(
+    config, on_step=lambda step: print(f"step {step.step}: mean reward {step.values['reward_mean']:.3f}")
+)
 
 # %%
 print(run.metrics.select(["step", "reward_mean", "total_s"]).to_pandas())

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from mobula.cluster.errors import CheckpointError, MobulaError, PreflightError
 from mobula.cluster.files import file_sha256, sync, sync_folder
-from mobula.cluster.replay.run_identity import same_identity
+from mobula.cluster.replay.run_identity import DATA_FILES, DATA_PATH, same_identity
 from mobula.cluster.workers.supervisor import background_tasks
 from mobula.configs.schema.run import Resume
 
@@ -303,6 +303,9 @@ def refuse_other_run(checkpoint: Path, identity: Mapping[str, Any]) -> None:
     saved = json.loads((checkpoint / STATE_FILE).read_text())["identity"]
     then, now = same_identity(saved), same_identity(identity)
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
+    if DATA_PATH in changed and (files := then.get(DATA_FILES)) and files == now.get(DATA_FILES):
+        _logger.info("the data moved from %s to %s", saved[DATA_PATH], identity[DATA_PATH])
+        changed.remove(DATA_PATH)
     if changed:
         was = ", ".join(f"{key}={_shown(saved[key])} (now {_shown(identity[key])})" for key in changed)
         raise PreflightError(

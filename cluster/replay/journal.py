@@ -19,7 +19,7 @@ from mobula.cluster.errors import JournalError
 from mobula.cluster.files import flush, sync
 from mobula.cluster.records.arrow import SCHEMA, RecordedGroup, arrays, from_batch, record_batch, to_batch
 from mobula.cluster.records.trajectory import GroupOutcome, Reward, TrajectoryGroup
-from mobula.cluster.replay.run_identity import run_identity, same_identity
+from mobula.cluster.replay.run_identity import DATA_PATH, run_identity, same_identity
 from mobula.configs.schema import RunConfig
 
 _logger = logging.getLogger(__name__)
@@ -377,7 +377,12 @@ class Journal:
         return (read_segment(self.folder, number) for number in segment_numbers(self.folder))
 
     def _is_ours(self, segment: Segment) -> bool:
-        return same_identity(segment.identity) == same_identity(self._identity)
+        return self._same(segment.identity) == self._same(self._identity)
+
+    @staticmethod
+    def _same(identity: Mapping[str, Any]) -> dict[str, Any]:
+        """Without the folder of the data: the checkpoint that the journal goes on from was compared by their content."""
+        return {key: value for key, value in same_identity(identity).items() if key != DATA_PATH}
 
     def _tell_of_losses(self, segment: Segment, version: int) -> None:
         path, was = segment_path(self.folder, segment.number), segment.identity
@@ -388,7 +393,7 @@ class Journal:
         finished = {record.group_id for record in segment.records if record.kind is RecordKind.FINISHED}
         if was and not self._is_ours(segment) and (num_lost := len(finished - old)):
             keys = sorted(was.keys() | self._identity.keys())
-            then, now = same_identity(was), same_identity(self._identity)
+            then, now = self._same(was), self._same(self._identity)
             changed = [key for key in keys if then.get(key) != now.get(key)]
             text = "%s has %d finished groups, which are sampled again: it was written with another %s"
             _logger.warning(text, path, num_lost, ", ".join(changed))

@@ -16,6 +16,9 @@ from mobula.configs.schema.run import RunConfig
 PATHS = ("data.path", "policy.model", "algorithm.supervised.path", "algorithm.distillation.teacher")
 
 
+DATA_PATH, DATA_FILES = "data.path", "the training files in data.path"  # the second is their fingerprint
+
+
 def run_identity(config: RunConfig) -> dict[str, Any]:
     """Returns the dotted keys that must not change when a run is resumed -> value, as JSON. Keys of disabled parts are
     omitted."""

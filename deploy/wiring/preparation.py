@@ -42,7 +42,7 @@ from mobula.cluster.errors import DatasetError, PreflightError
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
 from mobula.cluster.records.media import MediaKeeper, MediaStore
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
-from mobula.cluster.replay.run_identity import run_identity
+from mobula.cluster.replay.run_identity import DATA_FILES, run_identity
 from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from mobula.configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
@@ -80,13 +80,12 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 OF_DATASETS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # that the package datasets reads
-KEY = "the training files in data.path"
 USABLE_ROWS = "the usable rows of these files, which depend on lengths, columns and media"
 
 
 def identity_with_data(config: RunConfig, usable_rows: str = "") -> dict[str, Any]:
     """Returns the run's identity, with fingerprints of training files on this machine and of the usable rows."""
-    fingerprints = {KEY: _fingerprint(config), USABLE_ROWS: usable_rows}
+    fingerprints = {DATA_FILES: _fingerprint(config), USABLE_ROWS: usable_rows}
     return run_identity(config) | {key: fingerprint for key, fingerprint in fingerprints.items() if fingerprint}
 
 

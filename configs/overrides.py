@@ -409,11 +409,11 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[Override]) -> No
     """Sets the keys of `overrides` in `values`; groups are ignored. A replaced function of a reward loses the options
     of the one before it."""
     overrides = list(overrides)
-    names = [override.name for override in overrides]
-    for name in (name for name in names if FUNCTION.fullmatch(name)):
-        options = f"{name.rpartition('.')[0]}.options"
-        if options not in names and _has_items(values, options):
-            _set(values, options.split("."), {})
+    for override in overrides:
+        if FUNCTION.fullmatch(override.name):
+            part = _part(values, override.name.rpartition(".")[0])
+            if part.get("options") and part["function"] != override.value:
+                part["options"] = {}
     # Sections first: a key of a section is applied on top of the section.
     for override in sorted((o for o in overrides if not o.is_group), key=lambda o: o.name.count(".")):
         try:
@@ -475,14 +475,14 @@ def _overlaps(other: Override, settings: Iterable[str]) -> bool:
     return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in names for b in settings)
 
 
-def _has_items(values: Any, name: str) -> bool:
-    """Whether there is a mapping with items at a dotted name."""
+def _part(values: Any, name: str) -> dict[str, Any]:
+    """The mapping at a dotted name; an empty one if there is none."""
     for part in name.split("."):
         if isinstance(values, list):
             values = values[int(part)] if int(part) < len(values) else {}
         else:
             values = values.get(part) or {}
-    return bool(values)
+    return values if isinstance(values, dict) else {}
 
 
 def _set(values: Any, path: Sequence[str], value: Any) -> None:

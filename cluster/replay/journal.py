@@ -381,7 +381,7 @@ class Journal:
 
     @staticmethod
     def _same(identity: Mapping[str, Any]) -> dict[str, Any]:
-        """Without the folder of the data: the checkpoint that the journal goes on from was compared by their content."""
+        """Without the folder of the data, whose content was compared with that of the checkpoint."""
         return {key: value for key, value in same_identity(identity).items() if key != DATA_PATH}
 
     def _tell_of_losses(self, segment: Segment, version: int) -> None:

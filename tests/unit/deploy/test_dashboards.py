@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -134,3 +135,12 @@ def test_the_provisioned_files_are_what_the_builder_writes() -> None:
 
     for name in DASHBOARDS:
         assert (JSON_FOLDER / f"mobula_{name}.json").read_text(encoding="utf-8") == text(name)
+
+
+def test_grafana_is_provisioned_with_the_dashboards_and_their_source() -> None:
+    provisioning = REPOSITORY / "deploy" / "grafana" / "provisioning"
+    [source] = yaml.safe_load((provisioning / "datasources" / "mobula.yaml").read_text())["datasources"]
+    assert (source["type"], source["isDefault"]) == ("prometheus", True)
+    assert urlsplit(source["url"]).hostname == "127.0.0.1"
+    [provider] = yaml.safe_load((provisioning / "dashboards" / "mobula.yaml").read_text())["providers"]
+    assert (provider["type"], provider["options"]) == ("file", {"path": "$MOBULA_DASHBOARDS"})

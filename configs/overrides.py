@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from enum import Enum
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -134,13 +134,10 @@ def without_missing(values: Any) -> Any:
 BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 USER_CODE = "module:name or path/to/file.py:name"
 """The form of user code instead of a built-in name."""
-
-
 OWN_CODE = re.compile(r"[^:\s=]+(\.py|:[A-Za-z_][\w.]*)")  # a name in a file or module, or a file alone
 FUNCTION = re.compile(r"rewards\.components\.\d+\.function")
 REWARDS = ("function", "reward_function", "reward_fn", "reward_func", "reward_funcs")  # what others call one's own
-NUM_SHOWN = 3
-ALL = "?"  # a value that asks for all names
+NUM_SHOWN, ALL = 3, "?"  # names that are shown, and a value that asks for all
 
 
 NOUNS: Mapping[Any, str] = {
@@ -408,16 +405,14 @@ def few(value: str, names: Sequence[str]) -> str:
 def apply_overrides(values: dict[str, Any], overrides: Iterable[Override]) -> None:
     """Sets the keys of `overrides` in `values`; groups are ignored. A replaced function of a reward loses the options
     of the one before it."""
-    overrides = list(overrides)
-    for override in overrides:
-        if FUNCTION.fullmatch(override.name):
-            part = _part(values, override.name.rpartition(".")[0])
-            if part.get("options") and part["function"] != override.value:
-                part["options"] = {}
-    # Sections first: a key of a section is applied on top of the section.
-    for override in sorted((o for o in overrides if not o.is_group), key=lambda o: o.name.count(".")):
+    # Sections first: a key of a section is applied on top of the section, as options are on top of their function.
+    for override in sorted((o for o in overrides if not o.is_group), key=_depth):
+        *path, last = override.name.split(".")
         try:
-            _set(values, override.name.split("."), override.value)
+            part = reduce(_at, path, values)
+            if FUNCTION.fullmatch(override.name) and part.get("function") != override.value:
+                part["options"] = {}
+            _set(part, last, override.value)
         except (TypeError, ValueError, IndexError) as error:
             raise ConfigError(
                 f"{override.text}: a value cannot be set there ({error}); `mobula show-config` shows what is there"
@@ -475,26 +470,17 @@ def _overlaps(other: Override, settings: Iterable[str]) -> bool:
     return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in names for b in settings)
 
 
-def _part(values: Any, name: str) -> dict[str, Any]:
-    """The mapping at a dotted name; an empty one if there is none."""
-    for part in name.split("."):
-        if isinstance(values, list):
-            values = values[int(part)] if int(part) < len(values) else {}
-        else:
-            values = values.get(part) or {}
-    return values if isinstance(values, dict) else {}
+def _depth(override: Override) -> tuple[int, bool]:
+    return override.name.count("."), not FUNCTION.fullmatch(override.name)
 
 
-def _set(values: Any, path: Sequence[str], value: Any) -> None:
-    for part in path[:-1]:
-        values = _at(values, part)
-    last = path[-1]
-    if isinstance(values, list):
-        values[int(last)] = value
-    elif isinstance(values, dict):
-        merge(values, {last: value})
+def _set(part: Any, last: str, value: Any) -> None:
+    if isinstance(part, list):
+        part[int(last)] = value
+    elif isinstance(part, dict):
+        merge(part, {last: value})
     else:
-        raise TypeError(f"{path[-2]} is {values!r}")
+        raise TypeError(f"{last} is below {part!r}")
 
 
 def _at(values: Any, part: str) -> Any:

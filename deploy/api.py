@@ -19,14 +19,13 @@ from __future__ import annotations
 import html
 import inspect
 import json
-import queue
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -416,67 +415,46 @@ def _run(
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         call = [sys.executable, "-m", "mobula.deploy.cli", command, "--config", str(file), *words]
+        steps = _new_steps(config.run_folder)
+        next(steps)  # those that it resumes from
         # A process group of its own: Ctrl-C would reach the run too, and a second signal stops it without a checkpoint.
         with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0) as process:
+            output = threading.Thread(target=_copy, args=(process.stdout,), daemon=True, name="output of the run")
+            output.start()
             try:
-                steps = _Steps(config.run_folder, on_step)
-                for line in _output(process):
-                    sys.stdout.write(escaped(line))
-                    steps.show()
-                code = process.wait()
-                steps.show()
+                has_ended = False
+                while not has_ended:
+                    has_ended = process.poll() is not None
+                    for record in next(steps) if on_step is not None else ():
+                        on_step(record)
+                    time.sleep(0 if has_ended else POLL_S)
+                output.join()
             except BaseException:
                 process.terminate()
                 process.wait()
                 raise
         errors.seek(0)
         text = errors.read().strip()
-    if code == 0:
+    if process.returncode == 0:
         return
     message = (
         re.split(r"^mobula: ", text, flags=re.MULTILINE)[-1]
-        or f"`mobula {command}` ended with code {code} and no message"
+        or f"`mobula {command}` ended with code {process.returncode} and no message"
     )
-    if code == INTERRUPTED:
+    if process.returncode == INTERRUPTED:
         raise KeyboardInterrupt(message)
-    raise (PreflightError if code == USER_ERROR else MobulaError)(message)
+    raise (PreflightError if process.returncode == USER_ERROR else MobulaError)(message)
 
 
-def _output(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yields the lines of a process, and an empty text every `POLL_S` seconds without one."""
-    assert process.stdout is not None, "it is a pipe"
-    lines, stream = queue.Queue[str | None](), process.stdout
+def _copy(lines: Iterable[str]) -> None:
+    for line in lines:
+        sys.stdout.write(escaped(line))
 
-    def read() -> None:
-        for line in stream:
-            lines.put(line)
-        lines.put(None)
 
-    threading.Thread(target=read, daemon=True, name="output of the run").start()
+def _new_steps(folder: Path) -> Iterator[Sequence[StepRecord]]:
+    """Yields the steps that a run has finished since the last time."""
+    num_seen = 0
     while True:
-        try:
-            line = lines.get(timeout=POLL_S)
-        except queue.Empty:
-            yield ""
-            continue
-        if line is None:
-            return
-        yield line
-
-
-class _Steps:
-    """Calls `on_step` with each new record of a run."""
-
-    def __init__(self, folder: Path, on_step: Callable[[StepRecord], object] | None) -> None:
-        self._folder, self._on_step = folder, on_step
-        self._seen = len(self._read()) if on_step is not None else 0
-
-    def show(self) -> None:
-        if self._on_step is not None:
-            for record in self._read()[self._seen :]:
-                self._seen += 1
-                self._on_step(record)
-
-    def _read(self) -> list[StepRecord]:
-        file = self._folder / METRICS_FILE
-        return [*read_run_folder(self._folder).steps] if file.is_file() else []
+        steps = read_run_folder(folder).steps if (folder / METRICS_FILE).is_file() else ()
+        yield steps[num_seen:]
+        num_seen = len(steps)

@@ -11,12 +11,7 @@ from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rewards import for_label
 from mobula.deploy.preflight.findings import PreflightFinding, Severity
 
-ROWS, UNMET, SHARED, FIELD = (
-    "rows",
-    "unmet",
-    "shared",
-    "field ",
-)  # notes; the last one has the name of a field behind it
+ROWS, UNMET, SHARED, FIELD = "rows", "unmet", "shared", "field "  # notes; the last has the name of a field behind it
 LONG_REFERENCE = 200  # characters
 NUM_SHOWN = 12
 

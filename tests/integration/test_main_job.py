@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, Job, none_left
+from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, Job, none_left, steps_of
 from runs import audited
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
@@ -265,6 +266,29 @@ def test_the_audit_holds_with_vllm_and_after_a_kill_with_staleness_1(on_policy: 
     assert result.findings == []
     assert [part.status for part in result.history.parts] == [None, "done"]
     assert result.history.num_remade >= result.history.num_void - 1, "at most the step of the kill is sampled again"
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_moved_is_shown_evaluated_and_goes_on_from_elsewhere(resumed: Job, tmp_path: Path) -> None:
+    """Its folder and its data lie in another place; commands name it by its name below `runs`."""
+    run = shutil.copytree(resumed.run_folder, tmp_path / "runs" / "moved")
+    data = shutil.copytree(resumed.folder / "sums", tmp_path / "elsewhere")
+    with Job(tmp_path, (), directory=tmp_path) as job:
+        job.write_reward()
+        job.finish(job.start_command("status", "moved"))
+        assert f"run moved is done at version {RESUMED_STEPS}, after {RESUMED_STEPS} steps" in job.output
+        assert job.output.strip().endswith(f"report: {run.relative_to(tmp_path) / 'report.html'}")
+        job.finish(job.start_command("evaluate", "moved", "--output", "scores", "evaluation.num_prompts=8"))
+        [result] = json.loads((tmp_path / "scores" / "evaluation.json").read_text())
+        assert (result["num"], result["measure"]) == (8, "score")
+        assert job.start_command("resume", "moved").wait(60) == 2
+        assert f"run moved has trained its {RESUMED_STEPS} steps: add num_steps=+10" in job.output
+        job.finish(job.start_command("resume", "moved", "num_steps=+2", f"data.path={data}"))
+        for mark in job.marks:
+            none_left(mark)
+    assert "the data moved from" in (run / "run.log").read_text()
+    assert steps_of(run) == list(range(1, RESUMED_STEPS + 3))
+    assert resumed.steps == list(range(1, RESUMED_STEPS + 1)), "the run itself is as it was"
 
 
 def test_no_process_of_a_killed_run_survives(resumed: Job) -> None:

@@ -143,7 +143,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([*CRITIC, "algorithm.kl.coef=0", "algorithm.distillation.teacher=m", "algorithm.distillation.coef=1"],
      ["algorithm.distillation.reward_weight=0", "set algorithm.distillation.reward_weight=1"]),
     (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
-    (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),
+    (["algorithm.loss=gppo"], ["algorithm.loss got", "one of gspo, gmpo, sapo or one of 8 others"]),
     (["learner=deepspeed", "learner.optimizer=adamw_8bit"], ["learner.optimizer=adamw_8bit", "use learner=fsdp2"]),
     (["learner=deepspeed", "learner.optimizer=muon"], ["learner.optimizer=muon", "use learner=fsdp2"]),
     (["algorithm.gamma=0"], ["algorithm.gamma got 0", "more than 0, at most 1"]),

@@ -301,7 +301,7 @@ class Journal:
 
     def recover(self, version: int) -> Recovered:
         """Returns the complete content with this identity after the checkpoint of `version`."""
-        return self._ledger(told_from=version).beyond(version)
+        return self._ledger(resumed_from=version).beyond(version)
 
     def read(self, group_ids: Iterable[str]) -> dict[str, RecordedGroup]:
         """Returns the groups found on disk. Trained groups have the reference log-probs of their training."""
@@ -362,12 +362,12 @@ class Journal:
         self._writer.write(record)
         held.add(record)
 
-    def _ledger(self, *, told_from: int | None = None) -> _Ledger:
-        """Reads the journal; logs what a resume from the version `told_from` loses."""
+    def _ledger(self, *, resumed_from: int | None = None) -> _Ledger:
+        """Reads the journal; logs what a resume from the version `resumed_from` loses."""
         ledger = _Ledger()
         for segment in self._segments():
-            if told_from is not None:
-                self._tell_of_losses(segment, told_from)
+            if resumed_from is not None:
+                self._tell_of_losses(segment, resumed_from)
             for record in _of_identity(segment.records, is_ours=self._is_ours(segment)):
                 ledger.apply(record)
             ledger.num_torn += segment.num_torn_bytes > 0

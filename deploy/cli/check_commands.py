@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from rich.table import Table
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.lmms_eval import LmmsEval, evaluate
 from mobula.deploy.cli.errors import FAILED, explained
-from mobula.deploy.cli.options import RUN, AuthOption, Overrides, RunFolder, RunName, takes
+from mobula.deploy.cli.options import RUN, AuthOption, Overrides, RunFolder, RunName, run_and_words, takes
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.host.terminal import terminal
 from mobula.deploy.rehearsal.options import RehearseCommand
@@ -215,7 +216,8 @@ def rehearse(command: RehearseCommand) -> None:
     with explained():
         from mobula.deploy.rehearsal.command import rehearse as play
 
-        play(command, terminal(soft_wrap=False))
+        run, overrides = run_and_words(command.overrides, command.run)
+        play(replace(command, run=run and Path(run), overrides=overrides), terminal(soft_wrap=False))
 
 
 @takes(LmmsEval)

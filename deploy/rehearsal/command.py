@@ -23,7 +23,6 @@ from mobula.cluster.runtime.placement import needed_roles
 from mobula.configs.load import CONFIG_FILE, load_config, load_resolved
 from mobula.configs.overrides import MISSING
 from mobula.configs.schema import RunConfig
-from mobula.deploy.cli.options import run_and_words
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster, this_node
 from mobula.deploy.planning.memory import RELEASED_MODELS as MODELS
 from mobula.deploy.planning.memory import policy_shape
@@ -226,12 +225,11 @@ def rehearse(command: RehearseCommand, console: Console) -> None:
 
 def _with_run(command: RehearseCommand) -> RehearseCommand:
     """Replaces the run that the command names by its folder, whose speeds it takes if no others are given."""
-    name, overrides = run_and_words(command.overrides, command.run)
-    if name is None:
+    if command.run is None:
         return command
-    run = named_folder(name)
+    run = named_folder(command.run)
     is_timed = command.measured or command.speeds or command.words or command.gpu
-    return replace(command, run=run, overrides=overrides, measured=command.measured if is_timed else [run])
+    return replace(command, run=run, measured=command.measured if is_timed else [run])
 
 
 @contextmanager

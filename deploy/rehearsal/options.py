@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from mobula.deploy.cli.options import RunFolder
-
 
 @dataclass(frozen=True, kw_only=True)
 class RehearseCommand:
@@ -21,7 +19,7 @@ class RehearseCommand:
             "experiment=own resources=multi_node",
         ),
     ] = field(default_factory=list)
-    run: RunFolder = None
+    run: Annotated[Path | None, typer.Option("--run", metavar="RUN", help="The same by an option.")] = None
     nodes: Annotated[
         str | None, typer.Option(metavar="NxGxMEMORY", help="The nodes, e.g. 8x8x80GB; else as many as needed.")
     ] = None

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from transformers.utils.logging import disable_progress_bar
 
 from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.prompts import PreflightReport
@@ -92,7 +91,6 @@ def shrunk(config: RunConfig, model_type: str, folder: Path) -> RunConfig:
         raise PreflightError(
             f"no shrunk model stands for the model type {model_type}: set policy.tiny to one of {', '.join(TINY)}"
         )
-    disable_progress_bar()
     write_tiny(name, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     policy = config.policy.model_copy(update={"model": str(folder), "tiny": "none"})
     return config.model_copy(update={"policy": policy})

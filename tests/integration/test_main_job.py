@@ -170,7 +170,8 @@ def test_the_summary_holds_everything_about_the_run(on_policy: Job, summary: Sum
 
 def test_the_final_line_prints_both_accuracies_and_the_reports_path(on_policy: Job, summary: Summary) -> None:
     last = on_policy.output.strip().splitlines()[-1]
-    assert f"{summary.accuracy_before:.1%} after the warm start, {summary.accuracy_after:.1%} after RL" in last
+    before, after = summary.accuracy_before, summary.accuracy_after
+    assert f"held-out score {before:.3g} after the warm start, {after:.3g} after RL" in last, "by the function's name"
     assert last.endswith(str(on_policy.run_folder / "report.html"))
 
 

@@ -527,4 +527,5 @@ def write_checked(folder: Path) -> Path:
 def write_tiny(name: str, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
     if name not in TINY:
         raise ValueError(f"there is no tiny model {name!r}: choose {', '.join(TINY)}")
+    hf.utils.logging.disable_progress_bar()  # of one file
     return TINY[name](folder, seed=seed, tie_word_embeddings=tie_word_embeddings)

@@ -347,12 +347,14 @@ TAUGHT = [record(v, 0.0, GREEDY, values={"token_accuracy": share}) for v, share 
     ("words", "records", "line"),
     [
         (OWN, [], "held-out accuracy not measured before RL, not measured after RL"),
-        (BY_MINE, [(0, -0.97), (8, 0.5)], "held-out mean of mine -0.97 before RL, 0.5 after RL"),
-        (BY_MINE, [(0, 0.2), (8, 7.25)], "held-out mean of mine 0.2 before RL, 7.25 after RL"),
+        (BY_MINE, [(0, -0.97), (8, 0.5)], "held-out mine -0.97 before RL, 0.5 after RL"),
+        (BY_MINE, [(0, 0.2), (8, 7.25)], "held-out mine 0.2 before RL, 7.25 after RL"),
     ],
 )
 def test_the_headline_names_what_was_measured(words: list[str], records: list[tuple[int, float]], line: str) -> None:
-    assert headline(load_config(words), summary_of([record(*one, GREEDY) for one in records])) == line
+    measure = load_config(words).rewards.own_measure or "accuracy"
+    found = [replace(record(*one, GREEDY), measure=measure) for one in records]
+    assert headline(load_config(words), summary_of(found)) == line
 
 
 def test_the_headline_of_supervised_training_has_the_share_of_right_tokens() -> None:

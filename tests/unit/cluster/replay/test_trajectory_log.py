@@ -25,12 +25,12 @@ from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.recovery.checkpoints import refuse_other_run
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import LiveGroups
-from mobula.cluster.replay.run_identity import changed_settings, run_identity
+from mobula.cluster.replay.run_identity import DATA_FILES, changed_settings, run_identity
 from mobula.cluster.replay.trajectory_log import TrajectoryLog, train_again
 from mobula.cluster.roles import UpdateReport
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.preparation import KEY, identity_with_data
+from mobula.deploy.wiring.preparation import identity_with_data
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
@@ -155,14 +155,14 @@ def test_a_setting_that_changes_how_the_run_learns_is_named_and_one_of_speed_is_
 def test_the_files_that_the_reader_takes_are_the_data(tmp_path: Path, option: str, name: str, others: str) -> None:
     split = ["data.splits={train: 'train[:50%]'}"] if option == "huggingface" else []
     run = load_config(["experiment=own", f"data={option}", f"data.path={tmp_path}", *split], is_complete=False)
-    assert KEY not in identity_with_data(run)
+    assert DATA_FILES not in identity_with_data(run)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("a")
-    first = identity_with_data(run)[KEY]
+    first = identity_with_data(run)[DATA_FILES]
     (tmp_path / others).write_text("b")
-    assert identity_with_data(run)[KEY] == first
+    assert identity_with_data(run)[DATA_FILES] == first
     (tmp_path / name).write_text("c")
-    assert identity_with_data(run)[KEY] != first
+    assert identity_with_data(run)[DATA_FILES] != first
 
 
 def test_a_checkpoint_of_other_usable_rows_is_refused_once_they_are_known(tmp_path: Path) -> None:

@@ -445,7 +445,7 @@ def refuse_overruled(values: Mapping[str, Any], overrides: Sequence[Override]) -
         if any(in_effect) if override.is_group and settings else all(in_effect):
             continue
         others = [o.text for o in overrides if o.text != override.text and _overlaps(o, settings)]
-        if not others:  # words of one short form
+        if not others or sum(o.text == override.text for o in overrides) > 1:  # a part of a short form
             continue
         raise ConfigError(
             f"{override.text} changes nothing, it is overruled by {' and '.join(others)}: leave out one or the other"

@@ -468,7 +468,8 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
         line = shown.stdout.replace("\\\n", " ").splitlines()[-1]
         _, verb, *rest = shlex.split(line)
     words = [SHOWN_IN_DOCS.get(word, word) for word in rest if WORD.fullmatch(word) or "=" in word and " " in word]
-    if command.is_in_text and not words or any(word.startswith("reproduce=") for word in words):
+    names_run = verb in COMPLETE and rest and "=" not in rest[0]
+    if command.is_in_text and not words or names_run or any(word.startswith("reproduce=") for word in words):
         return None  # the configuration is that of a run
     if verb in COMPLETE:
         return words, load_config(words)

@@ -42,6 +42,8 @@ def test_a_function_of_your_own_is_one_word(here: Path) -> None:
         "closeness", "reward.py:closeness", "closeness",
     )  # fmt: skip
     assert config.rewards.own_measure == "closeness"
+    with_options = ["experiment=digits", "rewards=reward.py:closeness", "rewards.components.0.options.most=3"]
+    assert load_config(with_options).rewards.components[0].options == {"most": 3}
 
 
 def test_a_replaced_function_does_not_get_the_options_of_the_one_before(here: Path) -> None:

@@ -281,7 +281,7 @@ def test_a_run_that_moved_is_shown_evaluated_and_goes_on_from_elsewhere(resumed:
         assert job.output.strip().endswith(f"report: {run.relative_to(tmp_path) / 'report.html'}")
         job.finish(job.start_command("evaluate", "moved", "--output", "scores", "evaluation.num_prompts=8"))
         [result] = json.loads((tmp_path / "scores" / "evaluation.json").read_text())
-        assert (result["num"], result["measure"]) == (8, "score")
+        assert (result["num_scored"], result["measure"]) == (8, "score")
         assert job.start_command("resume", "moved").wait(60) == 2
         assert f"run moved has trained its {RESUMED_STEPS} steps: add num_steps=+10" in job.output
         job.finish(job.start_command("resume", "moved", "num_steps=+2", f"data.path={data}"))

@@ -569,23 +569,8 @@ def _is_number_of_workers(text: str) -> bool:
 
 app.add_typer(data, name="data")
 for _command in (
-    *(
-        train,
-        resume,
-        sft,
-        reward_model,
-        dpo,
-        evaluate,
-        compare,
-        status,
-        top,
-        scale,
-        replay,
-        report,
-        export,
-        score,
-        plan,
-    ),
+    *(train, resume, sft, reward_model, dpo, evaluate, compare, status, top, scale),
+    *(replay, report, export, score, plan),
     *(show_config, init_model, serve_rewards, doctor, audit, diagnose, gpu_check, rehearse, lmms_eval, play, rollout),
     *(serve_environment, serve_policy, serve_training, submit, stop, logs),
 ):

@@ -425,8 +425,9 @@ def _run(
                 has_ended = False
                 while not has_ended:
                     has_ended = process.poll() is not None
-                    for record in next(steps) if on_step is not None else ():
-                        on_step(record)
+                    if on_step is not None:
+                        for record in next(steps):
+                            on_step(record)
                     time.sleep(0 if has_ended else POLL_S)
                 output.join()
             except BaseException:

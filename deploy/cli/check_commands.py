@@ -217,7 +217,7 @@ def rehearse(command: RehearseCommand) -> None:
         from mobula.deploy.rehearsal.command import rehearse as play
 
         run, overrides = run_and_words(command.overrides, command.run)
-        play(replace(command, run=run and Path(run), overrides=overrides), terminal(soft_wrap=False))
+        play(replace(command, run=None if run is None else Path(run), overrides=overrides), terminal(soft_wrap=False))
 
 
 @takes(LmmsEval)

@@ -147,7 +147,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], list[str], list[str]]] = {  # d
     "no row with an answer": (
         with_file("train.jsonl", '{"question": "Which digit?"}\n' * 3), [], ["the row has no `answer`: add it"],
     ),
-    "no test split": (with_file("test.jsonl", None), [], ["test.jsonl does not exist: set data.path"]),
+    "no test split": (
+        with_file("test.jsonl", None), ["data.validation_fraction=0"], ["test.jsonl does not exist: set data.path"],
+    ),
     "no folder": (lambda folder: folder / "nowhere", [], ["train.jsonl does not exist: set data.path"]),
     "too many bad rows": (
         with_lost_images, [],

@@ -31,10 +31,8 @@ from mobula.configs.overrides import (
     EXPERIMENT,
     FOLDER,
     SMALL_EXAMPLE,
-    USER_CODE,
     Override,
     apply_overrides,
-    few,
     find,
     known_keys,
     layers,
@@ -55,7 +53,6 @@ from mobula.configs.schema.run import RunConfig
 
 OF_UNION = re.compile(r"(literal|str-enum)\[|constrained-str$")
 """Part of an error's location: the member of `Literal | UserCode` that refused the value; each member has an error."""
-ONE_OF = "one of "
 REPRODUCE = "reproduce"
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"  # of a run folder
@@ -210,11 +207,7 @@ def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
         return unknown(name, list(known_keys()))
     if detail["type"] == "missing":
         return f"{name} is missing, expected {key.expected}: give {name}=VALUE"
-    expected = key.expected
-    if expected.startswith(ONE_OF):
-        names = expected.removeprefix(ONE_OF).removesuffix(f", {USER_CODE}").split(", ")
-        own = f", {USER_CODE}" if expected.endswith(USER_CODE) else ""
-        expected = f"{ONE_OF}{few(str(detail['input']), names)}{own}"
+    expected = key.expected_near(str(detail["input"]))
     return f"{name} got {_shown(detail['input'])}, expected {expected}: set {name}=VALUE"
 
 

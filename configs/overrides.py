@@ -134,6 +134,7 @@ def without_missing(values: Any) -> Any:
 BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 USER_CODE = "module:name or path/to/file.py:name"
 """The form of user code instead of a built-in name."""
+ONE_OF = "one of "
 OWN_CODE = re.compile(r"[^:\s=]+(\.py|:[A-Za-z_][\w.]*)")  # a name in a file or module, or a file alone
 FUNCTION = re.compile(r"rewards\.components\.\d+\.function")
 REWARDS = ("function", "reward_function", "reward_fn", "reward_func", "reward_funcs")  # what others call one's own
@@ -165,6 +166,13 @@ class Key:
     def takes_code(self) -> bool:
         """Whether the value may be user code."""
         return self.expected.endswith(USER_CODE) or self.name == "environment.name"
+
+    def expected_near(self, value: str) -> str:
+        """`expected` with the choices that are nearest to `value`, if there are many."""
+        if not self.expected.startswith(ONE_OF):
+            return self.expected
+        names, own, _ = self.expected.removeprefix(ONE_OF).partition(f", {USER_CODE}")
+        return f"{ONE_OF}{few(value, names.split(', '))}{own}"
 
     @property
     def takes_text(self) -> bool:
@@ -319,9 +327,9 @@ def _noun(annotation: Any) -> str:
     if annotation in NOUNS:
         return NOUNS[annotation]
     if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in get_args(annotation))
+        return ONE_OF + ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return "one of " + ", ".join(member.value for member in annotation)
+        return ONE_OF + ", ".join(member.value for member in annotation)
     if get_origin(annotation) in (Union, UnionType):
         return f"{_noun(get_args(annotation)[0])}, {USER_CODE}"
     if get_origin(annotation) is dict:
@@ -444,9 +452,9 @@ def refuse_overruled(values: Mapping[str, Any], overrides: Sequence[Override]) -
         in_effect = [_has(values, name, value) for name, value in settings.items()]
         if any(in_effect) if override.is_group and settings else all(in_effect):
             continue
-        others = [o.text for o in overrides if o.text != override.text and _overlaps(o, settings)]
-        if not others or sum(o.text == override.text for o in overrides) > 1:  # a part of a short form
-            continue
+        if override.is_group and override.text != f"{override.name}={override.value}":
+            continue  # the group of a short form, whose other words replace its settings
+        others = [o.text for o in overrides if o is not override and _overlaps(o, settings)]
         raise ConfigError(
             f"{override.text} changes nothing, it is overruled by {' and '.join(others)}: leave out one or the other"
         )
@@ -543,7 +551,7 @@ def _parsed(text: str) -> HydraOverride:
 def _one_value(name: str, text: str) -> str:
     value = text.partition("=")[2]
     if name in groups():
-        return f"{name} is one of {few(text.partition('=')[2], groups()[name])}"
+        return f"{name} is one of {few(value, groups()[name])}"
     key = find(name)
     if key is None or (key.is_open and key.name.count(".") < name.count(".")):
         return f"quote the value, e.g. {name}=\"'{value}'\""

@@ -9,9 +9,9 @@
     print(run.summary.accuracy_before, run.summary.accuracy_after)
     run.export(output=Path("policy"))
 
-A run is a process of its own, so a notebook's event loop and the caller's Ray, logging and signal handlers stay as they
-are. Interrupting the call stops the run in order: it writes a checkpoint, its summary and its report. The run folder,
-the report and the audit are those of `mobula train`.
+Each run has a separate process, which leaves a notebook's event loop and the caller's Ray, logging and signal handlers
+unchanged. Interrupting the call stops the run in order: it writes a checkpoint, its summary and its report. The run
+folder, the report and the audit are those of `mobula train`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from mobula.cluster.metrics.report.run_folder import (
     CONFIG_FILE,
     METRICS_FILE,
     REPORT_FILE,
+    SUMMARY_FILE,
     RunFinding,
     RunFolder,
     read_run_folder,
 )
+from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
-from mobula.cluster.metrics.summary import Summary
+from mobula.cluster.metrics.summary import Summary, read_summary
 from mobula.cluster.rollout.evaluation import EvaluationResult
 from mobula.configs.load import dump_config, load_config
 from mobula.configs.overrides import leaves
@@ -77,17 +79,15 @@ class Run:
 
     @property
     def summary(self) -> Summary:
-        """What `summary.json` says.
+        """The content of `summary.json`.
 
         Raises:
-            ValueError: the run goes on, or its driver was killed.
+            ValueError: the run is not over, or its driver was killed.
         """
-        summary = self.records().summary
-        if summary is None:
-            raise ValueError(
-                f"{self.folder} has no summary: the run goes on or its driver was killed (see `mobula report`)"
-            )
-        return summary
+        path = self.folder / SUMMARY_FILE
+        if not path.exists():
+            raise ValueError(f"{self.folder} has no summary: the run is not over, or was killed (see `mobula report`)")
+        return read_summary(path)
 
     @property
     def report(self) -> Path:
@@ -352,7 +352,7 @@ class _Given:
             cloudpickle.register_pickle_by_value(module)
         try:
             content = cloudpickle.dumps(value)
-        except Exception as error:  # the class depends on what it holds
+        except Exception as error:  # the type depends on the value
             raise PreflightError(f"{name} cannot be sent to workers ({error}): give it as FILE.py:{name}") from error
         finally:
             if is_local:
@@ -415,7 +415,7 @@ def _run(
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         call = [sys.executable, "-m", "mobula.deploy.cli", command, "--config", str(file), *words]
-        steps = _new_steps(config.run_folder)
+        steps = _new_steps(config.run_folder / METRICS_FILE)
         next(steps)  # those that it resumes from
         # A process group of its own: Ctrl-C would reach the run too, and a second signal stops it without a checkpoint.
         with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0) as process:
@@ -452,10 +452,12 @@ def _copy(lines: Iterable[str]) -> None:
         sys.stdout.write(escaped(line))
 
 
-def _new_steps(folder: Path) -> Iterator[Sequence[StepRecord]]:
-    """Yields the steps that a run has finished since the last time."""
-    num_seen = 0
+def _new_steps(file: Path) -> Iterator[Sequence[StepRecord]]:
+    """Yields the steps that a run has added to its metrics since the last time; reads a file that has grown."""
+    num_seen, num_bytes, steps = 0, 0, list[StepRecord]()
     while True:
-        steps = read_run_folder(folder).steps if (folder / METRICS_FILE).is_file() else ()
+        size = file.stat().st_size if file.is_file() else 0
+        if size != num_bytes:
+            steps = [record for record in read_records(file) if isinstance(record, StepRecord)]
         yield steps[num_seen:]
-        num_seen = len(steps)
+        num_seen, num_bytes = len(steps), size

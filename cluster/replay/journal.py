@@ -388,10 +388,12 @@ class Journal:
         path, was = segment_path(self.folder, segment.number), segment.identity
         if segment.num_torn_bytes:
             _logger.warning("%s: its last %d bytes are not whole and are left out", path, segment.num_torn_bytes)
+        if not was or self._is_ours(segment):
+            return
         steps = [record for record in segment.records if record.kind is RecordKind.TRAINED]
         old = {group_id for step in steps if step.body["version"] <= version for group_id in _ids(step)}
         finished = {record.group_id for record in segment.records if record.kind is RecordKind.FINISHED}
-        if was and not self._is_ours(segment) and (num_lost := len(finished - old)):
+        if num_lost := len(finished - old):
             keys = sorted(was.keys() | self._identity.keys())
             then, now = self._same(was), self._same(self._identity)
             changed = [key for key in keys if then.get(key) != now.get(key)]

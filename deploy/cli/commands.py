@@ -363,7 +363,7 @@ def compare(
         typer.Argument(metavar="[LABEL=]RUN[,RUN...]...", help="Seeds of one setting are joined by commas."),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="The page to write; else comparison.html beside the first run.")
+        Path | None, typer.Option(help="The page to write; by default comparison.html in the folder of the runs.")
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON, too.")] = None,
     by_epoch: Annotated[bool, typer.Option("--by-epoch", help="Draw over epochs instead of steps.")] = False,
@@ -383,7 +383,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
-    """Show the status of a run that goes on: phase, queue, workers; or the numbers of one that has ended."""
+    """Show phase, queue and workers of a running run, or the numbers of an ended run."""
     with explained():
         from mobula.deploy.run.run_client import find_run, read_status
 

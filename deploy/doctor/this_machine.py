@@ -274,12 +274,12 @@ def check_start(config: RunConfig) -> Iterator[Finding]:
         return
     is_written, has_files = data.writer != "none" and not data.path.is_dir(), not config.environment.is_on
     try:
-        if not is_written and has_files and not config.offline.is_on:
-            splits_of(data, config.rewards.label_key)(TRAIN)
         if is_written or not is_here(config):
+            if not is_written and has_files and not config.offline.is_on:
+                splits_of(data, config.rewards.label_key)(TRAIN)
             yield Finding("Rows", Verdict.OK, f"data.path={data.path} or the model is not here yet: not checked")
             return
-        with _quiet():  # what it logs is shown as findings
+        with _quiet():  # its log lines are shown as findings
             prepared = prepare(config, lambda media: media)
     except (PreflightError, OSError) as error:
         yield Finding("Rows", Verdict.MISSING, f"data.path={data.path} cannot be used", str(error))

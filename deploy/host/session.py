@@ -31,7 +31,7 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a process that `ray job submit` starts
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-OURS, NUM_SESSIONS = "mobula-session", 3  # the mark of a session folder, and how many of ended runs stay
+SESSION_MARK, NUM_SESSIONS = "mobula-session", 3  # a file in session folders of runs; how many of ended runs stay
 TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has no class of its own
 
 
@@ -126,12 +126,12 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
         )
     here = ray.get_runtime_context()
     with suppress(OSError):  # without the mark, the folder stays
-        Path(here.get_temp_dir(), here.get_session_name(), OURS).touch()
+        Path(here.get_temp_dir(), here.get_session_name(), SESSION_MARK).touch()
 
 
 def forget_sessions(folder: Path) -> None:
     """Removes the session folders of ended runs below Ray's temporary folder, but the newest `NUM_SESSIONS`."""
-    marks = sorted(folder.glob(f"session_*/{OURS}"), key=lambda mark: mark.stat().st_mtime, reverse=True)
+    marks = sorted(folder.glob(f"session_*/{SESSION_MARK}"), key=lambda mark: mark.stat().st_mtime, reverse=True)
     ended = [mark.parent for mark in marks if not Path("/proc", mark.parent.name.rpartition("_")[2]).exists()]
     for session in ended[NUM_SESSIONS:]:
         if not (session / SESSION_FILE).exists():  # of a killed run: `mobula doctor --leftovers` shows it

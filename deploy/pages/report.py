@@ -404,7 +404,7 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
 
 
 def report_page(run_folder: Path, run: RunFolder | None = None) -> str:
-    """Returns the report of a run folder as HTML; `run` is what was read from it."""
+    """Returns the report of a run folder as HTML; `run` is its content, if it was read before."""
     return render_report(run or read_run_folder(run_folder), read_sheets(run_folder), read_videos(run_folder))
 
 
@@ -518,7 +518,7 @@ def _phase_shares(run: RunFolder) -> list[tuple[str, int, float, float]]:
 
 
 def _tallies(run: RunFolder) -> list[tuple[str, str, list[tuple[str, int]]]]:
-    """Returns each counter that is not empty with what it counts and its reasons, the largest first."""
+    """Returns (name, help, reasons) of each counter that is not empty; the largest reasons come first."""
     counters, helps = run.steps[-1].counters if run.steps else {}, {name.value: name.help for name in CounterName}
     return [
         (name.replace("_", " "), helps.get(name, ""), sorted(reasons.items(), key=lambda item: -item[1]))

@@ -479,8 +479,8 @@ def make_plan(config: RunConfig, *, short: str | None = None, file: Path | None 
 def show_plan(
     config: RunConfig, console: Console, *, address: str | None, short: str | None, file: Path | None
 ) -> tuple[ModelShape, Sequence[PlannedNode]] | None:
-    """Prints the plan for the cluster at `address`, a described one, or this machine; returns what it was made for,
-    None while no model is named."""
+    """Prints the plan for the cluster at `address`, a described one, or this machine. Returns the model's shape and the
+    nodes, or None while no model is named."""
     location, nodes = _nodes(config, address, short, file)
     placement = plan_placement(config.resources, [node.resources for node in nodes], needed_roles(config))
     console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))

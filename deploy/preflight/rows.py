@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.rows import AnyRow, Row
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rewards import for_label
@@ -25,7 +26,7 @@ class Seen:
     def notes(self, config: RunConfig, split: str, row: AnyRow) -> Iterator[str]:
         yield from row_notes(config, row)
         content = hash(replace(row, sample_id=""))  # type: ignore[type-var]
-        if split == "train":
+        if split == TRAIN:
             self._train.add(content)
         elif content in self._train:
             yield SHARED

@@ -256,7 +256,7 @@ def _steps_per_epoch(run: RunFolder) -> float:
 def compare(
     arguments: Sequence[str], output: Path | None, json_output: Path | None, by_epoch: bool, console: Console
 ) -> None:
-    """Writes the page, beside the first run if `output` is None, and prints its table. An argument is
+    """Writes the page, by default into the folder of the first run's folder, and prints its table. An argument is
     `[LABEL=]RUN[,RUN...]`: runs that differ in their seed."""
     lines = [_line(argument) for argument in arguments]
     with refusing():

@@ -74,12 +74,12 @@ def trained_config(run: str | Path | None, overrides: Sequence[str]) -> RunConfi
     exported.
     """
     folder = named_folder(run)
-    config, policy = load_resolved(folder / CONFIG_FILE), folder / POLICY_FOLDER
+    policy = folder / POLICY_FOLDER
     if not policy.is_dir():
         version, _ = _state(folder / CHECKPOINTS_FOLDER, None)
         policy = folder / EXPORT_FOLDER / f"step-{version:06d}"
         if not policy.is_dir():
-            is_merged = config.policy.lora.is_on
+            is_merged = load_resolved(folder / CONFIG_FILE).policy.lora.is_on
             export_policy(folder, version, merge=is_merged, ema=False, dtype=None, output=policy)
     named = {text.partition("=")[0] for text in overrides}
     own = [] if "policy.model" in named else [f"policy.model={policy.resolve()}"]

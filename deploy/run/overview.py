@@ -104,7 +104,9 @@ def _topics(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> Iterato
         )
         yield from _prompt(prepared)
         if config.environment.is_on:
-            at_once = f"{num_concurrent(config.environment)} at a time on each rollout actor"
+            cores = [len(worker.cores) for worker in plan.of_role("rollout") if worker.cores]
+            num_cores = min(cores, default=len(os.sched_getaffinity(0)))
+            at_once = f"{num_concurrent(config.environment, num_cores)} at a time on each rollout actor"
             bound = f"environment.max_concurrent={config.environment.max_concurrent}"
             yield "environment", f"{config.environment.name}, host={config.environment.host}, {at_once} ({bound})"
     rows, phase = ("rows", "training") if offline.is_on else ("prompts", "RL")

@@ -80,7 +80,7 @@ def config_to_go_on(run: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _ended_at(folder: Path) -> int:
-    """The number of steps of a run that is done; 0 of one that is not."""
+    """Returns the number of steps of a completed run, 0 of any other run."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return int(summary["version"]) if summary["status"] == "done" else 0

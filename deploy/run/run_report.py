@@ -25,7 +25,7 @@ from mobula.cluster.metrics.report.run_folder import (
     read_run_folder,
 )
 from mobula.cluster.metrics.sinks.jsonl import read_records
-from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
+from mobula.cluster.metrics.summary import RunFacts, Status, Summary, read_summary, summarize, write_summary
 from mobula.configs.load import load_resolved
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rewards import ACCURACY
@@ -124,9 +124,9 @@ def earlier_wall_s(folder: Path) -> float:
 def show_ended(name: str | Path | None, console: Console, *, is_json: bool) -> bool:
     """Prints the summary of a run that has ended; returns whether it has one."""
     folder = named_folder(name)
-    summary = read_run_folder(folder).summary
-    if summary is None:
+    if not (folder / SUMMARY_FILE).exists():
         return False
+    summary = read_summary(folder / SUMMARY_FILE)
     if is_json:
         console.print((folder / SUMMARY_FILE).read_text(encoding="utf-8"), end="")
         return True

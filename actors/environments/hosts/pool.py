@@ -258,10 +258,10 @@ class EnvironmentSession:
 PROCESSES_A_CORE = 4  # that one pool starts: most of the time a process waits for the policy
 
 
-def num_concurrent(config: EnvironmentConfig) -> int:
-    """The number of environments of one pool: `environment.max_concurrent`; processes are bounded by cores."""
-    cores = len(os.sched_getaffinity(0))
-    return min(config.max_concurrent, PROCESSES_A_CORE * cores) if config.host == "process" else config.max_concurrent
+def num_concurrent(config: EnvironmentConfig, num_cores: int) -> int:
+    """The number of environments of one pool: `environment.max_concurrent`, bounded by the cores with processes."""
+    most = PROCESSES_A_CORE * num_cores if config.host == "process" else config.max_concurrent
+    return min(config.max_concurrent, most)
 
 
 class EnvironmentPool:
@@ -276,7 +276,7 @@ class EnvironmentPool:
         self._config = config
         self._takes_images = takes_images
         self._idle: list[Environment] = []
-        num = num_concurrent(config)
+        num = num_concurrent(config, len(os.sched_getaffinity(0)))
         self._slots = asyncio.Semaphore(num)
         self._threads = ThreadPoolExecutor(num, thread_name_prefix="environment")
 

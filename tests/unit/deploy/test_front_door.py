@@ -20,7 +20,7 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.load import dump_config, load_config
 from mobula.deploy import api
 from mobula.deploy.cli import app
-from mobula.deploy.host.session import NUM_SESSIONS, OURS, forget_sessions
+from mobula.deploy.host.session import NUM_SESSIONS, SESSION_MARK, forget_sessions
 from mobula.deploy.pages.report import accuracy_chart, answers
 from mobula.deploy.preflight.rows import SHARED, Seen
 from mobula.deploy.run.run_client import config_to_go_on, named_folder
@@ -160,12 +160,12 @@ def test_session_folders_of_ended_runs_are_removed_but_the_newest(tmp_path: Path
     for n in range(NUM_SESSIONS + 2):
         session = tmp_path / f"session_2026-01-01_00-00-0{n}_0_{2**22 + n}"
         session.mkdir()
-        (session / OURS).touch()
-        os.utime(session / OURS, (n, n))
+        (session / SESSION_MARK).touch()
+        os.utime(session / SESSION_MARK, (n, n))
     others = [tmp_path / "session_2026-01-01_00-00-00_0_1", tmp_path / "session_2020-01-01_00-00-00_0_4194999"]
     others[0].mkdir()
-    (others[0] / OURS).touch()  # its driver, process 1, is alive
-    os.utime(others[0] / OURS, (0, 0))
+    (others[0] / SESSION_MARK).touch()  # its driver, process 1, is alive
+    os.utime(others[0] / SESSION_MARK, (0, 0))
     others[1].mkdir()  # of another program
     forget_sessions(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}

@@ -45,7 +45,7 @@ from mobula.cluster.metrics.report.run_folder import (
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.metrics.summary import Summary, read_summary
-from mobula.cluster.rollout.evaluation import EvaluationResult
+from mobula.cluster.rollout.evaluation import RESULTS, EvaluationResult
 from mobula.configs.load import dump_config, load_config
 from mobula.configs.overrides import leaves
 from mobula.configs.schema import RunConfig
@@ -214,7 +214,7 @@ def evaluate(
         target = output or Path(folder)
         _run("evaluate", config, ["--output", str(target)])
         rows = json.loads((target / "evaluation.json").read_text(encoding="utf-8"))
-    return [EvaluationResult(**row) for row in rows]
+    return RESULTS.validate_python(rows)
 
 
 def diagnose(run: Run | Path | str = "latest", *, deep: bool = False) -> list[RunFinding]:

@@ -15,6 +15,7 @@ from mobula.actors.datasets.mixture import LazyRows, endless
 from mobula.actors.datasets.open_split import chosen_rows
 from mobula.actors.datasets.rows import AnyRow, R, R_co, RowError, Skipped, Split, count_by_reason, first_few
 from mobula.cluster.errors import DatasetError, SkippedSample
+from mobula.cluster.records.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P")  # a `Prompt`; for offline jobs a `ScoredGroup`
@@ -251,6 +252,11 @@ def _begun_ahead(split: Split[R], preparation: Preparation[R, P]) -> Iterator[tu
         if len(ahead) >= preparation.num_ahead:
             yield ahead.popleft()
     yield from ahead
+
+
+def position_of(prompt: Prompt) -> int:
+    """The position of the prompt's row in its split, of a prompt that `fixed_prompts` made."""
+    return int(prompt.prompt_id.split("/")[1])
 
 
 def failed(error: Exception) -> Future[Any]:

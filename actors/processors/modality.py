@@ -233,11 +233,11 @@ class SoundModality(Modality[Audio, int]):
             self._family = model.family
             self.placeholder_id = model.family.audio_placeholder_id(model.config)
             features = model.processor.feature_extractor
-            limits = self._limits = AudioLimits(model.data.audio, features.sampling_rate, features.n_samples)
+            limits = self.limits = AudioLimits(model.data.audio, features.sampling_rate, features.n_samples)
             self.measure, self.load = partial(check_audio, limits=limits), partial(load_audio, limits=limits)
 
     def process(self, medium: LoadedMedium[Audio, int]) -> ProcessedMedia:
-        samples = decode_audio(medium, self._limits)
+        samples = decode_audio(medium, self.limits)
         inputs = self._family.process_audio(self._model.processor, samples)
         return ProcessedMedia("audio", inputs, _png(draw_sound(samples, THUMBNAIL_SIZE)))
 

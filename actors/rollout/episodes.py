@@ -27,6 +27,7 @@ from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.controls import CONTROL, blank_image, controlled_observation
 from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.actors.samplers.base import EngineSettings, Sampler
 from mobula.cluster.errors import DatasetError, EnvironmentFailedError, RolloutError
@@ -48,6 +49,7 @@ from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.seeds import derived_seed
 from mobula.configs.schema.data import DataConfig, EnvironmentConfig
 from mobula.configs.schema.rollout import SamplerConfig
+from mobula.configs.schema.run import Control
 
 _logger = logging.getLogger(__name__)
 
@@ -275,8 +277,9 @@ class EpisodeRunner:
             turns = _TurnReport(request, played, is_restart=is_restart)
             name = f"{request.request_id}#{request.sibling}.{number}"
             try:
+                show = await self._control(request.prompt)
                 async with self._pool.session() as session:
-                    await self._run(episode, session, request, turns, name)
+                    await self._run(episode, session, request, turns, name, show)
             except EpisodeError as error:
                 self.failures[error.kind] += 1
                 request.note_failure(error.kind)
@@ -293,8 +296,26 @@ class EpisodeRunner:
             episode.add_turn(await self._sampled(episode, request, f"{name}/0", max_tokens=1))
         return episode
 
+    async def _control(self, prompt: Prompt) -> Callable[[Observation], Observation] | None:
+        """Returns what a control of an evaluation shows in place of an observation; None for other prompts."""
+        control = prompt.metadata[ENVIRONMENT].get(CONTROL)
+        if control is None or control["name"] == Control.NO_IMAGE:
+            return None if control is None else partial(controlled_observation, change=None)
+        if control["name"] == Control.BLANK_IMAGE:
+            return partial(controlled_observation, change=blank_image)
+        async with self._pool.session() as session:  # before the episode's own: one slot at a time
+            start = await session.reset(control["seed"], control["options"])
+        first = next(image for message in start.observation for image in message.images)
+        return partial(controlled_observation, change=lambda _: first)
+
     async def _run(
-        self, episode: Episode, session: EnvironmentSession, request: _Request, turns: _TurnReport, name: str
+        self,
+        episode: Episode,
+        session: EnvironmentSession,
+        request: _Request,
+        turns: _TurnReport,
+        name: str,
+        show: Callable[[Observation], Observation] | None,
     ) -> None:
         """Replays the turns of an earlier attempt, then samples further turns; an `EpisodeError` ends the episode."""
         task = request.prompt.metadata[ENVIRONMENT]
@@ -318,6 +339,8 @@ class EpisodeRunner:
             text = self.chat.decode(sampled.actions.token_ids)
             action = Action(text, parse_tool_calls(text, session.spec.tools), is_cut)
             step = await session.step(action)
+            if show is not None:
+                step = step._replace(observation=show(step.observation))
             episode.note_step(begin, action, step)
             is_last = number + 1 == session.spec.max_turns
             if step.terminated:

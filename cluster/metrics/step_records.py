@@ -196,6 +196,34 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class ControlGain:
+    """What the policy gains over one control on the `num` rows that both answered; [low, high] is the 95 % interval of
+    the paired differences (`paired_interval`)."""
+
+    control: str
+    accuracy: float  # of the control
+    gain: float
+    low: float
+    high: float
+    num: int
+    before: float | None = None  # accuracy of the control at the first version, of `direct_prompt` the policy's
+    policy_before: float | None = None  # accuracy of the policy at the first version; None at that version
+
+    @property
+    def share(self) -> float | None:
+        """The share of the policy's gain since the first version that the control has, too; None without a gain."""
+        if self.before is None or self.policy_before is None:
+            return None
+        whole = self.accuracy + self.gain - self.policy_before
+        return (self.accuracy - self.before) / whole if whole > 0 else None
+
+
+def best_control(gains: Sequence[ControlGain]) -> ControlGain | None:
+    """Returns the control over which the policy gains least; None without controls."""
+    return min(gains, key=lambda each: each.gain, default=None)
+
+
+@dataclass(frozen=True)
 class EvaluationRecord:
     """Accuracy of one weight version on one suite of held-out prompts, with its 95 % interval.
 
@@ -214,6 +242,7 @@ class EvaluationRecord:
     num_unscored: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)
     measure: str = "accuracy"  # what the mean is called: `score` if values are not 0 or 1, or the user's function
+    controls: Sequence[ControlGain] = ()
 
     @property
     def counted(self) -> str:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.step_records import BeforeAfter, strict
+from mobula.cluster.metrics.step_records import BeforeAfter, ControlGain, strict
 
 NUM_RESAMPLES = 1000
 Z_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
@@ -67,6 +67,32 @@ def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float
     means = samples[random.integers(0, samples.size, size=(NUM_RESAMPLES, samples.size))].mean(axis=1)
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
+
+
+def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the mean of paired differences [N]. Differences of right and wrong answers, -1, 0 or
+    1, have that of Agresti and Min (2005, Statistics in Medicine 24), which adds half a pair to each cell of the table;
+    others Student's."""
+    values = np.asarray(differences, dtype=np.float64)
+    num = values.size
+    if np.isin(values, (-1.0, 0.0, 1.0)).all():
+        better, worse, num = (values > 0).sum() + 0.5, (values < 0).sum() + 0.5, num + 2
+        mean = float(better - worse) / num
+        half = Z_95 * math.sqrt(better + worse - (better - worse) ** 2 / num) / num
+        return max(-1.0, mean - half), min(1.0, mean + half)
+    from scipy.stats import t  # slow import
+
+    mean, error = mean_and_error(differences)
+    half = float(t.ppf(0.975, num - 1)) * error if num > 1 else 0.0
+    return mean - half, mean + half
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """Returns the two-sided p-value of McNemar's exact test: of the pairs that differ, half would be better by chance
+    (McNemar 1947)."""
+    num = better + worse
+    tail = sum(math.comb(num, k) for k in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**num)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -179,6 +205,7 @@ class Summary(RunFacts):
     counted_after: str = ""
     not_compared: str = ""
     measure: str = "accuracy"  # what the mean of the evaluations is called
+    controls: Sequence[ControlGain] = ()  # of the newest evaluation, the best control first
 
 
 def summarize(
@@ -191,6 +218,7 @@ def summarize(
     newest = after or before
     return Summary(
         measure=newest.measure if newest else "accuracy",
+        controls=sorted(newest.controls, key=lambda each: each.gain) if newest else (),
         accuracy_before=before.accuracy if before else None,
         accuracy_after=after.accuracy if after else None,
         **asdict(facts),

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
+from pydantic import TypeAdapter
 
 from mobula.cluster.errors import ExcludedPromptError, RewardError
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.hub import informing
 from mobula.cluster.metrics.report.samples import SHEETS_FILE
-from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
+from mobula.cluster.metrics.step_records import HELD_OUT, ControlGain, EvaluationRecord, best_control
 from mobula.cluster.metrics.summary import (
     bootstrap_interval,
     interval_of_mean,
     ks,
     paired_gains,
+    paired_interval,
     pass_at_k,
     reflection_ratios,
 )
@@ -34,7 +36,9 @@ from mobula.cluster.roles import Reference, Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.dispatcher import sample_and_score
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.workers.supervisor import background_tasks
+from mobula.configs.schema.run import Control
 
+OVER_CONTROL = "gain_over_best_control"
 REFLECTION = "reflection"  # reward component from which the reflection ratios are computed
 
 
@@ -55,21 +59,33 @@ class EvaluationResult:
     by_prompt: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # prompt -> component -> mean
     identity: Mapping[str, Any] = field(default_factory=dict)  # of the suite
     measure: str = "accuracy"  # what the mean is called
+    controls: Sequence[ControlGain] = ()  # what the policy gains over each control of the suite
 
     def record(self) -> EvaluationRecord:
-        rest = (self.num_scored, self.suite, self.values, self.num_unscored, self.identity, self.measure)
-        return EvaluationRecord(self.version, self.accuracy, self.low, self.high, *rest)
+        best = best_control(self.controls)
+        over = {} if best is None else {OVER_CONTROL: best.gain}
+        rest = (self.num_unscored, self.identity, self.measure, self.controls)
+        means = (self.accuracy, self.low, self.high, self.num_scored)
+        return EvaluationRecord(self.version, *means, self.suite, {**self.values, **over}, *rest)
 
 
 @dataclass(frozen=True)
 class Suite:
     """Held-out prompts and their sampling settings. Each prompt gets `settings.num_samples` responses. `identity` names
-    everything on which the numbers depend, apart from the weights and seeds."""
+    everything on which the numbers depend, apart from the weights and seeds. A control of a suite has the same rows."""
 
     name: str
     prompts: Sequence[Prompt]
     settings: SamplingSettings
     identity: Mapping[str, Any] = field(default_factory=dict)
+    of: str = ""  # the suite of a control
+    control: str = ""
+
+    def is_due(self, version: int, total_steps: int) -> bool:
+        """Whether it belongs to an evaluation of `version`: controls are of the first and the last, `direct_prompt` of
+        the first."""
+        last = 0 if self.control == Control.DIRECT_PROMPT else total_steps
+        return not self.control or version in (0, last)
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,45 @@ class InformingLog:
             await self._log.write(suite, version, prompts)
 
 
+class KeptResults(Protocol):
+    """Keeps what controls measured of weights before training, for other runs of the same weights."""
+
+    def find(self, suite: Suite) -> EvaluationResult | None: ...
+
+    def keep(self, suite: Suite, result: EvaluationResult) -> None: ...
+
+
+class NothingKept:
+    """Keeps nothing."""
+
+    def find(self, suite: Suite) -> EvaluationResult | None:
+        return None
+
+    def keep(self, suite: Suite, result: EvaluationResult) -> None: ...
+
+
+@dataclass(frozen=True)
+class ResultFiles:
+    """Keeps each result in a file of `folder`, named by what it depends on: `weights`, and all of the suite."""
+
+    folder: Path
+    weights: Any  # and how they are sampled
+
+    def find(self, suite: Suite) -> EvaluationResult | None:
+        path = self._path(suite)
+        return RESULTS.validate_json(path.read_bytes())[0] if path.exists() else None
+
+    def keep(self, suite: Suite, result: EvaluationResult) -> None:
+        write_atomically(self._path(suite), json.dumps([asdict(result)]))
+
+    def _path(self, suite: Suite) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        ids, seed = [prompt.prompt_id for prompt in suite.prompts], suite.settings.seed
+        depends_on = [self.weights, suite.name, seed, suite.identity, ids]
+        digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()
+        return self.folder / f"{digest[:32]}.json"
+
+
 @dataclass(frozen=True)
 class EvaluationSchedule:
     """An evaluation is due before the first step, after the last, and every `interval_steps` between (0: none)."""
@@ -143,6 +198,7 @@ class Evaluator:
     on_result: Callable[[EvaluationResult], None]  # gets each result once
     responses: ResponseLog = field(default_factory=NoResponseLog)
     journal: GroupJournal = field(default_factory=GroupJournal)  # keeps evaluations for a resume
+    kept: KeptResults = field(default_factory=NothingKept)
 
     def __post_init__(self) -> None:
         self.results: dict[int, list[EvaluationResult]] = {}  # version -> one for each suite
@@ -159,7 +215,7 @@ class Evaluator:
         """Begins to evaluate `version`, the version of the newest push, if that is due and not done. Waits for the
         evaluation of the last version, after which no step follows."""
         known = {result.suite: result.identity for result in self.results.get(version, ())}
-        if not self.schedule.is_due(version) or known == {suite.name: suite.identity for suite in self.suites}:
+        if not self.schedule.is_due(version) or known == {each.name: each.identity for each in self._due(version)}:
             return
         await self.finish()
         assert self._tasks is not None, "an evaluation runs within evaluating()"
@@ -183,21 +239,48 @@ class Evaluator:
         Returns one result per suite, in order.
         """
         slots = asyncio.Semaphore(self.max_concurrent)
+        due = self._due(version)
+        kept = {suite.name: self.kept.find(suite) if suite.control and version == 0 else None for suite in due}
         async with background_tasks() as tasks:
             running = []
-            for suite in self.suites:
+            for suite in due:
                 settings = replace(suite.settings, min_version=min_version)
-                running.append([tasks.create_task(self._score(p, settings, version, slots)) for p in suite.prompts])
+                prompts = suite.prompts if kept[suite.name] is None else ()
+                running.append([tasks.create_task(self._score(p, settings, version, slots)) for p in prompts])
             results: list[EvaluationResult] = []
             rewards: list[list[dict[str, Any]]] = []  # of each prompt of the first suite
-            for suite, prompts in zip(self.suites, running, strict=True):
-                scored = [await task for task in prompts]
+            for suite, prompts_of in zip(due, running, strict=True):
+                if (earlier := kept[suite.name]) is not None:
+                    results.append(earlier)
+                    continue
+                scored = [await task for task in prompts_of]
                 rewards = rewards or [[asdict(reward) for reward in prompt.scored] for prompt in scored]
                 await self.responses.write(suite.name, version, scored)
                 results.append(self._summarise(suite, version, scored))
+                if suite.control and version == 0:
+                    self.kept.keep(suite, results[-1])
+        results = [replace(each, controls=self._gains(each, results)) for each in results]
         await self.journal.evaluated(version, {"results": [asdict(r) for r in results], "rewards": rewards})
         self.results[version] = results
         return results
+
+    def _due(self, version: int) -> list[Suite]:
+        return [suite for suite in self.suites if suite.is_due(version, self.schedule.total_steps)]
+
+    def _gains(self, result: EvaluationResult, results: Sequence[EvaluationResult]) -> list[ControlGain]:
+        """Compares a result with each control of its suite, at the same version or else at the first one."""
+        of_control = {suite.name: suite for suite in self.suites if suite.of == result.suite}
+        first = {each.suite: each for each in self.results.get(0, ()) if result.version}
+        now = {each.suite: each for each in results}
+        gains = []
+        for name, suite in of_control.items():
+            found = now.get(name) or first.get(name)
+            if found is None or found.identity != suite.identity or not result.by_prompt:
+                continue
+            then = first.get(result.suite), first.get(name) if name in now else first.get(result.suite)
+            gain = gain_over(suite.control, result, found, then, self.accuracy_component)
+            gains += [] if gain is None else [gain]
+        return gains
 
     def state(self) -> dict[str, Any]:
         return {"results": [asdict(result) for results in self.results.values() for result in results]}
@@ -208,7 +291,7 @@ class Evaluator:
 
     def repeat(self, rows: Sequence[Mapping[str, Any]]) -> list[EvaluationResult]:
         """Takes results of an earlier part of the run, as in `state`."""
-        results = [EvaluationResult(**row) for row in rows]
+        results = RESULTS.validate_python(list(rows))
         self.results |= {
             result.version: [other for other in results if other.version == result.version] for result in results
         }
@@ -243,6 +326,13 @@ class Evaluator:
         if suite.settings.num_samples == 1:  # too noisy for gains
             values = [reward.components[name] for reward in scored if name in reward.components]
             low, high = interval_of_mean(values, suite.settings.seed)
+            if version in (0, self.schedule.total_steps):  # rows that other evaluations are paired with
+                by_prompt = {
+                    p.prompt.prompt_id: {name: reward.components[name]}
+                    for p in prompts
+                    for reward in p.scored
+                    if name in reward.components
+                }
         else:
             by_response = [[r.components[name] for r in prompt.scored if name in r.components] for prompt in prompts]
             means = [math.fsum(of_prompt) / len(of_prompt) for of_prompt in by_response if of_prompt]
@@ -289,6 +379,36 @@ class Evaluator:
                 [row[name] >= self.correct_from for row in both], [row[REFLECTION] > 0 for row in both]
             )
         return values
+
+
+RESULTS = TypeAdapter(list[EvaluationResult])
+
+
+def gain_over(
+    control: str,
+    result: EvaluationResult,
+    found: EvaluationResult,
+    then: tuple[EvaluationResult | None, EvaluationResult | None],
+    component: str,
+) -> ControlGain | None:
+    """Pairs a result with that of a control by row; None if they have no row in common. `then` are the policy and what
+    the control began with, at the first version."""
+    policy, other = values_by_row(result, component), values_by_row(found, component)
+    rows = [row for row in policy if row in other]
+    if not rows:
+        return None
+    differences = [policy[row] - other[row] for row in rows]
+    begins = [values_by_row(each, component) for each in then if each is not None]
+    means = [math.fsum(of[row] for row in rows) / len(rows) for of in begins if all(row in of for row in rows)]
+    policy_before, before = means if len(means) == 2 else (None, None)
+    accuracy, gain = math.fsum(other[row] for row in rows) / len(rows), math.fsum(differences) / len(rows)
+    return ControlGain(control, accuracy, gain, *paired_interval(differences), len(rows), before, policy_before)
+
+
+def values_by_row(result: EvaluationResult, component: str) -> dict[str, float]:
+    """The mean of a component by prompt of the suite; prompts of other suites have the suite's name before their id."""
+    prefix = f"{result.suite}:"
+    return {id_.removeprefix(prefix): row[component] for id_, row in result.by_prompt.items() if component in row}
 
 
 def component_means(rewards: Sequence[Reward]) -> dict[str, float]:

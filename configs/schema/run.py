@@ -30,6 +30,15 @@ class Resume(StrEnum):
     AUTO = "auto"
 
 
+class Control(StrEnum):
+    """Another way to get the answers of a suite, which needs less than the policy is trained for."""
+
+    DIRECT_PROMPT = "direct_prompt"
+    BLANK_IMAGE = "blank_image"
+    SWAPPED_IMAGE = "swapped_image"
+    NO_IMAGE = "no_image"
+
+
 class EvaluationSuite(Section):
     """An additional evaluation at the same versions, on other prompts or with other sampling."""
 
@@ -65,6 +74,14 @@ class EvaluationConfig(Section):
     """Additional suites by name; `evaluation=maye` has the six suites of MAYE."""
     save_responses: bool
     """Write every response of an evaluation to `evaluations/<suite>-<version>.jsonl` in the run folder."""
+    controls: tuple[Control, ...]
+    """Controls of every suite, with the same rows and seeds: `direct_prompt` asks the policy before RL for the answer
+    alone; `blank_image`, `swapped_image` and `no_image` show the policy before and after RL blank media, those of
+    another row, or none. The gain over the best control is reported."""
+    direct_prompt: str
+    """What the control `direct_prompt` appends to questions, in place of `data.prompt_suffix` and system turns."""
+    max_control_prompts: PositiveInt
+    """Number of prompts of each control: the first of its suite."""
 
 
 class CheckpointConfig(Section):

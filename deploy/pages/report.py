@@ -435,6 +435,7 @@ def render_report(
         before=pair.before,
         after=pair.after,
         not_compared=pair.reason,
+        controls=sorted(run.evaluations[-1].controls if run.evaluations else (), key=lambda each: each.gain),
         facts=_facts(run),
         accuracy=accuracy_chart(run.steps, run.evaluations),
         curves=[*guard_charts(run.steps, run.guard), *curves(run.steps, unit)],

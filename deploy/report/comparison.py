@@ -23,9 +23,10 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.report.samples import read_rows
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord, difference, strict
 from mobula.cluster.metrics.step_records import distinct_identities as distinct
-from mobula.cluster.metrics.summary import bootstrap_interval
+from mobula.cluster.metrics.summary import bootstrap_interval, mcnemar, paired_interval
 from mobula.deploy.pages.report import Chart, Curve, Point, counted_in, render, unit_of, write_duration
 from mobula.deploy.preflight.findings import refusing
 from mobula.deploy.run.run_client import RUNS, named_folder
@@ -274,7 +275,55 @@ def compare(
         cells = (row.before, row.after, row.mean, row.best)
         view.add_row(row.suite, row.label, str(row.num_runs), *("–" if cell is None else str(cell) for cell in cells))
     console.print(view)
+    for paired in pairs(arguments):
+        console.print(paired, soft_wrap=True)
     console.print(f"comparison: {output}", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class PairedRows:
+    """The rows that two runs both answered in their newest evaluation: how many are better in the second, how many
+    worse, and the mean difference with its 95 % interval."""
+
+    suite: str
+    first: str
+    second: str
+    num: int
+    better: int
+    worse: int
+    difference: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        p = mcnemar(self.better, self.worse)
+        return (
+            f"{self.suite}: {self.second} - {self.first} = {self.difference:+.3f} (95 % {self.low:+.3f} to "
+            f"{self.high:+.3f}) on {self.num} common rows, better on {self.better}, worse on {self.worse}: p = {p:.2g} "
+            "(exact McNemar test)"
+        )
+
+
+def pairs(arguments: Sequence[str]) -> Iterator[PairedRows]:
+    """Pairs the first run with each other one by row, in each suite of both. Runs that wrote no rows are left out."""
+    folders = [named_folder(name, METRICS_FILE) for each in arguments for name in each.rpartition("=")[2].split(",")]
+    first = folders[0]
+    for second in folders[1:]:
+        for suite in _by_suite(read_run_folder(first)):
+            of_first, of_second = read_rows(first, suite), read_rows(second, suite)
+            rows = [row for row in of_first if row in of_second]
+            if rows:
+                differences = [of_second[row] - of_first[row] for row in rows]
+                yield PairedRows(
+                    suite,
+                    first.name,
+                    second.name,
+                    len(rows),
+                    sum(each > 0 for each in differences),
+                    sum(each < 0 for each in differences),
+                    mean(differences),
+                    *paired_interval(differences),
+                )
 
 
 def _line(argument: str) -> ComparedRuns:

@@ -25,6 +25,7 @@ from mobula.cluster.metrics.report.run_folder import (
     read_run_folder,
 )
 from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.step_records import ControlGain
 from mobula.cluster.metrics.summary import RunFacts, Status, Summary, read_summary, summarize, write_summary
 from mobula.configs.load import load_resolved
 from mobula.configs.schema import RunConfig
@@ -57,9 +58,20 @@ def headline(config: RunConfig, summary: Summary) -> str:
     shares = (summary.values_before.get(key), summary.values_after.get(key))
     if any(share is not None for share in shares):
         lines.append(change("tokens correct", *shares, _percent))
+    if summary.controls:
+        lines.append(over_control(summary.controls[0]))
     if summary.not_compared:
         lines.append(f"not compared with the start, since {summary.not_compared}")
     return "; ".join(lines)
+
+
+def over_control(best: ControlGain) -> str:
+    """Says in one sentence what the policy gains over its best control."""
+    is_real = "" if best.low > 0 or best.high < 0 else ", which may be none"
+    return (
+        f"{best.gain:+.3f} over the best control ({best.control} {best.accuracy:.3f}; 95 % {best.low:+.3f} to "
+        f"{best.high:+.3f}, {best.num} rows{is_real})"
+    )
 
 
 def _percent(share: float | None) -> str:

@@ -54,14 +54,8 @@ from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, 
 from mobula.deploy.run.overview import overview, provenance, reproduction
 from mobula.deploy.run.run_report import earlier_wall_s, headline, leave_behind
 from mobula.deploy.wiring.build import build_controller, build_offline_controller, spawn_offline
-from mobula.deploy.wiring.persistence import (
-    RunContext,
-    build_evaluator,
-    check_exporters,
-    recovered,
-    response_log,
-    run_context,
-)
+from mobula.deploy.wiring.evaluation import build_evaluator, response_log
+from mobula.deploy.wiring.persistence import RunContext, check_exporters, recovered, run_context
 from mobula.deploy.wiring.preparation import Prepared, PreparedRows, identity_with_data, require_model, write_skipped
 from mobula.deploy.wiring.roles import (
     Inference,

@@ -38,19 +38,21 @@ from mobula.cluster.workers.status import Scalable
 from mobula.cluster.workers.supervisor import Supervisor, Watched
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.parity import parity_gate, tolerance_of
-from mobula.deploy.wiring.persistence import (
+from mobula.deploy.wiring.evaluation import (
     RESPONSES_FOLDER,
+    build_evaluator,
+    content_of,
+    record_evaluation,
+    response_log,
+)
+from mobula.deploy.wiring.persistence import (
     JudgedLog,
     RunContext,
     age_limit,
-    build_evaluator,
     build_guard,
     build_recovery,
     checkpoints_of,
-    content_of,
-    record_evaluation,
     repeat_evaluation,
-    response_log,
     step_learner,
 )
 from mobula.deploy.wiring.preparation import Prepared, PreparedRows
@@ -111,7 +113,8 @@ def build_controller(
     guard = build_guard(run, training.learner, dispatcher.reject_before)
     responses = response_log(prepared, config.run_folder / RESPONSES_FOLDER)
     informing = InformingLog(JudgedLog(guard, responses) if guard else responses)
-    on_result = partial(record_evaluation, metrics)
+    accuracy = config.rewards.accuracy_component
+    on_result = partial(record_evaluation, metrics, config.run_folder / RESPONSES_FOLDER, accuracy)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, informing, training.replay.journal)
     # An early held-out prompt with an image, else the first, compares engines and learner.
     prompts = prepared.fixed_prompts(config.evaluation.split, PROBE_CANDIDATES).prompts

@@ -53,6 +53,19 @@ def read_sheets(run_folder: Path) -> list[Sheet]:
     ]
 
 
+def write_rows(folder: Path, suite: str, version: int, values: Mapping[str, float]) -> None:
+    """Writes the value of each row of an evaluation, which `read_rows` pairs with those of another run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"rows-{suite}-{version}.json", json.dumps(values))
+
+
+def read_rows(run_folder: Path, suite: str) -> dict[str, float]:
+    """The values by row of the newest evaluation of a suite; empty if the run wrote none."""
+    paths = (run_folder / EVALUATIONS_FOLDER).glob(f"rows-{suite}-*.json")
+    newest = max(paths, key=lambda path: int(path.stem.rpartition("-")[2]), default=None)
+    return {} if newest is None else json.loads(newest.read_text(encoding="utf-8"))
+
+
 def _first_and_last(items: Sequence[T]) -> Sequence[T]:
     return items if len(items) < 2 else (items[0], items[-1])
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from math import prod
 
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
+from mobula.cluster.metrics.step_records import ControlGain
+from mobula.configs.schema.run import Control
 from mobula.deploy.preflight.checks import LoadedModel, find_mismatches
 from mobula.deploy.preflight.findings import Severity
 from mobula.deploy.report.diagnose.material import (
@@ -174,3 +176,58 @@ def _shown(rows: Sequence[PicturedRow], what: str) -> tuple[Evidence, ...]:
 def _data(material: Material) -> DataSurvey:
     assert material.data is not None, "the registry asks for data first"
     return material.data
+
+
+HALF, SOME = 0.5, 0.2  # of the gain
+NO_CONTROLS = "the run has no such control (evaluation.controls)"
+
+
+@check("gain_without_media", Needs.STEPS)
+def check_without_media(material: Material) -> RunFinding:
+    """How much of the gain a policy has that does not see its image."""
+    found = [each for each in _controls(material) if each.control != Control.DIRECT_PROMPT]
+    gained = [each for each in found if each.share is not None]
+    if not gained:
+        return unmeasured("the policy has gained nothing on the rows of the controls" if found else NO_CONTROLS)
+    most = max(gained, key=lambda each: each.share or 0.0)
+    policy = most.accuracy + most.gain
+    measured = (
+        f"{most.share:.0%} of the gain is there without the image: {most.control} goes from {most.before:.3f} to "
+        f"{most.accuracy:.3f}, the policy from {most.policy_before:.3f} to {policy:.3f}"
+    )
+    action = "the answers follow from the texts: look at what the questions give away, and at data.max_pixels"
+    return _judged(most, measured, action)
+
+
+@check("direct_prompt", Needs.STEPS)
+def check_direct_prompt(material: Material) -> RunFinding:
+    """What the policy reached before RL when it was asked for the answer alone."""
+    found = next((each for each in _controls(material) if each.control == Control.DIRECT_PROMPT), None)
+    if found is None or found.policy_before is None:
+        return unmeasured(NO_CONTROLS if found is None else "the run was evaluated once")
+    measured = (
+        f"the policy before RL reaches {found.accuracy:.3f} when it is asked for the answer alone, "
+        f"{found.policy_before:.3f} with the prompts of training; after RL {found.accuracy + found.gain:.3f}"
+    )
+    action = "the gain is that of a shorter prompt: compare with the direct answer, and train from it"
+    return _judged(found, measured, action)
+
+
+def _judged(control: ControlGain, measured: str, action: str) -> RunFinding:
+    share = control.share or 0.0
+    numbers = {
+        "share": share,
+        "control": control.accuracy,
+        "gain": control.gain,
+        "low": control.low,
+        "high": control.high,
+    }
+    text = f"{measured} (gain over it {control.gain:+.3f}, 95 % {control.low:+.3f} to {control.high:+.3f})"
+    if share >= HALF or control.low <= 0:
+        return finding(RunVerdict.WARNING, text, numbers, action)
+    return finding(RunVerdict.NOTICE if share >= SOME else RunVerdict.OK, text, numbers)
+
+
+def _controls(material: Material) -> Sequence[ControlGain]:
+    evaluations = material.run.evaluations if material.run else ()
+    return evaluations[-1].controls if evaluations else ()

@@ -37,11 +37,11 @@ from mobula.deploy.checks.parity import ParityGate
 from mobula.deploy.host.run_folder import make_run_folder
 from mobula.deploy.run.run_report import leave_behind
 from mobula.deploy.wiring import warm_start as taught_by
+from mobula.deploy.wiring.evaluation import identity_of
 from mobula.deploy.wiring.persistence import (
     RunContext,
     build_journal_writer,
     build_recovery,
-    identity_of,
     recovered,
     step_learner,
     trajectory_log,

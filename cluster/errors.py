@@ -10,6 +10,8 @@ from typing import Any
 
 from mobula.cluster.failures import Failure
 
+FAILED, USER_ERROR, GUARDED, INTERRUPTED = 1, 2, 3, 130  # exit codes of `mobula`
+
 
 class MobulaError(Exception):
     """Base class of the errors of a run."""

@@ -84,6 +84,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "sampler",
     ),
     OnResume.FREE: (
+        "seeds",
         "name",
         "folder",
         "folder_access",

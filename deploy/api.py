@@ -19,23 +19,17 @@ from __future__ import annotations
 import html
 import inspect
 import json
-import re
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mobula.cluster.errors import MobulaError, PreflightError
-from mobula.cluster.failures import escaped
+from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.report.run_folder import (
     CONFIG_FILE,
-    METRICS_FILE,
     REPORT_FILE,
     SUMMARY_FILE,
     RunFinding,
@@ -46,11 +40,11 @@ from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.metrics.summary import Summary, read_summary
 from mobula.cluster.rollout.evaluation import RESULTS, EvaluationResult
-from mobula.configs.load import dump_config, load_config
+from mobula.configs.load import load_config
 from mobula.configs.overrides import leaves
 from mobula.configs.schema import RunConfig
-from mobula.deploy.cli.errors import INTERRUPTED, USER_ERROR
 from mobula.deploy.planning.plan_command import MemoryPlan, make_plan
+from mobula.deploy.run.apart import run_apart
 from mobula.deploy.run.run_client import RUNS, named_folder
 
 if TYPE_CHECKING:
@@ -178,7 +172,7 @@ def train(
     if not isinstance(config, RunConfig):
         given = _Given(Path(overrides.get("folder", RUNS)), name or time.strftime("run-%Y%m%d-%H%M%S"))
         config = load_config(given.words(str(model), data, rewards, algorithm, environment, resources, overrides))
-    _run("train", config, [], on_step)
+    run_apart("train", config, [], on_step)
     return Run(config.run_folder)
 
 
@@ -204,7 +198,7 @@ def evaluate(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(what, RunConfig):
             config = what
-        elif isinstance(what, Run) or (data is None and _is_run(what)):
+        elif isinstance(what, Run) or (data is None and _isrun_apart(what)):
             from mobula.deploy.run.export import trained_config
 
             config = trained_config(what.folder if isinstance(what, Run) else what, list(_words(overrides)))
@@ -212,7 +206,7 @@ def evaluate(
             given = _Given(Path(folder), "evaluation")
             config = load_config(given.words(str(what), data, rewards, None, None, None, overrides))
         target = output or Path(folder)
-        _run("evaluate", config, ["--output", str(target)])
+        run_apart("evaluate", config, ["--output", str(target)])
         rows = json.loads((target / "evaluation.json").read_text(encoding="utf-8"))
     return RESULTS.validate_python(rows)
 
@@ -274,7 +268,7 @@ def _folder(run: Run | Path | str) -> Path:
     return run.folder if isinstance(run, Run) else named_folder(run)
 
 
-def _is_run(name: str | Path) -> bool:
+def _isrun_apart(name: str | Path) -> bool:
     return any((folder / CONFIG_FILE).is_file() for folder in (Path(name), RUNS / name))
 
 
@@ -406,58 +400,3 @@ def _literal(value: Any) -> str:
     if isinstance(value, str | Path):
         return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
     return json.dumps(value)
-
-
-def _run(
-    command: str, config: RunConfig, words: Sequence[str], on_step: Callable[[StepRecord], object] | None = None
-) -> None:
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "stderr", "w+", encoding="utf-8") as errors:
-        file = Path(folder) / "config.yaml"
-        file.write_text(dump_config(config), encoding="utf-8")
-        call = [sys.executable, "-m", "mobula.deploy.cli", command, "--config", str(file), *words]
-        steps = _new_steps(config.run_folder / METRICS_FILE)
-        next(steps)  # those that it resumes from
-        # A process group of its own: Ctrl-C would reach the run too, and a second signal stops it without a checkpoint.
-        with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0) as process:
-            output = threading.Thread(target=_copy, args=(process.stdout,), daemon=True, name="output of the run")
-            output.start()
-            try:
-                has_ended = False
-                while not has_ended:
-                    has_ended = process.poll() is not None
-                    if on_step is not None:
-                        for record in next(steps):
-                            on_step(record)
-                    time.sleep(0 if has_ended else POLL_S)
-                output.join()
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        errors.seek(0)
-        text = errors.read().strip()
-    if process.returncode == 0:
-        return
-    message = (
-        re.split(r"^mobula: ", text, flags=re.MULTILINE)[-1]
-        or f"`mobula {command}` ended with code {process.returncode} and no message"
-    )
-    if process.returncode == INTERRUPTED:
-        raise KeyboardInterrupt(message)
-    raise (PreflightError if process.returncode == USER_ERROR else MobulaError)(message)
-
-
-def _copy(lines: Iterable[str]) -> None:
-    for line in lines:
-        sys.stdout.write(escaped(line))
-
-
-def _new_steps(file: Path) -> Iterator[Sequence[StepRecord]]:
-    """Yields the steps that a run has added to its metrics since the last time; reads a file that has grown."""
-    num_seen, num_bytes, steps = 0, 0, list[StepRecord]()
-    while True:
-        size = file.stat().st_size if file.is_file() else 0
-        if size != num_bytes:
-            steps = [record for record in read_records(file) if isinstance(record, StepRecord)]
-        yield steps[num_seen:]
-        num_seen, num_bytes = len(steps), size

@@ -27,8 +27,8 @@ from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.processors.controls import CONTROL, blank_image, controlled_observation
 from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
+from mobula.actors.rollout.controls import CONTROL, blank_image, controlled_observation
 from mobula.actors.samplers.base import EngineSettings, Sampler
 from mobula.cluster.errors import DatasetError, EnvironmentFailedError, RolloutError
 from mobula.cluster.records.actions import KeptSets, TokenActions

@@ -242,7 +242,7 @@ class EvaluationRecord:
     num_unscored: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)
     measure: str = "accuracy"  # what the mean is called: `score` if values are not 0 or 1, or the user's function
-    controls: Sequence[ControlGain] = ()
+    controls: tuple[ControlGain, ...] = ()
 
     @property
     def counted(self) -> str:

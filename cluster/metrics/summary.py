@@ -205,7 +205,7 @@ class Summary(RunFacts):
     counted_after: str = ""
     not_compared: str = ""
     measure: str = "accuracy"  # what the mean of the evaluations is called
-    controls: Sequence[ControlGain] = ()  # of the newest evaluation, the best control first
+    controls: tuple[ControlGain, ...] = ()  # of the newest evaluation, the best control first
 
 
 def summarize(
@@ -218,7 +218,7 @@ def summarize(
     newest = after or before
     return Summary(
         measure=newest.measure if newest else "accuracy",
-        controls=sorted(newest.controls, key=lambda each: each.gain) if newest else (),
+        controls=tuple(sorted(newest.controls, key=lambda each: each.gain)) if newest else (),
         accuracy_before=before.accuracy if before else None,
         accuracy_after=after.accuracy if after else None,
         **asdict(facts),

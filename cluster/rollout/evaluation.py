@@ -59,7 +59,7 @@ class EvaluationResult:
     by_prompt: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # prompt -> component -> mean
     identity: Mapping[str, Any] = field(default_factory=dict)  # of the suite
     measure: str = "accuracy"  # what the mean is called
-    controls: Sequence[ControlGain] = ()  # what the policy gains over each control of the suite
+    controls: tuple[ControlGain, ...] = ()  # what the policy gains over each control of the suite
 
     def record(self) -> EvaluationRecord:
         best = best_control(self.controls)
@@ -267,7 +267,7 @@ class Evaluator:
     def _due(self, version: int) -> list[Suite]:
         return [suite for suite in self.suites if suite.is_due(version, self.schedule.total_steps)]
 
-    def _gains(self, result: EvaluationResult, results: Sequence[EvaluationResult]) -> list[ControlGain]:
+    def _gains(self, result: EvaluationResult, results: Sequence[EvaluationResult]) -> tuple[ControlGain, ...]:
         """Compares a result with each control of its suite, at the same version or else at the first one."""
         of_control = {suite.name: suite for suite in self.suites if suite.of == result.suite}
         first = {each.suite: each for each in self.results.get(0, ()) if result.version}
@@ -280,7 +280,7 @@ class Evaluator:
             then = first.get(result.suite), first.get(name) if name in now else first.get(result.suite)
             gain = gain_over(suite.control, result, found, then, self.accuracy_component)
             gains += [] if gain is None else [gain]
-        return gains
+        return tuple(gains)
 
     def state(self) -> dict[str, Any]:
         return {"results": [asdict(result) for results in self.results.values() for result in results]}

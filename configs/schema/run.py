@@ -74,13 +74,13 @@ class EvaluationConfig(Section):
     """Additional suites by name; `evaluation=maye` has the six suites of MAYE."""
     save_responses: bool
     """Write every response of an evaluation to `evaluations/<suite>-<version>.jsonl` in the run folder."""
-    controls: tuple[Control, ...]
+    controls: tuple[Control, ...] = ()
     """Controls of every suite, with the same rows and seeds: `direct_prompt` asks the policy before RL for the answer
     alone; `blank_image`, `swapped_image` and `no_image` show the policy before and after RL blank media, those of
     another row, or none. The gain over the best control is reported."""
-    direct_prompt: str
+    direct_prompt: str = "Answer with the final answer alone."
     """What the control `direct_prompt` appends to questions, in place of `data.prompt_suffix` and system turns."""
-    max_control_prompts: PositiveInt
+    max_control_prompts: PositiveInt = 200
     """Number of prompts of each control: the first of its suite."""
 
 
@@ -277,6 +277,9 @@ class RunConfig(Section):
     """
     seed: Annotated[int, Field(ge=0, le=4294967295)] = 0
     """Seeds data order, sampling and initialisation."""
+    seeds: tuple[int, ...] = ()
+    """Seeds of several runs, one after the other: `mobula train` prints mean, standard error and range of what they
+    show. A run that is done is not repeated."""
     num_steps: PositiveInt = 100
     """Steps of RL or of the offline job: weight versions after the initial one."""
     resume: Resume = Resume.NEVER

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from mobula.cluster.errors import FAILED
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.lmms_eval import LmmsEval, evaluate
-from mobula.deploy.cli.errors import FAILED, explained
+from mobula.deploy.cli.errors import explained
 from mobula.deploy.cli.options import RUN, AuthOption, Overrides, RunFolder, RunName, run_and_words, takes
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.host.terminal import terminal

@@ -20,7 +20,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from mobula.cluster.errors import PreflightError, RunOverError
+from mobula.cluster.errors import FAILED, PreflightError, RunOverError
 from mobula.cluster.failures import COLOUR, escaped
 from mobula.cluster.runtime.gc_tuning import collect_rarely
 from mobula.cluster.workers.status import MAX_WORKERS
@@ -28,7 +28,7 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.run import LATEST
 from mobula.deploy.cli.check_commands import audit, diagnose, diagnosed, doctor, gpu_check, lmms_eval, plan, rehearse
-from mobula.deploy.cli.errors import FAILED, explained
+from mobula.deploy.cli.errors import explained
 from mobula.deploy.cli.options import (
     AuthOption,
     ConfigFile,
@@ -305,6 +305,10 @@ def train(
             from mobula.deploy.run.run_client import config_to_go_on
 
             config = config_to_go_on(run, overrides or [])
+        if config.seeds:
+            from mobula.deploy.report.claims import train_seeds
+
+            raise typer.Exit(train_seeds(config, terminal(soft_wrap=False)))
         with preloaded(config) as workers, diagnosed(config):
             from mobula.deploy.run import runtime
 
@@ -355,6 +359,24 @@ def evaluate(
 
             code = runtime.evaluate(config, output, workers)
         raise typer.Exit(code)
+
+
+def claims(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]... [KEY=VALUE]...", help="Claims, all if left out; overrides for every run."),
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="The folder of NAME.yaml; else examples/claims.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Add the verdicts to this file.")] = None,
+) -> None:
+    """Train the runs of claims over seeds, and say of each whether it holds."""
+    with explained():
+        from mobula.deploy.report.claims import SHIPPED, check_claims, read_claims
+
+        names = [word for word in words or [] if "=" not in word]
+        overrides = [word for word in words or [] if "=" in word]
+        read = read_claims(names, folder or SHIPPED)
+        raise typer.Exit(check_claims(read, overrides, json, terminal(soft_wrap=True)))
 
 
 def compare(
@@ -570,7 +592,7 @@ def _is_number_of_workers(text: str) -> bool:
 app.add_typer(data, name="data")
 for _command in (
     *(train, resume, sft, reward_model, dpo, evaluate, compare, status, top, scale),
-    *(replay, report, export, score, plan),
+    *(replay, report, export, score, plan, claims),
     *(show_config, init_model, serve_rewards, doctor, audit, diagnose, gpu_check, rehearse, lmms_eval, play, rollout),
     *(serve_environment, serve_policy, serve_training, submit, stop, logs),
 ):

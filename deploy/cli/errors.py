@@ -12,15 +12,19 @@ from contextlib import contextmanager
 
 import typer
 
-from mobula.cluster.errors import MobulaError, PreflightError, RewardHackingError
+from mobula.cluster.errors import (
+    FAILED,
+    GUARDED,
+    INTERRUPTED,
+    USER_ERROR,
+    MobulaError,
+    PreflightError,
+    RewardHackingError,
+)
 from mobula.configs.errors import ConfigError
 from mobula.deploy.host.terminal import terminal
 from mobula.deploy.run.logs import log_failure
 
-FAILED = 1
-USER_ERROR = 2
-GUARDED = 3
-INTERRUPTED = 130
 GO_ON = "the same command with resume=auto goes on from the last checkpoint"
 
 

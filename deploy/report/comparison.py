@@ -276,7 +276,7 @@ def compare(
         view.add_row(row.suite, row.label, str(row.num_runs), *("–" if cell is None else str(cell) for cell in cells))
     console.print(view)
     for paired in pairs(arguments):
-        console.print(paired, soft_wrap=True)
+        console.print(str(paired), soft_wrap=True)
     console.print(f"comparison: {output}", soft_wrap=True)
 
 
@@ -309,7 +309,9 @@ def pairs(arguments: Sequence[str]) -> Iterator[PairedRows]:
     folders = [named_folder(name, METRICS_FILE) for each in arguments for name in each.rpartition("=")[2].split(",")]
     first = folders[0]
     for second in folders[1:]:
-        for suite in _by_suite(read_run_folder(first)):
+        for suite, records in _by_suite(read_run_folder(first)).items():
+            if "control" in records[-1].identity:
+                continue
             of_first, of_second = read_rows(first, suite), read_rows(second, suite)
             rows = [row for row in of_first if row in of_second]
             if rows:

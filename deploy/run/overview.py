@@ -259,7 +259,7 @@ def machine() -> dict[str, Any]:
         "host": platform.node(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),
     }
 
@@ -283,7 +283,7 @@ def _model(folder: Path) -> str:
         return fingerprint_of(sorted(folder.rglob("*.safetensors")))
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     lines = CPU_FILE.read_text(encoding="utf-8").splitlines() if CPU_FILE.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 

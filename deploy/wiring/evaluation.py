@@ -12,8 +12,8 @@ from pathlib import Path
 from mobula.actors.datasets.prompts import InDriver, fixed_prompts, position_of
 from mobula.actors.datasets.rows import Split
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.processors.controls import controlled
 from mobula.actors.processors.worker import make_processor
+from mobula.actors.rollout.controls import controlled
 from mobula.cluster.errors import DatasetError
 from mobula.cluster.files import file_sha256
 from mobula.cluster.metrics.hub import Metrics

@@ -26,6 +26,8 @@ RESUMED_STEPS = 6  # of the run that is killed on the way
 SUITE = (
     "evaluation.suites={sampled: {split: validation, num_prompts: 8, num_samples: 4, temperature: 1.0, top_p: 0.9}}",
     "evaluation.save_responses=true",
+    "evaluation.controls=[direct_prompt,blank_image,swapped_image,no_image]",
+    "evaluation.max_control_prompts=12",
 )
 
 
@@ -184,6 +186,22 @@ def test_a_suite_is_evaluated_with_its_own_decoding_and_responses_are_kept(on_po
     assert len(rows) == 8 and all(len(row["predictions"]) == len(row["correct"]) == 4 for row in rows)
     assert after.accuracy == pytest.approx(sum(sum(row["correct"]) for row in rows) / 32)
     assert any(len(set(row["predictions"])) > 1 for row in rows), "sampled, not greedy"
+
+
+def test_controls_are_scored_on_the_same_rows_and_the_gain_over_the_best_is_said(
+    on_policy: Job, report: RunFolder, summary: Summary
+) -> None:
+    names = [gain.control for gain in summary.controls]
+    assert sorted(names) == ["blank_image", "direct_prompt", "no_image", "swapped_image"]
+    assert [gain.num for gain in summary.controls] == [12] * 4
+    for name in names:
+        versions = [record.version for record in report.suites[f"held_out.{name}"]]
+        assert versions == ([0] if name == "direct_prompt" else [0, 4])
+        assert [record.num for record in report.suites[f"sampled.{name}"]] == [8 * 4] * len(versions)
+    best = summary.controls[0]
+    assert f"{best.gain:+.3f} over the best control ({best.control} " in on_policy.output
+    held_out = {path.name for path in (on_policy.run_folder / "evaluations").glob("rows-held_out-*.json")}
+    assert held_out == {"rows-held_out-0.json", "rows-held_out-4.json"}
 
 
 def test_with_max_staleness_0_every_trained_token_has_the_current_version(report: RunFolder, summary: Summary) -> None:

@@ -27,9 +27,16 @@ from mobula.cluster.metrics.report.run_folder import (
     read_run_folder,
     write_findings,
 )
-from mobula.cluster.metrics.report.samples import read_samples
+from mobula.cluster.metrics.report.samples import read_samples, write_rows
 from mobula.cluster.metrics.sinks.base import evaluation_scalars
-from mobula.cluster.metrics.step_records import BeforeAfter, EvaluationRecord, StepRecord, from_line, to_line
+from mobula.cluster.metrics.step_records import (
+    BeforeAfter,
+    ControlGain,
+    EvaluationRecord,
+    StepRecord,
+    from_line,
+    to_line,
+)
 from mobula.cluster.metrics.summary import (
     Summary,
     bootstrap_interval,
@@ -51,7 +58,7 @@ from mobula.deploy.pages.report import (
     write_number,
     write_report,
 )
-from mobula.deploy.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
+from mobula.deploy.report.comparison import MAX_LINES, ComparedRuns, pairs, render_comparison, table
 from mobula.deploy.run.run_report import headline
 
 VOID = {"meta", "link", "img", "br", "path", "input", "hr"}
@@ -213,6 +220,33 @@ def test_warnings_and_the_share_of_right_tokens_stand_at_the_top(tmp_path: Path)
     text = report(tmp_path / "idle")
     assert "every &lt;b&gt; has the reward 0" in text
     assert "of whole answers; tokens correct: 47.0 % → 78.0 %" in text
+
+
+def test_controls_have_a_table_and_the_best_one_stands_at_the_top(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=4)
+    gains = (
+        ControlGain("blank_image", 0.1, 0.84, 0.8, 0.88, 200, before=0.1, policy_before=0.5),
+        ControlGain("direct_prompt", 0.72, 0.22, 0.15, 0.29, 200, before=0.5, policy_before=0.5),
+    )
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(to_line(EvaluationRecord(4, 0.94, 0.9, 0.97, 200, controls=gains)) + "\n")
+    text = report(tmp_path / "run")
+    assert "Over the best control (direct prompt): <b>+0.220</b>, 95 %: +0.150 to +0.290" in text
+    table = text[text.index('id="controls"') :]
+    assert table.index("direct prompt") < table.index("blank image") and "50 %" in table
+
+
+def test_runs_are_paired_by_row_in_the_suites_that_both_have(tmp_path: Path) -> None:
+    for name, right in (("first", 4), ("second", 9)):
+        write_run(tmp_path / name, num_steps=4)
+        for version, shift in ((0, 5), (4, 0)):
+            values = {f"test/{n}/s{n}": float(n + shift < right) for n in range(12 - (name == "second"))}
+            write_rows(tmp_path / name / "evaluations", "held_out", version, values)
+    [found] = pairs([str(tmp_path / "first"), f"b={tmp_path / 'second'}"])
+    assert (found.num, found.better, found.worse, found.difference) == (11, 5, 0, pytest.approx(5 / 11))
+    assert "second - first = +0.455" in str(found) and "p = 0.062 (exact McNemar test)" in str(found)
+    write_run(tmp_path / "older", num_steps=4)
+    assert list(pairs([str(tmp_path / "first"), str(tmp_path / "older")])) == []
 
 
 CONFIG = "algorithm:\n  prompts_per_step: 16\n"

@@ -38,7 +38,7 @@ from mobula.cluster.metrics.report.run_folder import (
     write_findings,
 )
 from mobula.cluster.metrics.report.samples import AnswerGroup, KeptAnswer, SampleFile
-from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
+from mobula.cluster.metrics.step_records import ControlGain, EvaluationRecord, StepRecord
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import UpdateReport
@@ -263,6 +263,37 @@ def test_greedy_accuracy_is_compared_with_what_the_same_weights_sample(
     changes = {MetricName.ACCURACY: 0.9, MetricName.SAMPLED_ACCURACY: sampled}
     run = material(config, changes, evaluations=evaluated(greedy, greedy, temperature=temperature))
     assert findings(run)["greedy_and_sampled"].verdict is verdict
+
+
+def controlled(*gains: ControlGain) -> tuple[EvaluationRecord, ...]:
+    return (EvaluationRecord(0, 0.5, 0.4, 0.6, 64), EvaluationRecord(32, 0.8, 0.7, 0.9, 64, controls=gains))
+
+
+@pytest.mark.parametrize(
+    ("after", "low", "verdict", "said"),
+    [
+        (0.74, 0.02, RunVerdict.WARNING, "80% of the gain is there without the image: blank_image goes from 0.500 to"),
+        (0.79, -0.01, RunVerdict.WARNING, "97% of the gain"),
+        (0.6, 0.1, RunVerdict.NOTICE, "33% of the gain"),
+        (0.5, 0.2, RunVerdict.OK, "0% of the gain"),
+    ],
+)
+def test_a_gain_that_is_there_without_the_image_is_a_warning(
+    after: float, low: float, verdict: RunVerdict, said: str, config: RunConfig
+) -> None:
+    gain = ControlGain("blank_image", after, 0.8 - after, low, 0.9, 64, before=0.5, policy_before=0.5)
+    other = ControlGain("no_image", 0.1, 0.7, 0.6, 0.8, 64, before=0.1, policy_before=0.5)
+    found = findings(material(config, evaluations=controlled(other, gain)))["gain_without_media"]
+    assert found.verdict is verdict and said in found.measured, found
+
+
+def test_what_the_base_reaches_when_asked_directly_is_said(config: RunConfig) -> None:
+    gain = ControlGain("direct_prompt", 0.79, 0.01, -0.05, 0.07, 64, before=0.5, policy_before=0.5)
+    found = findings(material(config, evaluations=controlled(gain)))["direct_prompt"]
+    assert (
+        found.verdict is RunVerdict.WARNING and "reaches 0.790 when it is asked for the answer alone" in found.measured
+    )
+    assert findings(material(config, evaluations=controlled()))["direct_prompt"].verdict is RunVerdict.NOT_MEASURED
 
 
 LOST = {MetricName.TRUNCATED_FRACTION: 1.0, MetricName.UNIFORM_FRACTION: 1.0, MetricName.KL: 3.0, **FLAT}

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from mobula.cluster.errors import ExcludedPromptError, RewardError
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.hub import informing
-from mobula.cluster.metrics.report.samples import SHEETS_FILE
+from mobula.cluster.metrics.report.samples import SHEETS_FILE, HeldOutAnswer, write_answers
 from mobula.cluster.metrics.step_records import HELD_OUT, ControlGain, EvaluationRecord, best_control
 from mobula.cluster.metrics.summary import (
     bootstrap_interval,
@@ -30,6 +30,7 @@ from mobula.cluster.metrics.summary import (
     pass_at_k,
     reflection_ratios,
 )
+from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.trajectory import Answers, Generated, Prompt, Response, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Reference, Rewards, Rollouts, SamplingSettings
@@ -580,6 +581,35 @@ class ResponseFiles:
             "correct": [row[name] >= self._correct_from if row and name in row else None for row in components],
             "components": components,
         }
+
+
+NUM_ANSWERS = 12  # of the run's own suite, in the report
+
+
+@dataclass(frozen=True)
+class FirstAnswers:
+    """Writes to another log, and the answers to the first rows of the run's own suite to `folder` for the report."""
+
+    log: ResponseLog
+    folder: Path
+    timeout_s: float  # bounds the fetch of one prompt's response, or of its images
+
+    async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        await self.log.write(suite, version, prompts)
+        if suite == HELD_OUT:
+            await asyncio.to_thread(self._write, version, prompts[:NUM_ANSWERS])
+
+    def _write(self, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        found = []
+        for scored in prompts:
+            prompt, responses = scored.prompt, _responses(scored, "answers", self.timeout_s)
+            handles, what = [handle.reference for handle in prompt.media], f"the images of {prompt.prompt_id}"
+            media: list[ProcessedMedia] = fetch(handles, timeout_s=self.timeout_s, what=what) if handles else []
+            images = tuple(medium.thumbnail for medium in media if medium.thumbnail)
+            reward = next((reward.value for reward in scored.rewards if reward is not None), None)
+            text = responses[0].text if responses else ""
+            found.append(HeldOutAnswer(prompt.sample_id, prompt.text, prompt.references, images, text, reward))
+        write_answers(self.folder, version, found)
 
 
 def _responses(scored: ScoredPrompt, kind: str, timeout_s: float) -> Sequence[Response]:

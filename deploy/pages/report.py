@@ -22,7 +22,15 @@ from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
-from mobula.cluster.metrics.report.samples import ReportSample, Sheet, Video, read_sheets, read_videos
+from mobula.cluster.metrics.report.samples import (
+    HeldOutAnswer,
+    ReportSample,
+    Sheet,
+    Video,
+    read_answers,
+    read_sheets,
+    read_videos,
+)
 from mobula.cluster.metrics.step_records import (
     HELD_OUT,
     BeforeAfter,
@@ -405,11 +413,15 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
 
 def report_page(run_folder: Path, run: RunFolder | None = None) -> str:
     """Returns the report of a run folder as HTML; `run` is its content, if it was read before."""
-    return render_report(run or read_run_folder(run_folder), read_sheets(run_folder), read_videos(run_folder))
+    media = read_sheets(run_folder), read_videos(run_folder)
+    return render_report(run or read_run_folder(run_folder), *media, read_answers(run_folder))
 
 
 def render_report(
-    run: RunFolder, sheets: Sequence[Sheet] = (), videos: Sequence[tuple[int, Sequence[Video]]] = ()
+    run: RunFolder,
+    sheets: Sequence[Sheet] = (),
+    videos: Sequence[tuple[int, Sequence[Video]]] = (),
+    held_out: Sequence[tuple[HeldOutAnswer, HeldOutAnswer]] = (),
 ) -> str:
     """Renders the report as HTML. All data is escaped; only our own script may run, allowed by its hash."""
     status, unit = run.summary.status if run.summary else _UNFINISHED, unit_of([run])
@@ -431,6 +443,7 @@ def render_report(
         status_text=_STATUS_TEXTS.get(status, status),
         sheets=[(suite, list(of_suite)) for suite, of_suite in groupby(sheets, key=lambda sheet: sheet.suite)],
         videos=videos,
+        held_out=held_out,
         data_uri=_data_uri,
         before=pair.before,
         after=pair.after,

@@ -27,6 +27,7 @@ from mobula.cluster.rollout.evaluation import (
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,
+    FirstAnswers,
     KeptResults,
     NoResponseLog,
     NothingKept,
@@ -178,14 +179,17 @@ def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
     config = prepared.config
     if folder is not None and config.sampler.is_flow:
         return ContactSheets(folder, timeout_s=config.timeouts.object_s)
-    if folder is None or not config.evaluation.save_responses:
+    if folder is None:
         return NoResponseLog()
-    return ResponseFiles(
-        folder,
-        accuracy_component=config.rewards.accuracy_component,
-        correct_from=config.evaluation.correct_from,
-        timeout_s=config.timeouts.object_s,
-    )
+    log: ResponseLog = NoResponseLog()
+    if config.evaluation.save_responses:
+        log = ResponseFiles(
+            folder,
+            accuracy_component=config.rewards.accuracy_component,
+            correct_from=config.evaluation.correct_from,
+            timeout_s=config.timeouts.object_s,
+        )
+    return FirstAnswers(log, folder, config.timeouts.object_s)
 
 
 def record_evaluation(metrics: Metrics, folder: Path, component: str, result: EvaluationResult) -> None:

@@ -66,6 +66,40 @@ def read_rows(run_folder: Path, suite: str) -> dict[str, float]:
     return {} if newest is None else json.loads(newest.read_text(encoding="utf-8"))
 
 
+@dataclass(frozen=True)
+class HeldOutAnswer:
+    """The answer to one held-out row; `images` are thumbnails (PNG)."""
+
+    sample_id: str
+    prompt: str
+    references: tuple[str, ...]
+    images: tuple[bytes, ...]
+    response: str
+    reward: float | None  # None if it was not scored
+
+
+def write_answers(folder: Path, version: int, answers: Sequence[HeldOutAnswer]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [strict(asdict(a) | {"images": [base64.b64encode(png).decode() for png in a.images]}) for a in answers]
+    write_atomically(folder / f"answers-{version}.json", json.dumps({"rows": rows}, ensure_ascii=False))
+
+
+def read_answers(run_folder: Path) -> list[tuple[HeldOutAnswer, HeldOutAnswer]]:
+    """The answers to each row at the first and the last version that have one; empty without two versions."""
+    paths = (run_folder / EVALUATIONS_FOLDER).glob("answers-*.json")
+    ordered = sorted(paths, key=lambda path: int(path.stem.rpartition("-")[2]))
+    if len(ordered) < 2:
+        return []
+    first, last = ({a.sample_id: a for a in _answers_in(path)} for path in _first_and_last(ordered))
+    return [(answer, last[name]) for name, answer in first.items() if name in last]
+
+
+def _answers_in(path: Path) -> Iterator[HeldOutAnswer]:
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        images, references = tuple(map(base64.b64decode, row["images"])), tuple(row["references"])
+        yield HeldOutAnswer(**{**row, "images": images, "references": references})
+
+
 def _first_and_last(items: Sequence[T]) -> Sequence[T]:
     return items if len(items) < 2 else (items[0], items[-1])
 

@@ -21,6 +21,7 @@ from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.actor import MediaBatcher
+from mobula.actors.rollout.controls import controlled
 from mobula.actors.rollout.episodes import Demonstration, Demonstrations, EpisodeRunner
 from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.errors import DatasetError, EnvironmentFailedError
@@ -33,6 +34,7 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
+from mobula.configs.schema.run import Control
 from mobula.learner.batch import fetch_items
 from mobula.learner.policies.batch import collate
 from mobula.learner.policies.head import Distribution
@@ -61,16 +63,17 @@ class Bench:
         self._loop = asyncio.Runner()  # what the sampler waits with belongs to one loop
         self._loop.run(self.sampler.start())
 
-    def prompt(self, *overrides: str) -> tuple[EpisodeRunner, Prompt]:
-        words = ("environment.num_train=1", "environment.host=inline")
+    def prompt(self, *overrides: str, control: Control | None = None) -> tuple[EpisodeRunner, Prompt]:
+        words = ("environment.num_train=2", "environment.host=inline")
         config = episode_config(self.model, *words, *overrides)
         chat = chat_of(config)
         media = MediaBatcher(MediaReader(timeout_s=5, max_items=64))
         runner = EpisodeRunner(config.environment, chat, self.sampler, media, model=str(self.model), max_images=8)
         options = {key: value for key, value in config.environment.options.items() if key != "fault"}
         honest = config.environment.model_copy(update={"options": options})
-        row = environment_split(honest, "train", takes_images=True).rows[0]
-        return runner, chat.prepare(row, "0/0/x")
+        rows = environment_split(honest, "train", takes_images=True).rows
+        shown = rows if control is None else controlled(control, rows, chat, seed=0)
+        return runner, chat.prepare(shown[0], "0/0/x")
 
     def run(
         self,
@@ -80,10 +83,11 @@ class Bench:
         attempt: Attempt = FIRST,
         report: Callable[[Sequence[TokenChunk]], None] = lambda chunks: None,
         note_failure: Callable[[str], None] = lambda kind: None,
+        control: Control | None = None,
         **sampling: Any,
     ) -> TrajectoryGroup:
         async def run() -> TrajectoryGroup:
-            runner, prompt = self.prompt(*overrides)
+            runner, prompt = self.prompt(*overrides, control=control)
             settings = SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed=7, **sampling)
             try:
                 return await runner.generate(prompt, settings, attempt, report=report, note_failure=note_failure)
@@ -143,6 +147,24 @@ def test_tokens_are_those_of_the_template_over_all_turns(bench: Bench, group: Tr
         expected += "<|im_end|>\n<|im_start|>assistant\n"
         assert text == ("<|im_end|>" if is_cut else "") + expected
         assert not is_cut or between[0] == bridge.end_id
+
+
+@pytest.mark.parametrize("control", list(Control))
+def test_controls_change_the_images_of_every_turn_and_nothing_else(
+    control: Control, bench: Bench, group: TrajectoryGroup
+) -> None:
+    found = bench.run("environment.max_concurrent=1", control=control, num_samples=1)
+    own, other = group.trajectories[0], found.trajectories[0]
+    assert other.finish_reason is FinishReason.TERMINATED and other.response.failure == ""
+    assert [turn.rewards for turn in other.response.turns] == [turn.rewards for turn in own.response.turns]
+    media = [[m.key for m in (*of.prompt.media, *t.actions.media)] for of, t in ((group, own), (found, other))]
+    if control is Control.DIRECT_PROMPT:
+        assert media[0] == media[1]
+    elif control is Control.NO_IMAGE:
+        assert media[1] == []
+    else:
+        assert len(media[1]) == len(media[0]) and not set(media[0]) & set(media[1])
+        assert len(set(media[1])) == 1, "one blank image, or the first image of the other episode"
 
 
 @torch.no_grad()

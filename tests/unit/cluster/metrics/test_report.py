@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metrics_data import FACTS, FakeClock, make_metrics, write_run
+from metrics_data import FACTS, FakeClock, flat_image, make_metrics, write_run
 
 from mobula.cluster.metrics.report.run_folder import (
     Evidence,
@@ -27,7 +27,7 @@ from mobula.cluster.metrics.report.run_folder import (
     read_run_folder,
     write_findings,
 )
-from mobula.cluster.metrics.report.samples import read_samples, write_rows
+from mobula.cluster.metrics.report.samples import HeldOutAnswer, read_samples, write_answers, write_rows
 from mobula.cluster.metrics.sinks.base import evaluation_scalars
 from mobula.cluster.metrics.step_records import (
     BeforeAfter,
@@ -234,6 +234,20 @@ def test_controls_have_a_table_and_the_best_one_stands_at_the_top(tmp_path: Path
     assert "Over the best control (direct prompt): <b>+0.220</b>, 95 %: +0.150 to +0.290" in text
     table = text[text.index('id="controls"') :]
     assert table.index("direct prompt") < table.index("blank image") and "50 %" in table
+
+
+def test_held_out_answers_are_shown_before_and_after(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=4)
+    png = flat_image(7)
+    for version, text, reward in ((0, "<b>3", 0.0), (2, "4", 0.0), (4, "5", 1.0)):
+        answer = HeldOutAnswer("s0", "Which digit?", ("5", r"\boxed{5}"), (png,), text, reward)
+        lost = HeldOutAnswer("s1", "And this?", ("6",), (), "", None)
+        write_answers(tmp_path / "run" / "evaluations", version, [answer, lost])
+    text = report(tmp_path / "run")
+    table = text[text.index('id="answers"') : text.index("</table>", text.index('id="answers"'))]
+    assert "Which digit?" in table and "&lt;b&gt;3" in table and table.count("data:image/png") == 1
+    assert table.index("&lt;b&gt;3") < table.index(">5 ") and ">4 " not in table
+    assert table.count("(empty)") == 2 and "boxed" not in table
 
 
 def test_runs_are_paired_by_row_in_the_suites_that_both_have(tmp_path: Path) -> None:

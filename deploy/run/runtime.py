@@ -25,7 +25,7 @@ from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.hub import StartUp, informing
 from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE
 from mobula.cluster.metrics.sinks.base import Sink
-from mobula.cluster.metrics.step_records import strict
+from mobula.cluster.metrics.step_records import best_control, strict
 from mobula.cluster.metrics.summary import Status, Summary
 from mobula.cluster.recovery.checkpoints import find_resumable
 from mobula.cluster.replay.run_identity import changed_settings
@@ -52,7 +52,7 @@ from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.run.cluster import RunCluster, joined_cluster, write_plan
 from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
 from mobula.deploy.run.overview import overview, provenance, reproduction
-from mobula.deploy.run.run_report import earlier_wall_s, headline, leave_behind
+from mobula.deploy.run.run_report import earlier_wall_s, headline, leave_behind, over_control
 from mobula.deploy.wiring.build import build_controller, build_offline_controller, spawn_offline
 from mobula.deploy.wiring.evaluation import build_evaluator, response_log
 from mobula.deploy.wiring.persistence import RunContext, check_exporters, recovered, run_context
@@ -108,10 +108,12 @@ def evaluate(config: RunConfig, output: Path | None = None, preloaded: Preloaded
         with file_access(config):
             write_atomically(output / EVALUATION_FILE, json.dumps(rows, indent=2, allow_nan=False) + "\n")
     for result in results:
+        best = best_control(result.controls)
         console.print(
             f"{config.policy.model}: {result.suite} {result.measure} {result.accuracy:.3f} ({result.low:.3f} to "
             f"{result.high:.3f}) on {result.record().counted}"
             + "".join(f", {name} {value:.3f}" for name, value in result.values.items())
+            + ("" if best is None else f"; {over_control(best)}")
         )
     num = sum(result.num_scored + result.num_unscored for result in results)
     console.print(f"{num / seconds:.2f} responses/s, sampled and scored in {seconds:.1f} s")

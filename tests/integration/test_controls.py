@@ -22,12 +22,16 @@ WORDS = (
 
 
 def answered(folder: Path) -> Path:
-    """Digits whose questions say the answer: the image is not needed."""
+    """Digits whose questions say the answer, with the image of another row: it is not needed, and tells nothing."""
     write_digits(folder, task="digits")
     for split in ("train", "validation", "test"):
         path = folder / f"{split}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        rows = [row | {"question": f"<image>It is {row['answer']}. Which digit?"} for row in rows]
+        images = [row["image"] for row in rows[1:] + rows[:1]]
+        rows = [
+            row | {"question": f"<image>It is {row['answer']}. Which digit?", "image": image}
+            for row, image in zip(rows, images, strict=True)
+        ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -23,20 +23,18 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.replay.journal_writer import GroupJournal
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.evaluation import (
-    ContactSheets,
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,
-    FirstAnswers,
     KeptResults,
     NoResponseLog,
     NothingKept,
-    ResponseFiles,
     ResponseLog,
     ResultFiles,
     Suite,
     values_by_row,
 )
+from mobula.cluster.rollout.response_logs import ContactSheets, FirstAnswers, ResponseFiles
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import BOXED_SUFFIX
 from mobula.configs.schema.run import Control

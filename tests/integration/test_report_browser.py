@@ -19,7 +19,8 @@ from waiting import wait_until
 
 from mobula.cluster.metrics.artifacts import ArtifactWriter
 from mobula.cluster.records.trajectory import Answers, Generated, Response, Reward
-from mobula.cluster.rollout.evaluation import ContactSheets, ScoredPrompt
+from mobula.cluster.rollout.evaluation import ScoredPrompt
+from mobula.cluster.rollout.response_logs import ContactSheets
 from mobula.deploy.pages.report import write_report
 from mobula.rewards.contract import Score
 

@@ -32,7 +32,6 @@ from mobula.cluster.records.trajectory import (
 )
 from mobula.cluster.rollout import row_stream
 from mobula.cluster.rollout.evaluation import (
-    ContactSheets,
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,
@@ -41,6 +40,7 @@ from mobula.cluster.rollout.evaluation import (
     Suite,
     mean_of_component,
 )
+from mobula.cluster.rollout.response_logs import ContactSheets
 from mobula.cluster.rollout.row_stream import RowStream, stored
 from mobula.deploy.pages.report import write_report
 

@@ -22,7 +22,8 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.harness.corruption import PATTERNS, corrupt, pattern_of
 from mobula.cluster.records.trajectory import Answers, Generated, Response, Reward
-from mobula.cluster.rollout.evaluation import ResponseFiles, ScoredPrompt
+from mobula.cluster.rollout.evaluation import ScoredPrompt
+from mobula.cluster.rollout.response_logs import ResponseFiles
 from mobula.configs.load import dump_config, load_config
 from mobula.deploy.cli import app
 from mobula.deploy.data import score as scoring

@@ -111,7 +111,7 @@ def build_controller(
     observers: Sequence[GroupObserver] = [rejections, stages] if stages else [rejections]
     dispatcher = _dispatcher(run, source, rollouts, inference, training, observers)
     guard = build_guard(run, training.learner, dispatcher.reject_before)
-    responses = response_log(prepared, config.run_folder / RESPONSES_FOLDER)
+    responses = response_log(prepared, config.run_folder / RESPONSES_FOLDER, is_reported=bool(metrics.samples))
     informing = InformingLog(JudgedLog(guard, responses) if guard else responses)
     accuracy = config.rewards.accuracy_component
     on_result = partial(record_evaluation, metrics, config.run_folder / RESPONSES_FOLDER, accuracy)

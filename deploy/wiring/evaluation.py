@@ -173,7 +173,8 @@ def content_of(value: object) -> str:
     return CONTENT + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
-def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
+def response_log(prepared: Prepared, folder: Path | None, *, is_reported: bool = False) -> ResponseLog:
+    """What is kept of responses in `folder`; with `is_reported`, also the answers of the report."""
     config = prepared.config
     if folder is not None and config.sampler.is_flow:
         return ContactSheets(folder, timeout_s=config.timeouts.object_s)
@@ -187,7 +188,7 @@ def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
             correct_from=config.evaluation.correct_from,
             timeout_s=config.timeouts.object_s,
         )
-    return FirstAnswers(log, folder, config.timeouts.object_s)
+    return FirstAnswers(log, folder, config.timeouts.object_s) if is_reported else log
 
 
 def record_evaluation(metrics: Metrics, folder: Path, component: str, result: EvaluationResult) -> None:

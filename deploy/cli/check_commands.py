@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from mobula.deploy.checks.lmms_eval import LmmsEval, evaluate
 from mobula.deploy.cli.errors import explained
 from mobula.deploy.cli.options import RUN, AuthOption, Overrides, RunFolder, RunName, run_and_words, takes
 from mobula.deploy.host.authentication import set_auth
-from mobula.deploy.host.terminal import terminal
+from mobula.deploy.host.terminal import signals_raise, terminal
 from mobula.deploy.rehearsal.options import RehearseCommand
 
 
@@ -226,7 +225,7 @@ def lmms_eval(options: LmmsEval) -> None:
     """Evaluate a model with the public harness lmms-eval, in its own environment (`make harness`)."""
     console = terminal(soft_wrap=True)
     with explained("what was scored until now is in the run's log alone; run it again"):
-        with _stopped_by_sigterm():
+        with signals_raise():
             path, artifact = evaluate(options, lambda line: console.print(line))
     terminal().print(_table(artifact))
     console.print(
@@ -234,16 +233,6 @@ def lmms_eval(options: LmmsEval) -> None:
         f"{artifact['seconds']:.1f} s"
     )
     console.print(f"written: {path}")
-
-
-@contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Turns SIGTERM into an interrupt, so that the harness ends with this process."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _table(artifact: Mapping[str, Any]) -> Table:

@@ -18,6 +18,7 @@ from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.configs.load import dump_config
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host.terminal import signals_raise
 
 POLL_S = 0.2
 
@@ -25,7 +26,17 @@ POLL_S = 0.2
 def run_apart(
     command: str, config: RunConfig, words: Sequence[str], on_step: Callable[[StepRecord], object] | None = None
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "stderr", "w+", encoding="utf-8") as errors:
+    """Runs the command with `config`; ending this process ends the run in order, with a checkpoint.
+
+    Raises:
+        MobulaError: the command failed; PreflightError if the configuration is at fault.
+        KeyboardInterrupt: the command was interrupted.
+    """
+    with (
+        signals_raise(),
+        tempfile.TemporaryDirectory() as folder,
+        open(Path(folder) / "stderr", "w+", encoding="utf-8") as errors,
+    ):
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         call = [sys.executable, "-m", "mobula.deploy.cli", command, "--config", str(file), *words]

@@ -36,7 +36,6 @@ from mobula.cluster.metrics.report.run_folder import (
     RunFolder,
     read_run_folder,
 )
-from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.metrics.summary import Summary, read_summary
 from mobula.cluster.rollout.evaluation import RESULTS, EvaluationResult

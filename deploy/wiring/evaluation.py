@@ -41,10 +41,10 @@ from mobula.configs.schema.run import Control
 from mobula.deploy.wiring.preparation import Prepared
 
 KEPT_FOLDER = ".evaluations"  # in the folder of the runs
-_logger = logging.getLogger(__name__)
-
 RESPONSES_FOLDER = "evaluations"  # in the run folder
 AFTER_TRAINING = 1  # priority of held-out prompts
+
+_logger = logging.getLogger(__name__)
 
 
 def build_evaluator(

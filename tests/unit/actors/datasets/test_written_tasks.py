@@ -22,6 +22,7 @@ from mobula.configs.load import load_config
 from mobula.deploy.wiring.preparation import ensure_data
 from mobula.examples.digits.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
 from mobula.examples.digits.digits import write_digits
+from mobula.examples.easy_vqa.easy_vqa import write_easy_vqa
 from mobula.examples.geospot.gazetteer import GazetteerCity
 from mobula.examples.geospot.geospot import MARK, draw_map, draw_world, write_places
 from mobula.examples.shapes.captioning import describe, keywords_of, write_captioning
@@ -367,3 +368,21 @@ def test_patterns_differ_in_pitch_and_silence() -> None:
         assert loud == [pitch > 0 for pitch in pitches]
         heard = [(c, pitch) for c, pitch in zip(crossings, pitches, strict=True) if pitch > 0]
         assert all((c > d * 1.4) == (p > q) for c, p in heard for d, q in heard)
+
+
+def test_easy_vqa_keeps_its_published_test_split_and_no_picture_is_in_two(tmp_path: Path) -> None:
+    package = pytest.importorskip("easy_vqa", reason="the extra easy-vqa is not installed")
+    folder = write_easy_vqa(tmp_path / "easy_vqa")
+    rows = {split: read(folder, split) for split in SPLITS}
+    assert {split: len(rows[split]) for split in SPLITS} == {"train": 34_687, "validation": 3_888, "test": 9_673}
+    pictures = {split: {row["image"] for row in rows[split]} for split in SPLITS}
+    assert not (pictures["train"] & pictures["validation"] or pictures["train"] & pictures["test"])
+    assert {row["answer"] for row in rows["test"]} == set(package.get_answers())
+    questions, answers, _ = package.get_test_questions()
+    assert [(row["question"], row["answer"]) for row in rows["test"]] == [
+        (f"<image>{question}", answer) for question, answer in zip(questions, answers, strict=True)
+    ]
+    assert sum(row["answer"] in ("yes", "no") for row in rows["test"]) / len(rows["test"]) == pytest.approx(
+        0.74, abs=0.01
+    )
+    assert Image.open(folder / rows["test"][0]["image"]).size == (64, 64)

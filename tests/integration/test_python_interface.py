@@ -41,7 +41,8 @@ def test_the_notebook_trains_exports_and_evaluates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_interrupted_run_writes_a_checkpoint(tmp_path: Path, usual_signals: None) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path: Path, usual_signals: None) -> None:
     """The interrupt of a terminal reaches every process of its group, and the run has to be asked once."""
     words = ["experiment=digits", "resources=laptop", "name=cut", *SMALLER[1:], "num_steps=1000"]
     program = f"import mobula\nmobula.train(mobula.load_config({words!r}))"
@@ -57,7 +58,7 @@ def test_an_interrupted_run_writes_a_checkpoint(tmp_path: Path, usual_signals: N
         for line in process.stdout:
             lines.append(line)
             if "step 1/1000" in line:
-                os.killpg(process.pid, signal.SIGINT)
+                os.killpg(process.pid, number)
     output = "".join(lines)
     assert "KeyboardInterrupt" in output and "stopping at once" not in output, output
     result = mobula.Run(tmp_path / "runs" / "cut")

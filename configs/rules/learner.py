@@ -271,6 +271,19 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "name layers or a part, e.g. policy.lora.target_modules=[language]",
     ),
     RuleRow(
+        lambda c: c.policy.quantisation != "none" and (not c.policy.lora.is_on or c.weight_sync.payload != "adapters"),
+        "policy.quantisation={policy.quantisation} freezes the base, and policy.lora.rank={policy.lora.rank}, "
+        "weight_sync.payload={weight_sync.payload}: set policy.lora.rank to 8 or more and weight_sync.payload=adapters",
+    ),
+    RuleRow(
+        lambda c: (
+            c.policy.quantisation != "none"
+            and (c.learner.backend == "deepspeed" or c.sampler.is_flow or c.sampler.draws_tokens)
+        ),
+        "policy.quantisation={policy.quantisation} is of token models with learner.backend=single or fsdp2, got "
+        "learner.backend={learner.backend} and sampler.kind={sampler.kind}: change them, or leave it out",
+    ),
+    RuleRow(
         lambda c: (
             c.policy.attention.startswith("flash") and (c.resources.device, c.resources.dtype) != ("cuda", "bfloat16")
         ),

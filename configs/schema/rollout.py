@@ -56,6 +56,12 @@ class PolicyConfig(Section):
     model: `vision` (the tower), `connector`, `language`."""
     lora: LoRAConfig = LoRAConfig()
     """Adapters instead of full training."""
+    quantisation: Literal["none", "nf4", "int8"] = "none"
+    """Bits of the frozen weights below adapters, in the learner: `nf4` 4 (by torchao, the extra `quantised`), `int8` 8.
+    Engines and reference have the dequantised weights, so all compute with the same numbers."""
+    quantisation_modules: tuple[str, ...] = ("language",)
+    """Linear layers that `quantisation` holds in few bits: parts or names as in `lora.target_modules`. Embeddings, the
+    output layer and norms are never among them."""
 
 
 class ScorersConfig(Section):

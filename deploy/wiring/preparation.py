@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,11 +40,12 @@ from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.actors.processors.teacher import TEACHER, check_teacher, named_teachers
 from mobula.actors.processors.worker import make_processor
 from mobula.cluster.errors import DatasetError, PreflightError
+from mobula.cluster.files import install_folder
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
 from mobula.cluster.records.media import MediaKeeper, MediaStore
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.replay.run_identity import DATA_FILES, run_identity
-from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_files, checkpoint_manifest
 from mobula.configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import DataKind, SourceConfig
@@ -72,7 +74,7 @@ from mobula.learner.policies.loading import refuse_unknown_prefixes
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import TINY, write_tiny
 from mobula.learner.policies.token import score_class
-from mobula.learner.policies.trained import flow_checkpoint
+from mobula.learner.policies.trained import flow_checkpoint, write_dequantised
 
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor
@@ -115,6 +117,7 @@ def _suffixes(config: RunConfig, source: SourceConfig) -> Sequence[str]:
 
 
 VALIDATION = "validation"
+BASES_FOLDER = ".bases"  # in the folder of the runs
 SUPERVISED_PATH = "algorithm.supervised.path"
 
 
@@ -220,7 +223,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     teacher_folder, teachers = folders.get(TEACHER), {label: folders[f"{TEACHER}s.{label}"] for label in labels}
     ensure_data(config)
     config = with_decisions(config)
-    processor, basis = loaded.processor, (config, loaded.folder, loaded.checkpoint)
+    processor, basis = loaded.processor, (config, engine_base(config, loaded.folder), loaded.checkpoint)
     splits = checked_splits(config, processor)
     refuse(find_in_rows(config, {name: report.notes for name, report in splits.items()}))
     if isinstance(processor, ConversationProcessor):
@@ -298,7 +301,21 @@ def prepare_base(config: RunConfig, put: Callable[[Any], Any], *, keep_files: bo
     chat, stored = ChatProcessor.of(config, media, keep_files=keep_files), stored_model(folder)
     checkpoint = stored.in_dtype(config.resources.dtype)
     refuse(find_mismatches(config, LoadedModel(folder, checkpoint, chat, stored)))
-    return Prepared(config, folder, checkpoint, chat, media, {})
+    return Prepared(config, engine_base(config, folder), checkpoint, chat, media, {})
+
+
+def engine_base(config: RunConfig, folder: Path) -> Path:
+    """Returns the checkpoint that engines load: that of `policy.model`, or with `policy.quantisation` its dequantised
+    weights, which are written once for all runs of `folder`."""
+    policy = config.policy
+    if policy.quantisation == "none":
+        return folder
+    depends_on = [policy.quantisation, *policy.quantisation_modules, config.resources.dtype]
+    digest = hashlib.sha256(" ".join([fingerprint_of(checkpoint_files(folder)), *depends_on]).encode()).hexdigest()
+    base = config.folder / BASES_FOLDER / digest[:16]
+    if not base.is_dir():
+        _logger.info("policy.quantisation=%s: writing what engines load to %s", policy.quantisation, base)
+    return install_folder(base, base.is_dir, lambda built: write_dequantised(config, built))
 
 
 def workers_download(config: RunConfig) -> bool:

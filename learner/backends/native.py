@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from mobula.learner.backends.sharded import ShardedWriter, gather_whole, load_sh
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint import Weights, fill
+from mobula.learner.policies.quantised import quantised_layers, with_dequantised
 
 
 class SingleBackend:
@@ -61,7 +64,8 @@ class SingleBackend:
         return self._trained
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, tensor) for name, tensor in self._policy.model.state_dict().items() if wanted(name))
+        state = self._policy.model.state_dict().items()
+        yield from with_dequantised(self._policy.model, ((name, tensor) for name, tensor in state if wanted(name)))
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer, version: int) -> Callable[[], None]:
         return self._states.save(folder, self._policy, optimizer, version)
@@ -101,10 +105,12 @@ class FSDP2Backend(SingleBackend):
         mesh = both if self._num_replicas > 1 else both["shard"]
         precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         offload = OffloadPolicy() if self._config.offload == "none" else CPUOffloadPolicy()
+        whole: Any = {layer.weight for layer in quantised_layers(policy.model).values()}  # not sharded
+        shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=whole)
         for module in list(policy.blocks()):
             if _num_parameters(module) >= MIN_UNIT_NUMEL:
-                fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        self._root = fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)  # the policy itself
+                shard(module)
+        self._root = shard(policy)  # the policy itself
         fill(policy.model, weights, self._device if self._config.offload == "none" else torch.device("cpu"))
         self._policy = policy
         num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
@@ -127,7 +133,8 @@ class FSDP2Backend(SingleBackend):
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         state = self._policy.model.state_dict()
-        yield from gather_whole({name: tensor for name, tensor in state.items() if wanted(name)})
+        whole = gather_whole({name: tensor for name, tensor in state.items() if wanted(name)})
+        yield from with_dequantised(self._policy.model, whole)
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
-from mobula.configs.schema import LoRAConfig, PolicyConfig
+from mobula.configs.schema import LoRAConfig, PolicyConfig, RunConfig
 from mobula.learner.policies.checkpoint import BASE, plain_name, pushed_tensors
 from mobula.learner.policies.families import LANGUAGE, PART_NAMES, frozen_prefixes
+from mobula.learner.policies.loading import checkpoint_names
+from mobula.learner.policies.quantised import quantise_layers, takes
 from mobula.learner.policies.shapes import ModelShape, layer_kind, shape_of
 
 if TYPE_CHECKING:
@@ -73,31 +75,58 @@ def adapted_modules(
     Args:
         shape: of the model; None reads it from `policy.model` if `policy.lora.target_modules` names a part.
     """
-    matrices = {
-        spec.name.removesuffix(f".{WEIGHT}"): spec.shape
-        for spec in manifest.tensors
-        if len(spec.shape) == 2 and spec.name.endswith(f".{WEIGHT}")
-    }
-    kinds = {layer_kind(module) for module in matrices}
-    named = [target for target in policy.lora.target_modules if target not in kinds]
-    is_part = any(target in PART_NAMES for target in named)
-    parts = _linear_layers(manifest, matrices, shape or shape_of(policy.model)) if is_part else {LANGUAGE: []}
-    unknown = [target for target in named if target not in parts or not is_part]
-    if unknown:
-        raise ValueError(
-            f"policy.lora.target_modules: no matrix of the model is called {', '.join(unknown)}; there are "
-            f"{', '.join(sorted(kinds))}: name some of these, or a part of a token model: {', '.join(sorted(parts))}"
-        )
-    wanted = {module for target in named for module in parts[target]}
-    wanted |= {module for module in matrices if layer_kind(module) in policy.lora.target_modules}
-    frozen = frozen_prefixes(policy)
-    adapted = {m: size for m, size in matrices.items() if m in wanted and not f"{m}.{WEIGHT}".startswith(frozen)}
+    key, frozen = "policy.lora.target_modules", frozen_prefixes(policy)
+    named = linear_modules(manifest, policy, policy.lora.target_modules, key, shape)
+    adapted = {m: size for m, size in named.items() if not f"{m}.{WEIGHT}".startswith(frozen)}
     if not adapted:
         raise ValueError(
             f"policy.freeze={list(policy.freeze)} takes away every layer of policy.lora.target_modules="
             f"{list(policy.lora.target_modules)}, so nothing would be trained: change one of the two"
         )
     return adapted
+
+
+def linear_modules(
+    manifest: Manifest, policy: PolicyConfig, targets: Sequence[str], key: str, shape: ModelShape | None = None
+) -> dict[str, tuple[int, int]]:
+    """Module -> shape of its weight, of the parts and layer names `targets`, the value of `key`."""
+    matrices = {
+        spec.name.removesuffix(f".{WEIGHT}"): spec.shape
+        for spec in manifest.tensors
+        if len(spec.shape) == 2 and spec.name.endswith(f".{WEIGHT}")
+    }
+    kinds = {layer_kind(module) for module in matrices}
+    named = [target for target in targets if target not in kinds]
+    is_part = any(target in PART_NAMES for target in named)
+    parts = _linear_layers(manifest, matrices, shape or shape_of(policy.model)) if is_part else {LANGUAGE: []}
+    unknown = [target for target in named if target not in parts or not is_part]
+    if unknown:
+        raise ValueError(
+            f"{key}: no matrix of the model is called {', '.join(unknown)}; there are {', '.join(sorted(kinds))}: name "
+            f"some of these, or a part of a token model: {', '.join(sorted(parts))}"
+        )
+    wanted = {module for target in named for module in parts[target]}
+    wanted |= {module for module in matrices if layer_kind(module) in targets}
+    return {module: size for module, size in matrices.items() if module in wanted}
+
+
+def quantise_base(model: PreTrainedModel, config: RunConfig) -> None:
+    """Makes the layers of `policy.quantisation_modules` quantised ones, in a model on the meta device."""
+    policy = config.policy
+    if policy.quantisation == "none":
+        return
+    states = {name: state for state, name in checkpoint_names(model).items()}
+    shapes = model.state_dict()
+    manifest = Manifest(tuple(TensorSpec(name, tuple(shapes[s].shape), DTYPE) for name, s in states.items()))
+    named = linear_modules(manifest, policy, policy.quantisation_modules, "policy.quantisation_modules")
+    layers = {
+        states[f"{module}.{WEIGHT}"].removesuffix(f".{WEIGHT}")
+        for module, size in named.items()
+        if takes(size, policy.quantisation)
+    }
+    output = model.get_output_embeddings()
+    chosen = [n for n, m in model.named_modules() if n in layers and type(m) is nn.Linear and m is not output]
+    quantise_layers(model, chosen, policy.quantisation, getattr(torch, config.resources.dtype))
 
 
 def _linear_layers(manifest: Manifest, matrices: Iterable[str], shape: ModelShape) -> dict[str, list[str]]:

@@ -42,6 +42,7 @@ from mobula.learner.policies.loading import (
     freeze,
     saved_names,
 )
+from mobula.learner.policies.quantised import quantised_layers
 
 GENERATION_FILE = "generation_config.json"
 
@@ -349,12 +350,15 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
     Not collective. Parameters with values keep them if `weights` lacks them.
     """
     lacking = allocate(model, device)
+    quantised = {plain_name(name): layer for name, layer in quantised_layers(model).items()}
     state = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     for name, rows in weights:
-        if name in state:
+        if name in quantised:  # whole on each rank, and one at a time in more bits
+            quantised[name].take(rows[...], device)
+        elif name in state:
             _copy(state[name], rows)
             lacking.discard(state[name])
-    refuse_lacking(model, lacking)
+    refuse_lacking(model, lacking | {layer.weight for layer in quantised.values() if not layer.is_filled})
 
 
 def plain_name(name: str) -> str:
@@ -364,7 +368,8 @@ def plain_name(name: str) -> str:
 
 def allocate(model: nn.Module, device: torch.device) -> set[Tensor]:
     """Allocates the parameters on the meta device on `device` and returns them."""
-    empty: set[Tensor] = {parameter for parameter in model.parameters() if parameter.device.type == "meta"}
+    held = {layer.weight for layer in quantised_layers(model).values()}  # have no memory before their values
+    empty: set[Tensor] = {p for p in model.parameters() if p.device.type == "meta" and p not in held}
     for parameter in empty:
         # Swapped, so that tied weights, optimizers and shards keep their tensor objects.
         memory = torch.empty_like(parameter, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,12 @@ from mobula.cluster.records.actions import Actions, LatentActions, TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.adapters import Factors, save_adapters, save_pipeline_adapters
+from mobula.learner.policies.adapters import (
+    Factors,
+    quantise_base,
+    save_adapters,
+    save_pipeline_adapters,
+)
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyRow, RowOutline
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
@@ -37,6 +42,7 @@ from mobula.learner.policies.flow.policy import (
 from mobula.learner.policies.head import PLAIN, Distribution
 from mobula.learner.policies.image_tokens import ImageTokenPolicy, canary_tokens, freeze_the_rest
 from mobula.learner.policies.loading import DTYPES, disable_dropout
+from mobula.learner.policies.quantised import dequantised, quantised, quantised_layers
 from mobula.learner.policies.token import ScoreModel, TokenPolicy, unread_score_model
 
 if TYPE_CHECKING:
@@ -69,7 +75,26 @@ def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
             disable_dropout(transformer)
         return transformer, weights
     model, weights = unread_policy_model(config.policy, dtype)
+    quantise_base(model, config)
     return freeze_the_rest(model) if config.sampler.draws_tokens else model, weights
+
+
+def write_dequantised(config: RunConfig, folder: Path) -> None:
+    """Writes the base of `policy.quantisation` as engines and reference load it: `policy.model` with the quantised
+    weights dequantised, in `resources.dtype`. Holds one tensor at a time."""
+    model, weights = unread_trained_model(config)
+    assert isinstance(model, PreTrainedModel), "rules refuse flow models"
+    layers, numbers = quantised_layers(model), DTYPES[config.resources.dtype]
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for name, rows in weights:
+            tensor = rows[...]
+            if name in layers:
+                held = quantised(tensor.to(numbers), config.policy.quantisation)
+                tensor = dequantised(*held).to(numbers)
+            yield name, tensor
+
+    save_policy(model, config.policy.model, folder, model.state_dict(), read(), config.resources.dtype)
 
 
 def as_policy(model: nn.Module, config: RunConfig, sequence_ranks: SequenceRanks | None = None) -> Policy:

@@ -16,7 +16,8 @@ from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.configs.schema import RunConfig
-from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
+from mobula.configs.schema.learner import KTOConfig
+from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES, kto
 from mobula.learner.algorithms.policy_losses import token_mean
 from mobula.learner.backends.base import Backend
 from mobula.learner.backends.sharded import ShardedWriter
@@ -192,6 +193,42 @@ def log_ratios(model: Model, batch: ExampleBatch) -> Tensor:
     return torch.where(batch.mask, by_token, 0.0).sum(dim=1)
 
 
+@dataclass(frozen=True)
+class LabelObjective:
+    """KTO. An example has its own answer and that of another row; the mean log-ratio of the latter over a step, not
+    below 0, is the divergence that answers are compared with, without a gradient.
+
+    `accuracy` is the share of rows whose log-ratio is above the divergence if their label is true, else below it.
+    """
+
+    row = staticmethod(answer_row)
+    config: KTOConfig
+    divergence: float = 0.0
+
+    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
+        ratios, is_desirable = log_ratios(model, batch).view(-1, 2)[:, 0], batch.labels.view(-1, 2)[:, 0] > 0
+        weights = self.config.desirable_weight, self.config.undesirable_weight
+        by_row = kto(ratios, is_desirable, divergence=self.divergence, beta=self.config.beta, weights=weights)
+        loss, rewards = _mean(by_row, batch, totals), self.config.beta * ratios
+        meter.add(
+            loss=loss,
+            chosen_reward=_mean(torch.where(is_desirable, rewards, 0.0), batch, totals),
+            rejected_reward=_mean(torch.where(is_desirable, 0.0, rewards), batch, totals),
+            kl=_mean(torch.full_like(ratios, self.divergence), batch, totals),
+            accuracy=_mean(((ratios > self.divergence) == is_desirable).float(), batch, totals),
+        )
+        return loss
+
+    def measured(self, parts: StepParts, examples: Sequence[SharedExample], totals: ExampleTotals) -> LabelObjective:
+        """The objective with the divergence of a step. Collective."""
+        meter = parts.meter()
+        with parts.backend.inference():
+            for rows in parts.step.shares(examples):
+                batch = parts.collated(rows)
+                meter.add(divergence=_mean(log_ratios(parts.policy, batch).view(-1, 2)[:, 1], batch, totals))
+        return replace(self, divergence=max(0.0, meter.reduce()["divergence"]))
+
+
 def image_log_ratios(replay: StepRescoring, model: Model, batch: ExampleBatch) -> Tensor:
     """Diffusion-DPO: the log-ratio of an image to the initial policy is
 
@@ -239,6 +276,8 @@ def build_objective(run: RunConfig, replay: object) -> Objective:
         return PairObjective(row, partial(image_log_ratios, replay), preference, dpo.beta)
     if config.job == "dpo":
         return PairObjective(answer_row, log_ratios, preference, dpo.beta)
+    if config.job == "kto":
+        return LabelObjective(config.kto)
     if config.job != "reward_model":
         return SupervisedObjective()
     if config.reward_model.loss == "regression":
@@ -356,7 +395,8 @@ class OfflineSteps:
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
         is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
         if totals.num_tokens > 0:
-            grad_norm = self._parts.optimized([Term(examples, partial(self._part, totals, meter))], rate)
+            objective = self._measured_objective(examples, totals)
+            grad_norm = self._parts.optimized([Term(examples, partial(self._part, objective, totals, meter))], rate)
             is_taken, metrics = math.isfinite(grad_norm), {**meter.reduce(), "grad_norm": grad_norm}
         counts = {"skipped": float(not is_taken), "optimizer_steps": float(is_taken)}
         return UpdateReport(version, {**metrics, "learning_rate": rate, **counts})
@@ -365,10 +405,17 @@ class OfflineSteps:
         """Returns the job's metrics on these rows without training."""
         examples = self._compared(self.examples(groups, portion))
         totals, meter = totals_of(examples), self._parts.meter()
+        objective = self._measured_objective(examples, totals)
         with self._parts.backend.inference():
             for rows in self._parts.step.shares(examples):
-                self._part(totals, meter, rows)
+                self._part(objective, totals, meter, rows)
         return meter.reduce()
+
+    def _measured_objective(self, examples: Sequence[SharedExample], totals: ExampleTotals) -> Objective:
+        objective = self._objective
+        if isinstance(objective, LabelObjective):
+            return objective.measured(self._parts, examples, totals)
+        return objective
 
     def examples(self, groups: Sequence[ScoredGroup], portion: Portion | None = None) -> list[SharedExample]:
         """Returns the examples of all ranks, those of this rank's share whole."""
@@ -404,5 +451,5 @@ class OfflineSteps:
         logprobs = iter(self._parts.policy(batch.tokens, PLAIN).logprobs.cpu().numpy())
         return [row.referred([next(logprobs) for _ in row.candidates]) for row in rows]
 
-    def _part(self, totals: ExampleTotals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
-        return self._objective(self._parts.policy, self._parts.collated(rows), totals, meter)
+    def _part(self, objective: Objective, totals: ExampleTotals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
+        return objective(self._parts.policy, self._parts.collated(rows), totals, meter)

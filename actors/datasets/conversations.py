@@ -7,6 +7,7 @@ Lines of `<folder>/<split>.jsonl` (docs/offline_training.md):
     {"messages": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}                 with separate answer
     {"messages": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "5"}  a pair
     {"messages": [..., {"role": "assistant", "content": "4"}], "score": 0.9}               a scored answer
+    {"messages": [..., {"role": "assistant", "content": "5"}], "label": false}             a labelled answer
 
 `content` is a text or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
 PATH}}`, `{"type": "video", "video": PATH}` and `{"type": "audio", "audio": PATH}`. A medium is a part, or a placeholder
@@ -50,15 +51,31 @@ from mobula.actors.datasets.media import (
 )
 from mobula.actors.datasets.open_split import read_split
 from mobula.actors.datasets.rows import RowError, Split, Turn
+from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain
 
 COLUMNS = (
-    *("id", "messages", "prompt", "completion", "solution", "answer", "chosen", "rejected", "score", "metadata"),
+    *(
+        "id",
+        "messages",
+        "prompt",
+        "completion",
+        "solution",
+        "answer",
+        "chosen",
+        "rejected",
+        "score",
+        "label",
+        "kto_tag",
+        "metadata",
+    ),
     *MEDIA_COLUMNS,
 )
 MEDIA: Mapping[str, type[MediaInputs]] = {"image": ImageInputs, "video": VideoInputs, "audio": AudioInputs}
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair. A conversation to imitate has the label CHOSEN."""
+MISMATCHED = -1.0
+"""Label of the answer of another row, by which KTO estimates a divergence."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +114,28 @@ def read_conversations(
     numbers_ids: bool = False,
     ignored: Sequence[str] = (),
 ) -> Split[Conversation]:
-    """Reads `<folder>/<split>.jsonl`; `form` is `conversation`, `pair` or `scored`. `key` is the configuration key of
-    the folder, `placeholders` and `ignored` are `data.placeholders` and `data.ignored_fields`; with `numbers_ids`, ids
-    end in the number of their line."""
+    """Reads `<folder>/<split>.jsonl`; `form` is `conversation`, `pair`, `scored` or `labelled`, whose rows also get the
+    answer of the next row. `key` is the configuration key of the folder, `placeholders` and `ignored` are
+    `data.placeholders` and `data.ignored_fields`; with `numbers_ids`, ids end in the number of their line."""
     root = folder.resolve()
 
     def read(fields: Mapping[str, Any], name: str) -> Conversation:
         return _read_row(without(fields, ignored), root, name, FORMS[form], placeholders)
 
-    return read_split(folder, split, key, read, numbers_ids=numbers_ids)
+    found = read_split(folder, split, key, read, numbers_ids=numbers_ids)
+    return _with_mismatched(found, key) if form == "labelled" else found
+
+
+def _with_mismatched(split: Split[Conversation], key: str) -> Split[Conversation]:
+    rows = split.rows
+    if len(rows) < 2:
+        raise DatasetError(
+            f"{key} has {len(rows)} labelled rows in {split.name}: KTO compares the answers of two or more"
+        )
+    others = [row.endings[0] for row in (*rows[1:], rows[0])]
+    pairs = zip(rows, others, strict=True)
+    shown = tuple(replace(row, endings=(*row.endings, replace(o, label=MISMATCHED))) for row, o in pairs)
+    return replace(split, rows=shown)
 
 
 Turns = tuple[Turn, ...]
@@ -198,10 +228,20 @@ def _scored(fields: Mapping[str, Any], turns: Turns) -> Parts:
     return turns[:-1], (Ending(turns[-1:], float(score)),)
 
 
+def _labelled(fields: Mapping[str, Any], turns: Turns) -> Parts:
+    label = fields.get("label", fields.get("kto_tag"))
+    if not isinstance(label, bool):
+        raise RowError("bad_label", f"`label` is {label!r}: write true for an answer to learn from, or false")
+    if turns[-1].role != "assistant":
+        raise RowError("no_answer", "the last message is not the assistant's: end the row in the answer of `label`")
+    return turns[:-1], (Ending(turns[-1:], CHOSEN if label else REJECTED),)
+
+
 FORMS: Mapping[str, Callable[[Mapping[str, Any], Turns], Parts]] = {
     "conversation": _conversation,
     "pair": _pair,
     "scored": _scored,
+    "labelled": _labelled,
 }
 
 

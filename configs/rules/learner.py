@@ -211,9 +211,9 @@ def _reference_has_a_scorer(config: RunConfig) -> str | None:
             f"algorithm.distillation.teacher={config.algorithm.distillation.teacher} is served by reference scorers "
             "but resources.reference.num_workers=0: set resources.reference.num_workers=1, or leave the teacher out"
         )
-    if config.offline.job == "dpo":
+    if config.offline.job in ("dpo", "kto"):
         return (
-            "offline.job=dpo compares with the initial policy, which reference scorers serve, but "
+            f"offline.job={config.offline.job} compares with the initial policy, which reference scorers serve, but "
             "resources.reference.num_workers=0: set resources.reference.num_workers=1, or with policy.lora "
             "reference.place=learner_ranks"
         )
@@ -229,11 +229,11 @@ def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
     if config.reference.place == "scorers":
         return None
     algorithm, sampler, job = config.algorithm, config.sampler, config.offline.job
-    reads = algorithm.kl.coef > 0 or job == "dpo"
+    reads = algorithm.kl.coef > 0 or job in ("dpo", "kto")
     needed = {
         "policy.lora.rank above 0, since there are no adapters to turn off": config.policy.lora.is_on,
         "warm_start=none, since one would teach the adapters": config.warm_start.num_steps == 0,
-        "algorithm.kl.coef above 0 or offline.job=dpo, since nothing reads a reference": reads,
+        "algorithm.kl.coef above 0 or offline.job=dpo or kto, since nothing reads a reference": reads,
         "algorithm.distillation.coef=0, since a teacher is another model": not algorithm.distillation.is_on,
         "algorithm.critic.place other than own_ranks, which have no policy": not algorithm.critic.has_own_ranks,
         "sampler.kind other than flow, whose models are compared without one": not sampler.is_flow,

@@ -132,12 +132,24 @@ class DPOConfig(Section):
     """Assumed share of pairs whose labels are swapped; read by `sigmoid`."""
 
 
+class KTOConfig(Section):
+    """Training on single answers with a label, with `offline.job=kto`."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the initial policy."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of the loss of answers with the label true; the two weights balance rows of unequal numbers."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of the loss of answers with the label false."""
+
+
 class OfflineConfig(Section):
     """Training on dataset rows instead of rollouts; docs/offline_training.md has the row formats."""
 
-    job: Literal["none", "sft", "reward_model", "dpo"] = "none"
+    job: Literal["none", "sft", "reward_model", "dpo", "kto"] = "none"
     """`none` is RL. `sft`: cross-entropy on the assistant's tokens; `reward_model`: a score of an answer; `dpo`: direct
-    preference optimisation. A job reads `learner`, `policy`, `data` and this section, and not `algorithm`."""
+    preference optimisation; `kto`: the same from single answers with a label. A job reads `learner`, `policy`, `data`
+    and this section, and not `algorithm`."""
     batch_size: PositiveInt = 32
     """Rows of one step: conversations, pairs or scored answers."""
     max_tokens: PositiveInt = 4096
@@ -149,15 +161,19 @@ class OfflineConfig(Section):
     """Parameters of `reward_model`."""
     dpo: DPOConfig = DPOConfig()
     """Parameters of `dpo`."""
+    kto: KTOConfig = KTOConfig()
+    """Parameters of `kto`."""
 
     @property
     def is_on(self) -> bool:
         return self.job != "none"
 
     @property
-    def rows(self) -> Literal["conversation", "pair", "scored"]:
+    def rows(self) -> Literal["conversation", "pair", "scored", "labelled"]:
         """The job's kind of row."""
         if self.job == "sft":
             return "conversation"
+        if self.job == "kto":
+            return "labelled"
         is_regression = self.job == "reward_model" and self.reward_model.loss == "regression"
         return "scored" if is_regression else "pair"

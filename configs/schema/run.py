@@ -365,5 +365,5 @@ class RunConfig(Section):
             return False
         # A flow model computes the reference itself, with adapters off.
         has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow
-        has_pairs = self.offline.job == "dpo" and not self.sampler.is_flow
+        has_pairs = self.offline.job in ("dpo", "kto") and not self.sampler.is_flow
         return has_kl or self.algorithm.distillation.is_on or has_pairs

@@ -337,6 +337,11 @@ def dpo(overrides: Overrides = None) -> None:
     _train_offline("dpo", overrides or [])
 
 
+def kto(overrides: Overrides = None) -> None:
+    """Preference optimisation on single answers with a label (KTO): train with experiment=kto."""
+    _train_offline("kto", overrides or [])
+
+
 def evaluate(
     words: RunWords = None,
     run: RunFolder = None,
@@ -591,7 +596,7 @@ def _is_number_of_workers(text: str) -> bool:
 
 app.add_typer(data, name="data")
 for _command in (
-    *(train, resume, sft, reward_model, dpo, evaluate, compare, status, top, scale),
+    *(train, resume, sft, reward_model, dpo, kto, evaluate, compare, status, top, scale),
     *(replay, report, export, score, plan, claims),
     *(show_config, init_model, serve_rewards, doctor, audit, diagnose, gpu_check, rehearse, lmms_eval, play, rollout),
     *(serve_environment, serve_policy, serve_training, submit, stop, logs),

@@ -85,6 +85,8 @@ def _topics(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> Iterato
             "sft": "cross-entropy of the assistant's tokens",
             "reward_model": offline.reward_model.loss,
             "dpo": f"{offline.dpo.loss}, beta {offline.dpo.beta:g}, label smoothing {offline.dpo.label_smoothing:g}",
+            "kto": f"beta {offline.kto.beta:g}, weights {offline.kto.desirable_weight:g} and "
+            f"{offline.kto.undesirable_weight:g}",
         }
         yield "job", f"{offline.job} ({objectives[offline.job]}), {offline.batch_size} rows a step"
         yield "learning rate", rate

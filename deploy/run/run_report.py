@@ -35,7 +35,12 @@ from mobula.deploy.pages.report import write_report
 from mobula.deploy.run.run_client import named_folder
 from mobula.deploy.wiring.preparation import AnyPrepared, write_skipped
 
-NAMES = {"sft": "whole answers correct", "dpo": "pairs in order", "reward_model": "pairs or labels in order"}
+NAMES = {
+    "sft": "whole answers correct",
+    "dpo": "pairs in order",
+    "kto": "answers on the side of their label",
+    "reward_model": "pairs or labels in order",
+}
 
 
 def headline(config: RunConfig, summary: Summary) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -31,6 +32,17 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0) -> T
     Sources: InstructGPT, arXiv:2203.02155, equation 1; the margin, Touvron et al., arXiv:2307.09288, eq. 2.
     """
     return -logsigmoid(chosen - rejected - margin)
+
+
+def kto(
+    ratios: Tensor, is_desirable: Tensor, *, divergence: float, beta: float, weights: tuple[float, float]
+) -> Tensor:
+    """w+ (1 - sigmoid(beta (r - z))) of desirable answers, w- (1 - sigmoid(beta (z - r))) of undesirable ones, for
+    log-ratios r [N], the divergence z and `weights` (w+, w-). Source: KTO, arXiv:2402.01306, equation 8.
+    """
+    margin = beta * (ratios - divergence)
+    desirable, undesirable = weights
+    return desirable * is_desirable * torch.sigmoid(-margin) + undesirable * ~is_desirable * torch.sigmoid(margin)
 
 
 def regression(scores: Tensor, labels: Tensor) -> Tensor:

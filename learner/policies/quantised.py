@@ -63,7 +63,7 @@ class _Product(torch.autograd.Function):
         return linear(inputs, layer.dequantised().to(inputs.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # as torch calls it
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad @ ctx.layer.dequantised().to(grad.dtype), None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from learner_data import group, image, prompt
 
+from mobula.actors.datasets.conversations import CHOSEN, MISMATCHED, REJECTED
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
@@ -22,6 +23,7 @@ JOBS = {
     "sft": (),
     "dpo": (),
     "ipo": ("offline.dpo.loss=ipo",),
+    "kto": (),
     "dpo_adapters": ("policy.lora.rank=4", "policy.lora.alpha=16.0", "reference.place=learner_ranks"),
     "reward_model": (),
     "regression": ("offline.reward_model.loss=regression",),
@@ -56,6 +58,8 @@ def rows(tokenizer, job: str, num: int = 6, seed: int = 0) -> list[ScoredGroup]:
             rng.integers(0, 250, size=rng.integers(2, 9)) for _ in range(1 if job in ("sft", "regression") else 2)
         ]
         labels = [float(rng.normal())] if job == "regression" else [1.0, 0.0][: len(answers)]
+        if job == "kto":  # two of three are desirable; the second answer is that of another row
+            labels = [CHOSEN if n % 3 else REJECTED, MISMATCHED]
         scored = group(asked, [a.tolist() for a in answers], labels)
         trajectories = tuple(
             replace(t, action_mask=np.arange(t.num_steps) != 1, behavior_logprobs=np.zeros(t.num_steps, np.float32))
@@ -63,7 +67,9 @@ def rows(tokenizer, job: str, num: int = 6, seed: int = 0) -> list[ScoredGroup]:
         )
         whole = replace(scored.group, trajectories=trajectories)
         references = [rng.normal(-5, 1, size=t.num_steps).astype(np.float32) for t in trajectories]
-        made.append(replace(scored, group=whole, reference_logprobs=references if job in ("dpo", "ipo") else None))
+        made.append(
+            replace(scored, group=whole, reference_logprobs=references if job in ("dpo", "ipo", "kto") else None)
+        )
     return made
 
 

@@ -19,6 +19,7 @@ from one_learner import UNCLIPPED, connected_learner, copied, gradient_of, large
 from scored_rows import collated, plain_logprobs
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from mobula.actors.datasets.conversations import CHOSEN
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
@@ -93,6 +94,33 @@ def test_dpo_is_the_papers_loss_over_plain_transformers(folder: Path, tokenizer,
     assert found["margin"] == pytest.approx(torch.stack(margins).mean().item(), abs=1e-4)
     assert found["chosen_reward"] - found["rejected_reward"] == pytest.approx(found["margin"], abs=1e-4)
     assert found["accuracy"] == pytest.approx(sum(m > 0 for m in margins).item() / len(margins))
+    norm = learner.update(groups, 1).metrics["grad_norm"]
+    assert norm == pytest.approx(gradient_norm(model, expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.5)])
+def test_kto_is_the_papers_loss_over_plain_transformers(folder: Path, tokenizer, model, weights) -> None:
+    """Each row has its own answer, of which two of three are desirable, and another row's for the divergence."""
+    groups, beta = rows(tokenizer, "kto"), 0.2
+    ratios: list[list[torch.Tensor]] = []
+    for scored in groups:
+        masked = zip(scored.reference_logprobs, scored.group.trajectories, strict=True)
+        references = [torch.from_numpy(ref[t.action_mask]).double() for ref, t in masked]
+        ratios.append([(a - b).sum() for a, b in zip(logprobs_of(model, scored), references, strict=True)])
+    divergence = max(0.0, float(np.mean([mismatched.item() for _, mismatched in ratios])))
+    losses, right = [], 0
+    for (own, _), scored in zip(ratios, groups, strict=True):
+        is_desirable = scored.rewards[0].value == CHOSEN
+        value = 1 / (1 + torch.exp(-(1 if is_desirable else -1) * beta * (own - divergence)))
+        losses.append((weights[0] if is_desirable else weights[1]) * (1 - value))
+        right += bool(own > divergence) == is_desirable
+    expected = torch.stack(losses).mean()
+    words = [f"offline.kto.beta={beta}", f"offline.kto.desirable_weight={weights[0]}"]
+    config = config_of(folder, "kto", *words, f"offline.kto.undesirable_weight={weights[1]}")
+    learner = connected_learner(config)
+    found = learner.assess(groups)
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert (found["kl"], found["accuracy"]) == (pytest.approx(divergence, rel=1e-4), pytest.approx(right / len(groups)))
     norm = learner.update(groups, 1).metrics["grad_norm"]
     assert norm == pytest.approx(gradient_norm(model, expected), rel=1e-3)
 

@@ -103,7 +103,8 @@ def _weights_can_be_bfloat16(config: RunConfig) -> str | None:
         return None
     needed = {
         "learner.backend": (learner.backend, ("fsdp2", "single")),
-        "learner.optimizer": (learner.optimizer, ("adamw",)),
+        # Adapters are float32 with any dtype of the base.
+        "learner.optimizer": (learner.optimizer, ("adamw", "adamw_8bit") if config.policy.lora.is_on else ("adamw",)),
         "learner.ema_decay": (learner.ema_decay, (0.0,)),
         "resources.dtype": (config.resources.dtype, ("bfloat16",)),
         "sampler.kind": (config.sampler.kind, ("vllm", "huggingface")),

@@ -110,8 +110,9 @@ def check_planned_memory(config: RunConfig, machine: Machine) -> Finding:
     """Whether weights, gradients, optimizer, activations and caches fit this machine, by the estimate of `plan`."""
     name = "Planned memory"
     try:
+        from mobula.deploy.planning.activations import refuse_small_cache
         from mobula.deploy.planning.clusters import PlannedNode
-        from mobula.deploy.planning.memory import policy_shape, refuse_small_cache
+        from mobula.deploy.planning.memory import policy_shape
         from mobula.deploy.planning.plan_command import plan_memory, refuse_shortfalls
 
         shape = policy_shape(config)

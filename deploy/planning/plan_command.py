@@ -21,19 +21,9 @@ from mobula.configs.overrides import groups, merge, own_values
 from mobula.configs.rules import checked
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.host.authentication import connected
+from mobula.deploy.planning.activations import FLOAT32, HEAD_COPIES, refuse_small_cache, sequence_bytes
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes, joined_nodes, read_cluster, this_node
-from mobula.deploy.planning.memory import (
-    CONTEXT,
-    FLOAT32,
-    HEAD_COPIES,
-    KV_CACHE,
-    USABLE,
-    WorkerMemory,
-    policy_shape,
-    refuse_small_cache,
-    sequence_bytes,
-    worker_memory,
-)
+from mobula.deploy.planning.memory import CONTEXT, KV_CACHE, USABLE, WorkerMemory, policy_shape, worker_memory
 from mobula.deploy.preflight.decisions import decided
 from mobula.learner.policies.shapes import ModelShape
 

@@ -110,6 +110,15 @@ def linear_modules(
     return {module: size for module, size in matrices.items() if module in wanted}
 
 
+def quantised_modules(
+    manifest: Manifest, policy: PolicyConfig, shape: ModelShape | None = None
+) -> dict[str, tuple[int, int]]:
+    """Module whose weight `policy.quantisation` holds in few bits -> shape of the weight."""
+    key, kind = "policy.quantisation_modules", policy.quantisation
+    named = linear_modules(manifest, policy, policy.quantisation_modules, key, shape)
+    return {module: size for module, size in named.items() if takes(size, kind)}
+
+
 def quantise_base(model: PreTrainedModel, config: RunConfig) -> None:
     """Makes the layers of `policy.quantisation_modules` quantised ones, in a model on the meta device."""
     policy = config.policy
@@ -118,12 +127,8 @@ def quantise_base(model: PreTrainedModel, config: RunConfig) -> None:
     states = {name: state for state, name in checkpoint_names(model).items()}
     shapes = model.state_dict()
     manifest = Manifest(tuple(TensorSpec(name, tuple(shapes[s].shape), DTYPE) for name, s in states.items()))
-    named = linear_modules(manifest, policy, policy.quantisation_modules, "policy.quantisation_modules")
-    layers = {
-        states[f"{module}.{WEIGHT}"].removesuffix(f".{WEIGHT}")
-        for module, size in named.items()
-        if takes(size, policy.quantisation)
-    }
+    modules = quantised_modules(manifest, policy)
+    layers = {states[f"{module}.{WEIGHT}"].removesuffix(f".{WEIGHT}") for module in modules}
     output = model.get_output_embeddings()
     chosen = [n for n, m in model.named_modules() if n in layers and type(m) is nn.Linear and m is not output]
     quantise_layers(model, chosen, policy.quantisation, getattr(torch, config.resources.dtype))

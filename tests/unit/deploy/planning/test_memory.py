@@ -22,22 +22,16 @@ from mobula.cluster.errors import PreflightError
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.planning.clusters import PlannedNode, described_nodes
-from mobula.deploy.planning.memory import (
-    CONTEXT,
-    KV_CACHE,
-    SAMPLING,
-    SYNC,
-    TRAINING,
-    USABLE,
+from mobula.deploy.planning.activations import (
     Microbatch,
     logits_bytes,
     media_patches,
     refuse_small_cache,
     sequence_bytes,
     training_bytes,
-    worker_memory,
 )
+from mobula.deploy.planning.clusters import PlannedNode, described_nodes
+from mobula.deploy.planning.memory import CONTEXT, KV_CACHE, SAMPLING, SYNC, TRAINING, USABLE, worker_memory
 from mobula.deploy.planning.plan_command import GIB, EngineSizes, MemoryPlan, plan_memory
 from mobula.learner.policies.base import RowOutline
 from mobula.learner.policies.head import Distribution, token_logprobs

@@ -121,11 +121,16 @@ class MovableLearner(Protocol):
 
 
 class GpuLease:
-    """Suspends engines and offloads the learner at phase changes. An engine that fails to sleep or wake is lost."""
+    """Suspends engines and offloads the learner at phase changes. An engine that fails to sleep or wake is lost.
 
-    def __init__(self, engines: Engines, learner: MovableLearner) -> None:
+    With `sends_adapters` the policy is offloaded before engines wake up: adapters are pushed from host memory, and the
+    device never holds the learner's base together with an engine.
+    """
+
+    def __init__(self, engines: Engines, learner: MovableLearner, *, sends_adapters: bool = False) -> None:
         self._engines = engines
         self._learner = learner
+        self._sends_adapters = sends_adapters
         self._state = LeaseState()
         self._changed = asyncio.Condition()
 
@@ -175,6 +180,8 @@ class GpuLease:
             return  # an earlier push ended with an error
         async with self._change(Phase.HANDOVER):
             await self._learner.offload("optimizer")
+            if self._sends_adapters:
+                await self._learner.offload("policy")
             await self._each(lambda engine: engine.wake_up("weights"))
 
     async def arrived(self, version: int) -> None:

@@ -294,6 +294,8 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     if config.resources.device == "cuda":
         host["moved"] = ceil(held / share) + sum(base.values()) + moments + critic + critic_moments
     sync.pop("optimizer")  # it is moved before engines wake up
+    if config.weight_sync.payload == "adapters" and config.resources.device == "cuda":  # and the policy with it
+        sync = {"adapters": FLOAT32 * num_trained, "sync": staging}
     kept = {"weights": weights, **base, "optimizer": moments, "critic": critic}
     away = {} if config.resources.device == "cuda" else kept
     # An engine that joins late is awake as a whole while the policy comes back for it.

@@ -96,7 +96,9 @@ def build_controller(
     curriculum = _curriculum(config, metrics)
     inference.in_flight_requests.on_attempt = run.tracer.attempt
     source = prepared.source(partial(_is_open, curriculum) if curriculum else None)
-    gpu_lease = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
+    sends_adapters = config.weight_sync.payload == "adapters"
+    lease = partial(GpuLease, inference.rollouts, training.learner, sends_adapters=sends_adapters)
+    gpu_lease = lease() if config.resources.colocated else None
     if gpu_lease:
         inference.rollouts.start_within(gpu_lease.starting)
     rollouts = RetryingRollouts(

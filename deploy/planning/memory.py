@@ -470,9 +470,13 @@ def _frozen_weights(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _staging(config: RunConfig, shape: ModelShape) -> int:
-    """Returns the bytes of one bucket: `weight_sync.bucket_bytes`, or the largest tensor if it is larger."""
-    value = DTYPE_BYTES[config.resources.dtype]
-    return min(max(config.weight_sync.bucket_bytes, value * shape.largest_tensor), value * shape.num_parameters)
+    """Returns the bytes of one bucket: `weight_sync.bucket_bytes`, or the largest tensor if it is larger; at most all
+    that is pushed."""
+    value, largest, num_values = DTYPE_BYTES[config.resources.dtype], shape.largest_tensor, shape.num_parameters
+    if config.weight_sync.payload == "adapters" and config.policy.lora.is_on:
+        sizes = [prod(spec.shape) for spec in trained_parameters(config, shape)]
+        value, largest, num_values = FLOAT32, max(sizes), sum(sizes)
+    return min(max(config.weight_sync.bucket_bytes, value * largest), value * num_values)
 
 
 def _phases(parts: Parts) -> dict[str, Parts]:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -322,24 +322,20 @@ def resume(words: RunWords = None, run: RunFolder = None) -> None:
     train(overrides, run=name or LATEST)
 
 
-def sft(overrides: Overrides = None) -> None:
-    """Fine-tune on the assistant's turns of conversations: train with experiment=sft."""
-    _train_offline("sft", overrides or [])
+def _offline_job(job: str, text: str) -> Callable[..., None]:
+    """The command of an offline job: `mobula train` with the experiment of its name."""
+
+    def command(overrides: Overrides = None) -> None:
+        _train_offline(job, overrides or [])
+
+    command.__name__, command.__doc__ = job, f"{text}: train with experiment={job}."
+    return command
 
 
-def reward_model(overrides: Overrides = None) -> None:
-    """Train a reward model on pairs or scored answers: train with experiment=reward_model."""
-    _train_offline("reward_model", overrides or [])
-
-
-def dpo(overrides: Overrides = None) -> None:
-    """Direct preference optimisation on pairs of answers: train with experiment=dpo."""
-    _train_offline("dpo", overrides or [])
-
-
-def kto(overrides: Overrides = None) -> None:
-    """Preference optimisation on single answers with a label (KTO): train with experiment=kto."""
-    _train_offline("kto", overrides or [])
+sft = _offline_job("sft", "Fine-tune on the assistant's turns of conversations")
+reward_model = _offline_job("reward_model", "Train a reward model on pairs or scored answers")
+dpo = _offline_job("dpo", "Direct preference optimisation on pairs of answers")
+kto = _offline_job("kto", "Preference optimisation on single answers with a label (KTO)")
 
 
 def evaluate(

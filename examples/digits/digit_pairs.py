@@ -1,4 +1,4 @@
-"""pair_row: a question with a right and a wrong answer, as offline jobs read them."""
+"""Questions with a right and a wrong answer, or with one of them and its label, as offline jobs read them."""
 
 from __future__ import annotations
 
@@ -30,3 +30,19 @@ def pair_row(row: Mapping[str, Any], answers: Sequence[int], random: Random) -> 
         chosen=row["solution"],
         rejected=rf"\boxed{{{wrong}}}",
     )
+
+
+class LabelledRow(TypedDict):
+    """One line of a split for KTO: a question with an answer, right or wrong."""
+
+    id: str
+    messages: list[dict[str, str]]  # the user's, then the assistant's
+    images: list[str]
+    label: bool
+
+
+def labelled_row(row: Mapping[str, Any], answers: Sequence[int], random: Random) -> LabelledRow:
+    """As `pair_row`, with one of the two answers: half of the rows have the right one."""
+    pair, label = pair_row(row, answers, random), random.random() < 0.5
+    answer = {"role": "assistant", "content": pair["chosen" if label else "rejected"]}
+    return LabelledRow(id=pair["id"], messages=[*pair["messages"], answer], images=pair["images"], label=label)

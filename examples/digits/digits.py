@@ -21,9 +21,11 @@ from sklearn.model_selection import train_test_split
 
 from mobula.actors.datasets.written import install_dataset
 from mobula.examples.digits.digit_clips import write_clip
-from mobula.examples.digits.digit_pairs import PairRow, pair_row
+from mobula.examples.digits.digit_pairs import LabelledRow, PairRow, labelled_row, pair_row
 
-DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips", "digit_pairs", "digit_sum_pairs"]
+DigitsTask = Literal[
+    "digits", "digit_sum", "digit_list", "digit_clips", "digit_pairs", "digit_sum_pairs", "digit_labels"
+]
 
 FORMAT_VERSION = 1
 UPSCALE = 7
@@ -60,7 +62,8 @@ def write_digits(
 
     `digits` asks which digit one image shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
     on each of 1 to 12 images and one with their sum; `digit_clips` asks which digit of a clip is shown longest.
-    `digit_pairs` and `digit_sum_pairs` are the first two for offline jobs: a right answer and a wrong one beside it.
+    `digit_pairs` and `digit_sum_pairs` are the first two for offline jobs: a right answer and a wrong one beside it;
+    `digit_labels` has one of them, with its label.
     Splits are stratified by digit and share no image; train takes what validation and test leave. A split has as many
     rows as images. The same arguments give the same bytes.
 
@@ -78,7 +81,9 @@ def write_digits(
     return install_dataset(folder, marker, partial(_build, marker=marker))
 
 
-def _build(folder: Path, marker: Marker) -> Mapping[str, Sequence[DigitRow] | Sequence[PairRow]]:
+def _build(
+    folder: Path, marker: Marker
+) -> Mapping[str, Sequence[DigitRow] | Sequence[PairRow] | Sequence[LabelledRow]]:
     """Write images or clips into a new folder; returns the rows of each split."""
     pixels, labels = load_digits(return_X_y=True)  # [N, 64] in 0..16, [N]
     splits = _split(labels, marker)
@@ -125,11 +130,13 @@ def _split(labels: np.ndarray, marker: Marker) -> dict[str, list[int]]:
 
 def _rows(
     marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray
-) -> Sequence[DigitRow] | Sequence[PairRow]:
+) -> Sequence[DigitRow] | Sequence[PairRow] | Sequence[LabelledRow]:
     """The questions of one split on the images `indices`."""
     random = Random(f"{marker['seed']} {split}")
     if marker["task"] == "digit_pairs":
         return [pair_row(row, range(10), random) for row in _digit_rows(indices, labels)]
+    if marker["task"] == "digit_labels":
+        return [labelled_row(row, range(10), random) for row in _digit_rows(indices, labels)]
     if marker["task"] == "digit_sum_pairs":
         return [pair_row(row, range(19), random) for row in _sum_rows(indices, labels)]
     if marker["task"] == "digits":

@@ -55,22 +55,10 @@ from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain
 
 COLUMNS = (
-    *(
-        "id",
-        "messages",
-        "prompt",
-        "completion",
-        "solution",
-        "answer",
-        "chosen",
-        "rejected",
-        "score",
-        "label",
-        "kto_tag",
-        "metadata",
-    ),
+    *("id", "messages", "prompt", "completion", "solution", "answer", "chosen", "rejected", "score", "metadata"),
     *MEDIA_COLUMNS,
 )
+LABELS = ("label", "kto_tag")  # columns of labelled rows
 MEDIA: Mapping[str, type[MediaInputs]] = {"image": ImageInputs, "video": VideoInputs, "audio": AudioInputs}
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair. A conversation to imitate has the label CHOSEN."""
@@ -120,7 +108,8 @@ def read_conversations(
     root = folder.resolve()
 
     def read(fields: Mapping[str, Any], name: str) -> Conversation:
-        return _read_row(without(fields, ignored), root, name, FORMS[form], placeholders)
+        columns = (*COLUMNS, *LABELS) if form == "labelled" else COLUMNS
+        return _read_row(without(fields, ignored), root, name, FORMS[form], placeholders, columns)
 
     found = read_split(folder, split, key, read, numbers_ids=numbers_ids)
     return _with_mismatched(found, key) if form == "labelled" else found
@@ -148,9 +137,10 @@ def _read_row(
     name: str,
     form: Callable[[Mapping[str, Any], Turns], Parts],
     placeholders: Mapping[str, str],
+    columns: Sequence[str],
 ) -> Conversation:
     fields = as_messages(fields, is_offline=True)
-    unread = unread_fields(fields, COLUMNS, has_answers=True)
+    unread = unread_fields(fields, columns, has_answers=True)
     turns, named = turns_of(fields["messages"], "message")
     if empty := next((turn for turn in turns if not turn.text and "tool_calls" not in turn.fields), None):
         raise RowError("bad_message", f"the content of a message of the {empty.role} is empty: write a text or parts")

@@ -60,7 +60,7 @@ _LOSS = "write `weight` 0 or 1 in the turns of the assistant"
 _PAIR = "write the pair as `chosen` and `rejected`"
 _PIXELS = "set data.min_pixels and data.max_pixels, or data.video, for all rows"
 _OF_ROWS: tuple[Rule, ...] = (
-    (("kto_tag", "kto_label"), (True,), "KTO is not trained here: remove the rows of false"),
+    (("kto_tag", "kto_label"), (True,), "it is trained by `mobula kto` alone: remove the rows of false"),
     (
         ("weight", "sample_weight", "loss_weight", "loss_scale", "loss_multiplier", "loss", "train"),
         (True,),
@@ -110,7 +110,7 @@ def without(value: Any, names: Sequence[str]) -> Any:
 def unread_fields(record: Mapping[str, Any], columns: Sequence[str], *, has_answers: bool) -> tuple[str, ...]:
     """Returns the fields of a record that are not read; those of turns and parts with the column and a dot in front.
     `has_answers`: the format has demonstrations, which some fields would change."""
-    if has_answers and record.get("label") is False:
+    if has_answers and record.get("label") is False and "label" not in columns:
         raise _refused("label", False, "the row", _OF_ROWS[0][2])
     rules = (*_OF_ROWS, *(_OF_ANSWERS if has_answers else ()))
     unread = dict.fromkeys(_unread(record, (*columns, *SHARED_COLUMNS), rules, "the row"))

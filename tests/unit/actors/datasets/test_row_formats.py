@@ -459,7 +459,7 @@ def test_rows_that_cannot_be_read_name_the_next_action(tmp_path: Path) -> None:
     for record, said in (
         ({"text": "The sky is blue."}, "write `messages`, or `prompt` and `completion`"),
         ({"chosen": [ASKED, FOUR], "rejected": [ASKED, FIVE], "prompt": "Else?"}, "do not begin with the prompt"),
-        ({"prompt": "Q?", "completion": "5", "label": False}, "KTO is not trained here"),
+        ({"prompt": "Q?", "completion": "5", "label": False}, "trained by `mobula kto` alone"),
     ):
         with pytest.raises(DatasetError, match=said):
             conversation_of(tmp_path, record, "pair" if "chosen" in record else "conversation")

@@ -110,7 +110,7 @@ def without(value: Any, names: Sequence[str]) -> Any:
 def unread_fields(record: Mapping[str, Any], columns: Sequence[str], *, has_answers: bool) -> tuple[str, ...]:
     """Returns the fields of a record that are not read; those of turns and parts with the column and a dot in front.
     `has_answers`: the format has demonstrations, which some fields would change."""
-    if has_answers and record.get("label") is False and "label" not in columns:
+    if has_answers and record.get("label") is False and "kto_tag" not in columns:
         raise _refused("label", False, "the row", _OF_ROWS[0][2])
     rules = (*_OF_ROWS, *(_OF_ANSWERS if has_answers else ()))
     unread = dict.fromkeys(_unread(record, (*columns, *SHARED_COLUMNS), rules, "the row"))

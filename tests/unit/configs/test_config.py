@@ -268,13 +268,13 @@ NEEDS: dict[str, list[str]] = {
     "data=environment": ["environment=calculator"],
     "data=mixture": ["data.mixture.sources={one: {kind: jsonl, path: a, weight: 1.0}}"],
     "data=chat": ["experiment=sft", MODEL, FOLDER_OF_DATA],
-    **{f"data={option}": ["experiment=sft_digits"] for option in ("digit_pairs", "digit_sum_pairs")},
+    **{f"data={option}": ["experiment=sft_digits"] for option in ("digit_pairs", "digit_sum_pairs", "digit_labels")},
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
     "algorithm=diffusion_nft": ["experiment=glyphs_nft"],
     **{f"algorithm={name}": ["experiment=glyphs_grpo"] for name in ("grpo_guard", "dance_grpo", "flow_grpo_wan")},
     "experiment=sd3_5_ocr_grpo": [FOLDER_OF_DATA],
-    **{f"experiment={name}": [MODEL, FOLDER_OF_DATA] for name in ("own", "sft", "reward_model", "dpo")},
+    **{f"experiment={name}": [MODEL, FOLDER_OF_DATA] for name in ("own", "sft", "reward_model", "dpo", "kto")},
     "rewards=own": ["rewards.components.0.function=mine:score"],
 }
 

@@ -159,7 +159,8 @@ def test_every_command_prints_through_this_console() -> None:
     writers = {
         "cluster/runtime/ray_actors.py": "a worker's path of its log",
         "deploy/api.py": "escaped",
-        "deploy/cli/commands.py": "an escaped traceback, and escaped lines of a job",
+        "deploy/cli/commands.py": "an escaped traceback",
+        "deploy/cli/job_commands.py": "escaped lines of a job",
         "deploy/host/machine.py": "JSON to the parent process",
         "deploy/host/terminal.py": "the console itself",
         "deploy/checks/gpu_check/check.py": "lines of the program",

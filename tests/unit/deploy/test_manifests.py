@@ -18,7 +18,7 @@ import yaml
 from mobula.cluster.runtime.placement import needed_roles, plan_placement
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.cli.commands import CLOSE_S
+from mobula.deploy.cli.job_commands import CLOSE_S
 from mobula.deploy.planning.clusters import described_nodes
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

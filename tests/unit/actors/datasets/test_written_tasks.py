@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -321,8 +322,20 @@ def test_each_question_has_a_right_and_a_wrong_answer(
         assert not read_conversations(folder, split, "conversation").skipped
 
 
-@pytest.mark.parametrize("job", ["sft", "reward_model", "dpo"])
-@pytest.mark.parametrize("data", ["digit_pairs", "digit_sum_pairs"])
+def test_half_of_the_labelled_answers_are_right(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = write_digits(tmp_path / "labels", task="digit_labels")
+    for split in SPLITS:
+        rows, asked = read(folder, split), read(folders["digits"], split)
+        answers = [row["messages"][-1]["content"] for row in rows]
+        assert [row["label"] for row in rows] == [a == b["solution"] for a, b in zip(answers, asked, strict=True)]
+        assert 0.4 < np.mean([row["label"] for row in rows]) < 0.6
+        assert len(read_conversations(folder, split, "labelled").rows) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("job", "data"),
+    [*product(["sft", "reward_model", "dpo"], ["digit_pairs", "digit_sum_pairs"]), ("kto", "digit_labels")],
+)
 def test_offline_jobs_have_a_preset_for_two_cores(tmp_path: Path, job: str, data: str) -> None:
     config = load_config([f"experiment={job}_digits", f"data={data}", f"data.path={tmp_path / 'data'}"])
     assert (config.offline.job, config.resources.device) == (job, "cpu")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from math import sqrt
 from pathlib import Path
 
 import torch
@@ -30,7 +31,8 @@ from mobula.learner.policies.adapters import (
     split_factor,
 )
 from mobula.learner.policies.checkpoint import StoredWeights, plain_name, pushed_manifest
-from mobula.learner.policies.loading import as_stored, checkpoint_names
+from mobula.learner.policies.loading import DTYPES, as_stored, checkpoint_names
+from mobula.learner.policies.quantised import quantised_layers, rounded
 from mobula.learner.policies.trained import save_trained, save_trained_adapters, unread_trained_model
 
 Named = Iterator[tuple[str, Tensor]]
@@ -58,6 +60,8 @@ class PolicyWeights:
             states = {name: state for state, name in self._names.items()}
             modules = [_module(states[f"{module}.{WEIGHT}"]) for module in adapted_modules(plain, config.policy)]
             add_adapters(model, modules, config.policy.lora, config.seed)
+            if config.offline.job == "reward_model":
+                model.get_submodule("score").requires_grad_(True)
         empty = ((name, torch.empty_like(tensor, device="meta")) for name, tensor in model.state_dict().items())
         self.described = dict(as_merged(empty, self._scale))  # as `plain_state`, on the meta device
         if config.weight_sync.payload == "adapters":
@@ -106,22 +110,68 @@ class PolicyWeights:
         return Manifest(tuple(TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.named(state)))
 
 
-def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, average: bool, dtype: str = "") -> None:
+class Merge:
+    """Merges adapters into the weights of `policy.model`, or with `as_trained` into the dequantised ones of a
+    quantised base; measures how far the two are apart."""
+
+    def __init__(self, config: RunConfig, layers: Container[str], *, as_trained: bool = False) -> None:
+        """`layers`: state-dict names of the weights that the learner quantised."""
+        self._config, self._layers, self._as_trained = config, layers, as_trained
+        self._error = self._change = self._trained = 0.0  # squared norms
+
+    def __call__(self, name: str, weight: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The weight to write; `factors` are A and B of its adapter."""
+        scale, is_quantised, base = self._config.policy.lora.scale, name in self._layers, weight
+        if is_quantised:
+            base = rounded(weight, self._config.policy.quantisation, DTYPES[self._config.resources.dtype])
+        trained = base if factors is None else merged(base, *factors, scale)
+        if is_quantised:
+            self._error += _square(weight.float() - base.float())
+            self._change += _square(trained.float() - base.float())
+            self._trained += _square(trained.float())
+        if self._as_trained or not is_quantised:
+            return trained
+        return weight if factors is None else merged(weight, *factors, scale)
+
+    @property
+    def error(self) -> tuple[float, float] | None:
+        """Norms, relative to the trained weights, of the change by quantisation and of that by adapters; over the
+        quantised weights. None without any."""
+        return (sqrt(self._error / self._trained), sqrt(self._change / self._trained)) if self._trained else None
+
+
+def _square(tensor: Tensor) -> float:
+    return float(tensor.square().sum())
+
+
+def export_state(
+    config: RunConfig,
+    state: Path,
+    folder: Path,
+    *,
+    merge: bool,
+    average: bool,
+    dtype: str = "",
+    as_trained: bool = False,
+) -> Merge:
     """Writes the policy of a learner's saved `state` to `folder`, in one process, for a state of any number of ranks.
     Memory holds one tensor at a time, and all adapters.
 
     The folder is a checkpoint in the Hugging Face layout with merged adapters. Without `merge` only the adapters are
     written, in the layout of PEFT or, for a flow model, of diffusers. With `average` the averaged weights replace the
-    weights. Tensors have the dtypes of `policy.model`, or `dtype`; adapters are float32.
+    weights. Tensors have the dtypes of `policy.model`, or `dtype`; adapters are float32. With `policy.quantisation`,
+    `merge` is into the original weights, and `as_trained` into the dequantised ones.
     """
     model, stored = unread_trained_model(config)
+    merging = Merge(config, quantised_layers(model), as_trained=as_trained)
     weights = PolicyWeights(model, config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     saved = _saved(config, state, shapes, average=average)
     if config.policy.lora.is_on and not merge:
         save_trained_adapters(factors_of(dict(saved)), config, folder)
     else:
-        save_trained(model, config, folder, weights.described, _plain(saved, stored, config.policy.lora.scale), dtype)
+        save_trained(model, config, folder, weights.described, _plain(saved, stored, merging), dtype)
+    return merging
 
 
 def saved_checksum(config: RunConfig, state: Path) -> str:
@@ -134,7 +184,7 @@ def saved_checksum(config: RunConfig, state: Path) -> str:
     if weights.manifest.payload == "adapters":
         named = weights.named_factors(saved)
     else:
-        named = weights.named(_plain(saved, stored, config.policy.lora.scale))
+        named = weights.named(_plain(saved, stored, Merge(config, ())))
     digests = ((specs[n], int(digest(words_of(t, specs[n]).view(torch.uint8)))) for n, t in named if n in specs)
     return f"{weights_checksum(digests):032x}"
 
@@ -152,9 +202,9 @@ def _saved(config: RunConfig, state: Path, shapes: Mapping[str, torch.Size], *, 
             yield plain, read().flatten()[: shape.numel()].view(shape)  # DeepSpeed shards are flat and padded
 
 
-def _plain(saved: Named, stored: StoredWeights, scale: float) -> Named:
-    """Yields (state-dict name, whole tensor) of the model without adapters: `saved` tensors with adapters merged, and
-    `stored` tensors of the initial checkpoint."""
+def _plain(saved: Named, stored: StoredWeights, merge: Merge) -> Named:
+    """Yields (state-dict name, whole tensor) of the model without adapters: `saved` tensors, and `stored` tensors of
+    the initial checkpoint with adapters merged."""
     names, factors = set(), dict[tuple[str, str], Tensor]()
     for name, tensor in saved:
         if is_factor(name):
@@ -164,10 +214,9 @@ def _plain(saved: Named, stored: StoredWeights, scale: float) -> Named:
             yield plain_name(name), tensor
     for name, rows in stored:
         if name not in names:
-            module, tensor = _module(name), rows[...]
-            if (module, A) in factors:
-                tensor = merged(tensor, factors[module, A], factors[module, B], scale)
-            yield name, tensor
+            module = _module(name)
+            own = (factors[module, A], factors[module, B]) if (module, A) in factors else None
+            yield name, merge(name, rows[...], own)
 
 
 def _module(weight: str) -> str:

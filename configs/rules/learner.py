@@ -272,7 +272,11 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "name layers or a part, e.g. policy.lora.target_modules=[language]",
     ),
     RuleRow(
-        lambda c: c.policy.quantisation != "none" and (not c.policy.lora.is_on or c.weight_sync.payload != "adapters"),
+        lambda c: (
+            c.policy.quantisation != "none"
+            and not c.sampler.adapters.are_on  # of the training service
+            and (not c.policy.lora.is_on or c.weight_sync.payload != "adapters")
+        ),
         "policy.quantisation={policy.quantisation} freezes the base, and policy.lora.rank={policy.lora.rank}, "
         "weight_sync.payload={weight_sync.payload}: set policy.lora.rank to 8 or more and weight_sync.payload=adapters",
     ),

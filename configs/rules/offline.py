@@ -19,8 +19,8 @@ def _rows_fit_the_job(config: RunConfig) -> str | None:
             "data.path=FOLDER; docs/offline_training.md has the form of the rows"
         )
     return (
-        f"data.kind={kind} holds conversations, which offline jobs train on: use `mobula sft`, `mobula reward-model` "
-        "or `mobula dpo`, or another data.kind"
+        f"data.kind={kind} holds conversations, which offline jobs train on: use `mobula sft`, `mobula "
+        "reward-model`, `mobula dpo` or `mobula kto`, or another data.kind"
     )
 
 
@@ -60,11 +60,6 @@ OFFLINE_RULES: tuple[Rule, ...] = (
         "are whole conversations: set data.prompt_suffix=''",
     ),
     _rows_replace_rollouts,
-    RuleRow(
-        lambda c: c.offline.job == "reward_model" and c.policy.lora.is_on,
-        "policy.lora.rank={policy.lora.rank} trains adapters alone, and offline.job=reward_model has a new score "
-        "head to train: set policy.lora.rank=0, and policy.freeze to leave parts of the backbone as they are",
-    ),
     RuleRow(
         lambda c: (
             c.offline.is_on and c.offline.batch_size < c.resources.learner.num_workers // c.learner.sequence_parallel

@@ -259,17 +259,16 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     num_trained = sum(prod(spec.shape) for spec in trained)
     lora = config.policy.lora.is_on
     num_all = shape.num_parameters + (num_trained if lora else 0)
-    few, working = _quantised(config, shape)
-    num_held = shape.num_parameters - sum(few.values())
+    num_few, base, working = _quantised(config, shape)
+    num_held = shape.num_parameters - num_few
     held = DTYPE_BYTES[config.learner.master_dtype] * num_held + (FLOAT32 * num_trained if lora else 0)
     value = FLOAT32 if lora else DTYPE_BYTES[config.learner.master_dtype]
     weights, gradients, moments = _state(config, shape, batch, trained, held, value)
     activations, offloaded = training_bytes(config, shape, batch)
-    base = {"quantised": ceil(sum(BYTES_OF[kind] * num for kind, num in few.items()))} if few else {}
     training = {
         "weights": weights,
         **base,
-        **({"dequantised": working} if few else {}),
+        **working,
         "gradients": gradients,
         "optimizer": moments,
         "activations": activations,
@@ -303,16 +302,18 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, **joining}, host)
 
 
-def _quantised(config: RunConfig, shape: ModelShape) -> tuple[dict[str, int], int]:
-    """Returns kind -> values that a rank holds in few bits, and the bytes of the largest weight that is dequantised for
-    a product: the whole one, and its copy in float32."""
+def _quantised(config: RunConfig, shape: ModelShape) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Returns the number of values that a rank holds in few bits, their bytes, and those of the largest weight that is
+    dequantised for a product: the whole one, and its copy in float32."""
     policy = config.policy
     if policy.quantisation == "none":
-        return {}, 0
+        return 0, {}, {}
     with refusing():
         layers = quantised_modules(shape.manifest, policy, shape)
     sizes = [prod(size) for size in layers.values()]
-    return {policy.quantisation: sum(sizes)}, max(sizes) * (FLOAT32 + DTYPE_BYTES[config.resources.dtype])
+    working = max(sizes) * (FLOAT32 + DTYPE_BYTES[config.resources.dtype])
+    base = {"quantised": ceil(BYTES_OF[policy.quantisation] * sum(sizes))}
+    return sum(sizes), base, {"dequantised": working}
 
 
 def _adapter_learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
@@ -322,9 +323,9 @@ def _adapter_learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     state of one of them.
     """
     batch = Microbatch.of(config, shape)
-    base, _, _ = _state(
-        config, shape, batch, [], DTYPE_BYTES[config.learner.master_dtype] * shape.num_parameters, FLOAT32
-    )
+    num_few, quantised, working = _quantised(config, shape)
+    held = DTYPE_BYTES[config.learner.master_dtype] * (shape.num_parameters - num_few)
+    base, _, _ = _state(config, shape, batch, [], held, FLOAT32)
     vocabulary = ("embed", "lm_head")
     matrices = [s for s in _text_matrices(shape) if not any(part in s.name for part in vocabulary)]
     adapter = FLOAT32 * config.sampler.adapters.max_rank * sum(sum(matrix.shape) for matrix in matrices)
@@ -333,6 +334,8 @@ def _adapter_learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     activations, offloaded = training_bytes(config, shape, batch)
     training = {
         "weights": base + num_adapters * adapter,
+        **quantised,
+        **working,
         "gradients": 2 * num_adapters * adapter,  # of a call, and of the calls since the last step
         "optimizer": 2 * adapter * (1 if is_cuda else num_adapters),
         "activations": activations,

@@ -17,7 +17,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, file_access
 from mobula.deploy.host.terminal import terminal
 from mobula.deploy.run.run_client import named_folder
-from mobula.learner.policy_weights import export_state
+from mobula.learner.policy_weights import Merge, export_state
 
 EXPORT_FOLDER, POLICY_FOLDER = "export", "policy"  # of the run folder
 
@@ -28,6 +28,7 @@ class ExportedPolicy:
     run_folder: Path
     step: int
     layout: str
+    merge_error: tuple[float, float] | None = None  # `Merge.error`
 
 
 def export(
@@ -36,16 +37,30 @@ def export(
     """`mobula export`: prints what `export_policy` wrote; returns the exit code."""
     written = export_policy(run, step, merge=merge, ema=ema, dtype=dtype, output=output)
     text = f"step {written.step} of {written.run_folder}: {written.path}, {written.layout}"
+    if written.merge_error is not None:
+        error, change = written.merge_error
+        text += (
+            f"\nthe adapters are merged into the original base and were trained on the quantised one: relative to "
+            f"the trained weights, quantisation changed {error:.1%} and the adapters {change:.2%}; evaluate the export"
+        )
     terminal(soft_wrap=True).print(text)
     return 0
 
 
 def export_policy(
-    run: str | Path | None, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None
+    run: str | Path | None,
+    step: int | None,
+    *,
+    merge: bool,
+    ema: bool,
+    dtype: str | None,
+    output: Path | None,
+    as_trained: bool = False,
 ) -> ExportedPolicy:
     """Writes the policy of a checkpoint, the newest one if `step` is None. The run may go on.
 
     With `ema` its weights are their average (`learner.ema_decay`). They have the dtypes of `policy.model`, or `dtype`.
+    `merge` is into the original weights of `policy.model`, with `as_trained` into those of a quantised base.
     """
     folder = named_folder(run)
     config = load_resolved(folder / CONFIG_FILE)
@@ -59,12 +74,12 @@ def export_policy(
     if target.exists():
         raise PreflightError(f"{target} exists: give another folder with --output, or remove it first")
     with file_access(config):
-        _write(config, state, target, merge=merge, ema=ema, dtype=dtype or "")
+        merged = _write(config, state, target, merge=merge, ema=ema, dtype=dtype or "", as_trained=as_trained)
     layout = "a checkpoint in the Hugging Face layout"
     if is_adapter:
         kind = "LoRA for diffusers" if config.sampler.is_flow else "PEFT adapter"
         layout = f"a {kind} of {config.policy.model}"
-    return ExportedPolicy(target, folder, version, layout)
+    return ExportedPolicy(target, folder, version, layout, None if as_trained else merged.error)
 
 
 def trained_config(run: str | Path | None, overrides: Sequence[str]) -> RunConfig:
@@ -80,7 +95,7 @@ def trained_config(run: str | Path | None, overrides: Sequence[str]) -> RunConfi
         policy = folder / EXPORT_FOLDER / f"step-{version:06d}"
         if not policy.is_dir():
             is_merged = load_resolved(folder / CONFIG_FILE).policy.lora.is_on
-            export_policy(folder, version, merge=is_merged, ema=False, dtype=None, output=policy)
+            export_policy(folder, version, merge=is_merged, ema=False, dtype=None, output=policy, as_trained=True)
     named = {text.partition("=")[0] for text in overrides}
     own = [] if "policy.model" in named else [f"policy.model={policy.resolve()}"]
     return load_resolved(folder / CONFIG_FILE, [*own, *overrides])
@@ -91,6 +106,10 @@ def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool, dtype: st
         raise PreflightError(
             f"{folder} has adapters, which are written in float32: leave out --dtype={dtype}, or add --merge to write "
             "the whole policy"
+        )
+    if config.offline.job == "reward_model" and config.policy.lora.is_on and not merge:
+        raise PreflightError(
+            f"{folder} is a reward model, whose score head is in no adapter: add --merge to write the whole model"
         )
     if merge and not config.policy.lora.is_on:
         raise PreflightError(f"{folder} has no adapters to merge (policy.lora.rank=0): leave out --merge")
@@ -112,12 +131,15 @@ def _state(checkpoints: Path, step: int | None) -> tuple[int, Path]:
     return newest
 
 
-def _write(config: RunConfig, state: Path, target: Path, *, merge: bool, ema: bool, dtype: str) -> None:
+def _write(
+    config: RunConfig, state: Path, target: Path, *, merge: bool, ema: bool, dtype: str, as_trained: bool
+) -> Merge:
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)
-        export_state(config, state, draft, merge=merge, average=ema, dtype=dtype)
+        merged = export_state(config, state, draft, merge=merge, average=ema, dtype=dtype, as_trained=as_trained)
         os.rename(draft, target)
+        return merged
     except OSError as error:
         raise PreflightError(
             f"{target} could not be written from {state} and policy.model={config.policy.model} ({error}): see that "

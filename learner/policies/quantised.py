@@ -84,6 +84,11 @@ def dequantised(held: Tensor, scale: Tensor | None) -> Tensor:
     return whole
 
 
+def rounded(weight: Tensor, kind: Quantisation, numbers: torch.dtype) -> Tensor:
+    """The weight that a learner computes with: quantised from `numbers`, and dequantised."""
+    return dequantised(*quantised(weight.to(numbers), kind)).to(numbers)
+
+
 def takes(shape: tuple[int, ...], kind: Quantisation) -> bool:
     """Whether a weight of this shape can be quantised."""
     return kind == "int8" or shape[0] * shape[1] % BLOCK == 0

@@ -17,12 +17,7 @@ from mobula.cluster.records.actions import Actions, LatentActions, TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.adapters import (
-    Factors,
-    quantise_base,
-    save_adapters,
-    save_pipeline_adapters,
-)
+from mobula.learner.policies.adapters import Factors, quantise_base, save_adapters, save_pipeline_adapters
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyRow, RowOutline
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
@@ -42,7 +37,7 @@ from mobula.learner.policies.flow.policy import (
 from mobula.learner.policies.head import PLAIN, Distribution
 from mobula.learner.policies.image_tokens import ImageTokenPolicy, canary_tokens, freeze_the_rest
 from mobula.learner.policies.loading import DTYPES, disable_dropout
-from mobula.learner.policies.quantised import dequantised, quantised, quantised_layers
+from mobula.learner.policies.quantised import quantised_layers, rounded
 from mobula.learner.policies.token import ScoreModel, TokenPolicy, unread_score_model
 
 if TYPE_CHECKING:
@@ -68,7 +63,9 @@ def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
     weights."""
     dtype = DTYPES[config.learner.master_dtype]
     if config.offline.job == "reward_model":
-        return unread_score_model(config.policy, dtype, config.seed)
+        scored, weights = unread_score_model(config.policy, dtype, config.seed)
+        quantise_base(scored, config)
+        return scored, weights
     if config.sampler.is_flow:
         transformer, weights = flow_checkpoint(config).unread_transformer()
         if not config.policy.dropout:
@@ -88,11 +85,7 @@ def write_dequantised(config: RunConfig, folder: Path) -> None:
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, rows in weights:
-            tensor = rows[...]
-            if name in layers:
-                held = quantised(tensor.to(numbers), config.policy.quantisation)
-                tensor = dequantised(*held).to(numbers)
-            yield name, tensor
+            yield name, rounded(rows[...], config.policy.quantisation, numbers) if name in layers else rows[...]
 
     save_policy(model, config.policy.model, folder, model.state_dict(), read(), config.resources.dtype)
 

@@ -34,7 +34,14 @@ AVERAGE = "learner.ema_decay=0.5"
 
 BELOW = (*LORA, "warm_start=none", "algorithm.kl.coef=0.5", "reference.place=learner_ranks")
 
-MODELS = {"all weights": (AVERAGE,), "adapters": LORA, "reference": BELOW}  # name -> overrides on any number of ranks
+FOUR_BITS = (*LORA, "policy.quantisation=nf4", "weight_sync.payload=adapters")
+
+MODELS = {
+    "all weights": (AVERAGE,),
+    "adapters": LORA,
+    "reference": BELOW,
+    "4 bits": FOUR_BITS,
+}  # name -> overrides on any number of ranks
 
 AXES = {  # name -> of `MODELS`, and overrides of four ranks
     "two replicas": ("all weights", TWO_BY_TWO),
@@ -42,6 +49,7 @@ AXES = {  # name -> of `MODELS`, and overrides of four ranks
     "quarters of rows": ("all weights", (*FOUR, QUARTERS)),
     "two replicas, halves": ("all weights", (*TWO_BY_TWO, HALVES, "learner.activation_checkpointing=blocks")),
     "halves, reference": ("reference", (*FOUR, HALVES)),
+    "two replicas, 4 bits": ("4 bits", TWO_BY_TWO),
 }
 
 
@@ -92,7 +100,8 @@ def test_a_checkpoint_and_an_export_hold_the_weights(ran: Path, name: str, tmp_p
     assert equal(seen["reloaded"], seen["weights"], atol=0)
     assert equal(seen["third_again"], seen["third"], atol=0)
     assert equal(seen["not_finite"], seen["third_again"], atol=0)
-    export_state(config_of(ran / "model", *_words(name)), ran / name / "state", tmp_path, merge=True, average=False)
+    config, state = config_of(ran / "model", *_words(name)), ran / name / "state"
+    export_state(config, state, tmp_path, merge=True, average=False, as_trained=True)
     exported, state = (load_file(at / "model.safetensors") for at in (ran / name / "export", tmp_path))
     assert equal(exported, seen["weights"], atol=0)
     assert equal(state, exported, atol=0)

@@ -33,7 +33,8 @@ WORDS = (*REPEATABLE, "resources.rollout.num_workers=1", "algorithm.num_minibatc
 WORDS += ("algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=50", "resume=auto")
 WORDS += ("algorithm.shaping.running_moments=scale", f"num_steps={NUM_STEPS}")
 OWN_RANKS = ("algorithm.critic.place=own_ranks", "resources.critic.num_workers=2")
-CRITIC = "critic on its own ranks"
+CRITIC, FOUR_BITS = "critic on its own ranks", "base of 4 bits"
+QUANTISED = ("policy.quantisation=nf4", "policy.lora.rank=4", "weight_sync.payload=adapters", "learner=fsdp2")
 RANKS = {  # name -> overrides, and the faults of a run
     CRITIC: (
         ("algorithm=ppo_gae", "algorithm.critic.warmup_steps=1", *OWN_RANKS),
@@ -47,6 +48,7 @@ RANKS = {  # name -> overrides, and the faults of a run
         ("resources.learner.num_workers=4", "resources.learner.num_cpus=0.15", "resources.learner.replicas=2"),
         [("learner_computes_2", "learner/2"), ("learner_trains_4", "learner/1")],
     ),
+    FOUR_BITS: (QUANTISED, [("learner_computes_2", "learner/1"), ("learner_trains_4", "learner/0")]),
 }
 STEP_VALUES = ("loss", "kl", "kl_coef", "grad_norm", "value_loss", "critic_grad_norm", "explained_variance")
 
@@ -164,16 +166,26 @@ def test_a_rank_that_is_killed_in_a_step_costs_nothing_but_time(unharmed: Ended,
     assert_is_the_same(found, unharmed)
 
 
-@pytest.mark.parametrize("version", [1, 4])
-def test_a_run_that_is_killed_in_a_step_has_the_same_weights(unharmed: Ended, tmp_path: Path, version: int) -> None:
-    """The critic trains on the step when its driver is killed; journal and checkpoints are what is left."""
-    job, saboteur = job_in(tmp_path), Saboteur(tmp_path)
-    saboteur.plan(f"critic_trains_{version}", victim="driver", signal=signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("unharmed", "ranks", "moment"),
+    [
+        (CRITIC, CRITIC, "critic_trains_1"),
+        (CRITIC, CRITIC, "critic_trains_4"),
+        (FOUR_BITS, FOUR_BITS, "learner_trains_4"),
+    ],
+    indirect=["unharmed"],
+)
+def test_a_run_that_is_killed_in_a_step_has_the_same_weights(
+    unharmed: Ended, tmp_path: Path, ranks: str, moment: str
+) -> None:
+    """Critic or policy train on the step when its driver is killed; journal and checkpoints are what is left."""
+    job, saboteur = job_in(tmp_path, ranks), Saboteur(tmp_path)
+    saboteur.plan(moment, victim="driver", signal=signal.SIGKILL)
     with job:
         assert start(job).wait(600) == -signal.SIGKILL, job.output
         none_left(job.marks[0])
         job.finish(start(job))
-    assert saboteur.struck == [f"critic_trains_{version} driver 9"]
+    assert saboteur.struck == [f"{moment} driver 9"]
     audit = audited(job.run_folder)
     assert audit.findings == []
     assert [part.status for part in audit.history.parts] == [None, "done"]

@@ -26,6 +26,7 @@ JOBS = {
     "kto": (),
     "dpo_adapters": ("policy.lora.rank=4", "policy.lora.alpha=16.0", "reference.place=learner_ranks"),
     "reward_model": (),
+    "reward_model_adapters": ("policy.lora.rank=4", "policy.lora.alpha=16.0"),
     "regression": ("offline.reward_model.loss=regression",),
 }
 
@@ -43,7 +44,7 @@ def offline_config(preset: str, *overrides: str) -> RunConfig:
 
 
 def config_of(folder: Path, job: str, *overrides: str) -> RunConfig:
-    preset = {"ipo": "dpo", "dpo_adapters": "dpo", "regression": "reward_model"}.get(job, job)
+    preset = {"ipo": "dpo", "regression": "reward_model"}.get(job, job.removesuffix("_adapters"))
     words = (f"policy.model={folder}", "data.path=x", "learner.learning_rate=0.001", *JOBS[job])
     return offline_config(preset, *words, *overrides)
 

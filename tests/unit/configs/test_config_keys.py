@@ -273,7 +273,6 @@ def test_scored_rows_are_those_of_regression() -> None:
         (("experiment=sft", "warm_start=supervised"), "warm_start.num_steps=200: set warm_start.num_steps=0"),
         (("experiment=sft", "replay.journal=true"), "replay.journal=true: set replay.journal=false"),
         (("experiment=dpo", "sampler.temperature=0.5"), "sampler.temperature=0.5: set sampler.temperature=1"),
-        (("experiment=reward_model", "policy.lora.rank=8"), "policy.lora.rank=8 trains adapters alone"),
         (("experiment=sft", "offline.batch_size=1"), "offline.batch_size=1 leaves some"),
         (("experiment=dpo", "offline.dpo.loss=ipo", "offline.dpo.label_smoothing=0.1"), "offline.dpo.loss=sigmoid"),
         (("experiment=dpo", "resources.reference.num_workers=0"), "offline.job=dpo compares with the initial policy"),

@@ -7,8 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from adapter_rows import ADAM, OTHER, SPEC, call_of, computed, factors_of, rank_with
 from learner_data import random_groups, tiny_config
+from offline_rows import config_of as offline_config_of
+from offline_rows import rows
 from one_learner import connected_learner, copied, largest_difference, saved, scorer_of
+from tiny_checkpoints import write_text_policy
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -16,7 +20,7 @@ from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.errors import ConfigError
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.adapters import quantised_modules
+from mobula.learner.policies.adapters import adapted_modules, quantised_modules
 from mobula.learner.policies.checkpoint import load_policy_model, pushed_tensors
 from mobula.learner.policies.quantised import QuantisedLinear, quantise_layers, quantised_layers
 from mobula.learner.policies.tiny import TINY
@@ -116,10 +120,63 @@ def test_a_learner_of_it_trains_adapters_resumes_and_exports(kind: str, folder: 
     assert largest_difference(copied(learner), copied(resumed)) == 0
     export_state(run, state, tmp_path / "adapter", merge=False, average=False)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-    export_state(run, state, tmp_path / "merged", merge=True, average=False)
-    original, merged = (dict(pushed_tensors(path)) for path in (folder, tmp_path / "merged"))
-    same = [name for name in original if torch.equal(original[name], merged[name])]
-    assert "model.embed_tokens.weight" in {name.replace("language_model.", "") for name in same}
+    merging = export_state(run, state, tmp_path / "merged", merge=True, average=False)
+    export_state(run, state, tmp_path / "trained", merge=True, average=False, as_trained=True)
+    write_dequantised(run, tmp_path / "base")
+    original, base, merged, trained = (
+        dict(pushed_tensors(path)) for path in (folder, *(tmp_path / name for name in ("base", "merged", "trained")))
+    )
+    learner.load(state)
+    assert largest_difference(trained, copied(learner)) == 0
+    assert largest_difference(merged, original) == pytest.approx(largest_difference(trained, base), rel=1e-3)
+    chosen = [f"{name}.weight" for name in quantised_modules(checkpoint_manifest(folder, "float32"), run.policy)]
+    error, change, whole = (
+        sum((a[name].double() - b[name]).square().sum() for name in chosen) ** 0.5
+        for a, b in ((original, base), (trained, base), (trained, dict.fromkeys(chosen, 0)))
+    )
+    assert merging.error == pytest.approx((float(error / whole), float(change / whole)), rel=1e-4)
+    assert merging.error[0] > 0.001
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reward_model_of_it_trains_its_head_and_adapters(kind: str, folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    words = (f"policy.quantisation={kind}", "weight_sync.payload=adapters")
+    run = offline_config_of(folder, "reward_model_adapters", *words)
+    learner = connected_learner(run)
+    before, groups = copied(learner), rows(tokenizer, "reward_model")
+    for version in (1, 2, 3):
+        loss = learner.update(groups, version).metrics["loss"]
+    assert learner.assess(groups)["loss"] < loss
+    manifest, after = checkpoint_manifest(folder, "float32"), copied(learner)
+    assert len(quantised_layers(learner.policy)) == len(quantised_modules(manifest, run.policy))
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    adapted = {f"{name}.weight" for name in adapted_modules(manifest, run.policy)}
+    assert {name.replace(".language_model", "") for name in changed} == {"score.weight", *adapted}
+    state = saved(learner, tmp_path / "state")
+    export_state(run, state, tmp_path / "trained", merge=True, average=False, as_trained=True)
+    assert learner.assess(groups) == pytest.approx(
+        connected_learner(offline_config_of(tmp_path / "trained", "reward_model")).assess(groups), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_a_training_service_are_those_on_the_dequantised_base(kind: str, tmp_path: Path) -> None:
+    folder = write_text_policy(tmp_path / "model", "llama")
+    words = (f"policy.quantisation={kind}", "sampler.adapters.max_served=2")
+    write_dequantised(tiny_config(folder, *words), tmp_path / "base")
+    few, whole = rank_with(folder, *words, a=SPEC, b=OTHER), rank_with(tmp_path / "base", a=SPEC, b=OTHER)
+    assert quantised_layers(few.policy) and not quantised_layers(whole.policy)
+    for seed in (1, 2, 3):
+        found, expected = ([computed(r, call_of(name, seed)) for name in "ab"] for r in (few, whole))
+        for one, other in zip(found, expected, strict=True):
+            assert one.metrics == pytest.approx(other.metrics, rel=1e-5)
+        for name in "ab":
+            assert few.step(name, ADAM)["grad_norm"] == pytest.approx(whole.step(name, ADAM)["grad_norm"], rel=1e-4)
+    for name in "ab":
+        assert largest_difference(factors_of(few, name), factors_of(whole, name)) < 1e-5
+        few.export(name, tmp_path / name)
+        assert (tmp_path / name / "adapter_model.safetensors").is_file()
 
 
 def test_a_rank_holds_less_than_four_tenths_and_never_the_base_whole(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from mobula.learner.meter import Meter
 from mobula.learner.objective import PolicyObjective, measure_gap
 from mobula.learner.policies.head import PLAIN, Distribution, ScoringHead
 from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.quantised import quantise_layers, rounded
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy
 
@@ -76,6 +77,26 @@ def test_a_microbatch_of_images_waits_for_little(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         microbatch(policy, items, Meter())
     assert len(waits) <= MOST_WAITS, [str(wait.message) for wait in waits]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantised_weight_of_a_gpu_is_that_of_a_cpu_and_moves(kind: str) -> None:
+    """Engines load what a CPU has written: their numbers must be the learner's, also after its base was offloaded."""
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(128, 256, bias=False))
+    quantise_layers(model, ["0"], kind, torch.bfloat16)
+    layer = model[0]
+    layer.take(weight, GPU)
+    expected = rounded(weight, kind, torch.bfloat16)
+    assert torch.equal(layer.dequantised().cpu(), expected)
+    inputs = torch.randn(5, 128, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    torch.testing.assert_close(layer(inputs), inputs @ expected.T.to(GPU))
+    layer(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, expected.to(GPU).sum(0).expand(5, 128), atol=0.1, rtol=0.02)
+    for device in ("cpu", "cuda"):
+        model.to(device)
+        assert layer.dequantised().device.type == device and torch.equal(layer.dequantised().cpu(), expected)
 
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 16, 64

@@ -55,6 +55,7 @@ class CheckStage:
 STAGES = (
     CheckStage("torch_cuda", "torch and CUDA", 180, module="numerics"),
     CheckStage("learner", "learner with the transformers sampler", 300),
+    CheckStage("quantised", "adapters on a base of 4 bits", 300, ("torchao",)),
     CheckStage("packing", "packed rows against row by row", 300),
     CheckStage("sharding", "FSDP2 on one and on more ranks", 400),
     CheckStage("flow", "flow policy and its kernels", 200, module="numerics"),

@@ -61,6 +61,7 @@ from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.policies.tiny import SMALL_TEXT, TEXT_MODELS
+from mobula.learner.policies.trained import write_dequantised
 
 TRAINING_NUM_STEPS = 2
 
@@ -177,6 +178,17 @@ def run_job(context: Context, preset: str) -> Figures:
 def check_learner(context: Context) -> Figures:
     """Sampling, training and pushes with the transformers sampler, with text, one and two images."""
     return asyncio.run(train(context, open_model(context, "sampler=huggingface")))
+
+
+QUANTISED_WORDS = ("policy.quantisation=nf4", "policy.lora.rank=8", "weight_sync.payload=adapters")
+
+
+def check_quantised(context: Context) -> Figures:
+    """Adapters on a base of 4 bits: sampling with the dequantised base, training, and pushes of adapters."""
+    model = open_model(context, "sampler=huggingface", "learner.learning_rate=0.01", *QUANTISED_WORDS)
+    base = context.folder / "base"
+    write_dequantised(model.config, base)
+    return asyncio.run(train(context, replace(model, folder=base)))
 
 
 def check_engine(context: Context) -> Figures:

@@ -274,13 +274,17 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         "activations": activations,
         "logits": logits_bytes(config, shape, batch.targets),
     }
+    share = num_shards(config) if config.learner.backend != "single" else 1
+    moved = ceil(held / share) + sum(base.values())
+    if base:  # adapters are a part apart
+        base["adapters"] = training["adapters"] = ceil(FLOAT32 * num_trained / share)
+        weights = training["weights"] = weights - base["adapters"]
     critic = critic_moments = 0
     if config.algorithm.critic.place == "learner_ranks":  # a copy of the policy, all of it trained, with its own state
         whole = list(shape.manifest.tensors)
         kept, exchanged, critic_moments = _state(config, shape, batch, whole, FLOAT32 * num_all, FLOAT32)
         critic = kept + exchanged
         training["critic"] = critic + critic_moments
-    share = num_shards(config) if config.learner.backend != "single" else 1
     checkpoint = ceil(3 * value * num_trained / share)
     is_copied = config.resources.device == "cuda" or checkpoint <= MAX_COPY_BYTES
     host = {"activations": offloaded, **({"checkpoint": checkpoint} if is_copied else {})}
@@ -291,7 +295,7 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     if not config.resources.colocated:
         return WorkerMemory({TRAINING: training, SYNC: sync}, host)
     if config.resources.device == "cuda":
-        host["moved"] = ceil(held / share) + sum(base.values()) + moments + critic + critic_moments
+        host["moved"] = moved + moments + critic + critic_moments
     sync.pop("optimizer")  # it is moved before engines wake up
     if config.weight_sync.payload == "adapters" and config.resources.device == "cuda":  # and the policy with it
         sync = {"adapters": FLOAT32 * num_trained, "sync": staging}

@@ -362,6 +362,7 @@ def _word(value: Any) -> str:
 
 CHECKPOINTING: Setting = {"learner.activation_checkpointing": "blocks"}
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "sync")
+QUANTISED_PARTS = ("quantised", "dequantised", "adapters")  # of a base in few bits; the second is of one product
 MOST_LINES = 8
 
 
@@ -393,9 +394,10 @@ def memory_table(plan: MemoryPlan, device: str) -> Table:
     title = f"GiB of one worker, estimated; on {'its GPU' if device == 'cuda' else 'its node'}, and in host memory"
     table = Table("", *plan.by_role, title=title)
     largest = [memory.largest for memory in plan.by_role.values()]
-    for part in PARTS:
+    shown = (*PARTS, *(part for part in QUANTISED_PARTS if any(part in parts for parts in largest)))
+    for part in shown:
         table.add_row(part.replace("_", " "), *(_gib(parts.get(part, 0)) for parts in largest))
-    rest = [sum(size for name, size in parts.items() if name not in PARTS) for parts in largest]
+    rest = [sum(size for name, size in parts.items() if name not in shown) for parts in largest]
     table.add_row("other", *map(_gib, rest), end_section=True)
     table.add_row("most", *(_gib(memory.peak) for memory in plan.by_role.values()))
     table.add_row("host", *(_gib(sum(memory.host.values())) for memory in plan.by_role.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -380,3 +381,58 @@ def test_the_figure_of_a_learner_rank_is_within_15_percent_of_the_benchmark() ->
     memory = worker_memory(config(*learner_memory.SETTINGS), shape, "learner")
     planned = (memory.peak + sum(memory.host.values())) / MIB
     assert planned == pytest.approx(max(baseline.series[phase].median for phase in learner_memory.PHASES), rel=0.15)
+
+
+NAMES = {"one_gpu_16gb": ("Qwen/Qwen2.5-VL-3B-Instruct", 16), "one_gpu_24gb": ("Qwen/Qwen2.5-VL-7B-Instruct", 24)}
+
+
+@pytest.mark.parametrize("preset", NAMES)
+def test_a_base_of_4_bits_fits_one_card_by_the_name_of_its_model_alone(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the plan are the base in 4 bits, one dequantised weight, and adapters; nothing is downloaded."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise AssertionError("the plan asked the network")
+
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    model, size = NAMES[preset]
+    words = ["plan", "experiment=own", f"policy.model={model}", "data.path=x", f"resources={preset}"]
+    shown = CliRunner().invoke(app, [*words, "--nodes", f"1x1x{size}GB"])
+    assert shown.exit_code == 0, shown.output
+    rows = {
+        name: float(found[1])
+        for name in ("quantised", "dequantised", "adapters", "weights", "most")
+        if (found := re.search(rf"│ {name} +│ ([0-9.]+) ", shown.output))
+    }
+    num_quantised = 2.77e9 if "3B" in model else 6.53e9  # of the decoder's linear layers
+    assert rows["quantised"] == pytest.approx(num_quantised * (0.5 + 1 / 64) / 2**30, rel=0.02)
+    assert rows["dequantised"] < 0.5 and 0 < rows["adapters"] < 0.5
+    assert rows["quantised"] + rows["dequantised"] + rows["adapters"] + rows["weights"] < rows["most"] < size
+    whole = CliRunner().invoke(
+        app,
+        [
+            *words,
+            "policy.quantisation=none",
+            "learner.master_dtype=float32",
+            "learner.optimizer=adamw",
+            "--nodes",
+            f"1x1x{size}GB",
+        ],
+    )
+    assert whole.exit_code == 2 and "GiB short" in whole.output
+
+
+def test_a_config_json_alone_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2), encoding="utf-8")
+    words = ["plan", "experiment=own", f"policy.model={tmp_path}", "data.path=x", "resources=one_gpu_16gb"]
+    shown = CliRunner().invoke(app, [*words, "--nodes", "1x1x16GB"])
+    assert shown.exit_code == 0 and "quantised" in shown.output, shown.output
+
+
+def test_a_training_service_holds_its_base_in_4_bits() -> None:
+    shape = shape_7b()
+    words = ("resources=two_gpu", "learner=single", "sampler.adapters.max_served=4")
+    whole = worker_memory(config(*words), shape, "learner").device[TRAINING]
+    few = worker_memory(config(*words, "policy.quantisation=nf4"), shape, "learner").device[TRAINING]
+    assert few["weights"] + few["quantised"] < 0.35 * whole["weights"]

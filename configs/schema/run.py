@@ -109,11 +109,11 @@ class MetricsConfig(Section):
 
     tensorboard: bool = True
     """Write TensorBoard event files below the run folder."""
-    trackers: tuple[Literal["mlflow", "trackio", "wandb"] | UserCode, ...] = ()
+    trackers: tuple[Literal["mlflow", "swanlab", "trackio", "wandb"] | UserCode, ...] = ()
     """Experiment trackers that receive the same numbers as TensorBoard. Each needs the extra of the same name; API keys
     are read from the environment, never from here."""
     project: Annotated[str, NOT_EMPTY] = "mobula"
-    """The run's project (W&B, trackio) or experiment (MLflow)."""
+    """The run's project (W&B, SwanLab, trackio) or experiment (MLflow)."""
     tracker_address: str = ""
     """URL of the tracker's server, with a single tracker in `trackers`; empty writes below the run folder."""
     ray: bool = True

@@ -83,7 +83,7 @@ def _summary() -> Iterator[Row]:
     yield "text only", TEXT_FAMILIES, by_model
     yield "flow models of diffusers", FLOW_PIPELINES, "`sampler=flow`, `policy.model`"
     yield "algorithms", groups()["algorithm"], "`algorithm=`"
-    yield "offline jobs", _offline_jobs(), "`mobula sft`, `mobula reward-model`, `mobula dpo`"
+    yield "offline jobs", _offline_jobs(), "`mobula sft`, `mobula reward-model`, `mobula dpo`, `mobula kto`"
     yield "row formats", FORMATS, "`data.row_format`"
     yield "environments", ENVIRONMENTS, "`environment=`"
     yield "learner backends", choices("learner.backend"), "`learner=`"

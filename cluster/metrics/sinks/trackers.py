@@ -1,4 +1,4 @@
-"""Experiment trackers: MLflow, trackio, and Weights & Biases. The library of each is an optional extra."""
+"""Experiment trackers: MLflow, SwanLab, trackio, and Weights & Biases. The library of each is an optional extra."""
 
 from __future__ import annotations
 
@@ -158,9 +158,50 @@ class WandbSink(ScalarSink):
         self._run.finish()
 
 
+class SwanlabSink(ScalarSink):
+    """Logs offline without an address: `swanlab sync` sends the folder later. SWANLAB_API_KEY or `swanlab login` has the
+    key of a server. SwanLab has no tables: responses are texts."""
+
+    name = "swanlab"
+
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab
+
+        unread = dict.fromkeys(("hardware", "runtime", "requirements", "git", "monitor"), False)
+        server = {"api_host": run.address, "web_host": run.address} if run.address else {}
+        self._library = swanlab
+        self._run = swanlab.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            log_dir=str(run.folder / "swanlab"),
+            config=dict(run.config),
+            mode="online" if run.address else "offline",
+            resume="allow",
+            settings=swanlab.Settings(interactive=False, probe=unread, terminal={"proxy_type": "none"}, **server),
+        )
+
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log(scalars, step=step)
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """Logs the responses of each kind as texts, and their images."""
+        for kind in dict.fromkeys(sample.kind for sample in samples):
+            own = [sample for sample in samples if sample.kind == kind]
+            texts = [yaml.safe_dump(dict(zip(COLUMNS, cells(s), strict=True)), sort_keys=False) for s in own]
+            panel: dict[str, Any] = {f"{TABLE}/{kind}": list(map(self._library.Text, texts))}
+            if shown := [self._library.Image(image, caption=s.response) for s in own for image in images(s)]:
+                panel[f"{TABLE}/{kind}_images"] = shown
+            self._run.log(panel, step=samples[0].step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 # Name of the tracker, its library and its extra -> class of the sink
 TRACKERS: Mapping[str, Callable[[TrackedRun], Sink]] = {
     "mlflow": MlflowSink,
+    "swanlab": SwanlabSink,
     "trackio": TrackioSink,
     "wandb": WandbSink,
 }

@@ -478,6 +478,31 @@ def test_wandb_keeps_an_offline_run_under_one_id(tmp_path: Path, monkeypatch: py
     assert not any(b"x" * 40 in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()), "no key is kept"
 
 
+def test_swanlab_keeps_an_offline_run_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab", reason=WHY.format("swanlab", "swanlab"))
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    monkeypatch.setenv("SWANLAB_API_KEY", "x" * 40)
+    write_two_parts("swanlab", tmp_path)
+    records = []
+    for file in sorted(tmp_path.rglob("*.swanlab"), key=lambda path: path.stat().st_mtime):
+        reader = DataStoreReader()
+        reader.open(file)
+        records += [Record.FromString(data) for data in reader]
+        reader.close()
+    assert {r.start.id for r in records if r.HasField("start")} == {RUN_ID}
+    scalars = [(r.scalar.key, r.scalar.step, r.scalar.value.number) for r in records if r.HasField("scalar")]
+    assert [row[1:] for row in scalars if row[0] == "step/reward_mean"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert ("evaluation/accuracy", 1, 0.5) in scalars and ("reward/answer: exact", 1, 0.25) in scalars
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    texts = [path.read_text() for path in files if path.suffix == ".txt"]
+    assert len(texts) == 2 and any("Which digit is this?" in text and "seven" in text for text in texts)
+    [shown] = [path for path in files if path.suffix == ".png"]
+    assert Image.open(shown).size == (56, 56)
+    assert not any(b"x" * 40 in path.read_bytes() for path in files), "no key is kept"
+
+
 def test_mlflow_keeps_files_and_finds_the_run_again(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", reason=WHY.format("mlflow", "mlflow"))
     write_two_parts("mlflow", tmp_path)

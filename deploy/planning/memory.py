@@ -299,8 +299,8 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     sync.pop("optimizer")  # it is moved before engines wake up
     if config.weight_sync.payload == "adapters" and config.resources.device == "cuda":  # and the policy with it
         sync = {"adapters": FLOAT32 * num_trained, "sync": staging}
-    kept = {"weights": weights, **base, "optimizer": moments, "critic": critic}
-    away = {} if config.resources.device == "cuda" else kept
+    state = {"weights": weights, **base, "optimizer": moments, "critic": critic}
+    away = {} if config.resources.device == "cuda" else state
     # An engine that joins late is awake as a whole while the policy comes back for it.
     joining = {"joining": sync} if config.resources.device == "cuda" else {}
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, **joining}, host)

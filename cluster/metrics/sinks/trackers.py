@@ -159,8 +159,8 @@ class WandbSink(ScalarSink):
 
 
 class SwanlabSink(ScalarSink):
-    """Logs offline without an address: `swanlab sync` sends the folder later. SWANLAB_API_KEY or `swanlab login` has the
-    key of a server. SwanLab has no tables: responses are texts."""
+    """Logs offline without an address: `swanlab sync` sends the folder later. SWANLAB_API_KEY or `swanlab login` has
+    the key of a server. SwanLab has no tables: responses are texts."""
 
     name = "swanlab"
 

@@ -25,6 +25,8 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "policy.tiny_tied_embeddings",
         "policy.freeze",
         "policy.lora.rank",
+        "policy.quantisation",  # the base under the trained adapters
+        "policy.quantisation_modules",
         "policy.lora.alpha",  # scales the trained adapters
         "policy.lora.target_modules",
         "data.writer",

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from mobula.cluster.audit.chain import AUDIT_FILE
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
-from mobula.deploy.cli import commands
+from mobula.deploy.cli import job_commands
 from mobula.deploy.cli.commands import app, main
 from mobula.deploy.host.terminal import PlainConsole
 from mobula.deploy.jobs.status_view import as_json, as_table
@@ -117,7 +117,7 @@ def test_status_top_and_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     shown.print(as_table(status, 1000.5))
     shown.print(as_json(status))
     assert_plain(file.getvalue(), "\\u001b]52;c;")
-    commands._write(f"{HOSTILE}\nstep 1\r\x1b[32mstep 2\x1b[0m\n")
+    job_commands._write(f"{HOSTILE}\nstep 1\r\x1b[32mstep 2\x1b[0m\n")
     assert_plain(capsys.readouterr().out, "step 1\nstep 2\n")
 
 
@@ -158,7 +158,7 @@ def test_every_command_prints_through_this_console() -> None:
     """Other writers to the standard streams are named here, with the reason."""
     writers = {
         "cluster/runtime/ray_actors.py": "a worker's path of its log",
-        "deploy/api.py": "escaped",
+        "deploy/run/apart.py": "escaped",
         "deploy/cli/commands.py": "an escaped traceback",
         "deploy/cli/job_commands.py": "escaped lines of a job",
         "deploy/host/machine.py": "JSON to the parent process",

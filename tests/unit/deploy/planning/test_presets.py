@@ -23,13 +23,17 @@ from mobula.learner.policies.shapes import tiny_shape
 ADAPTERS = ("policy.lora.rank=16", "reference.place=learner_ranks", "algorithm.kl.coef=0.01")
 CRITIC, THREE = ["algorithm=ppo_gae", "algorithm.critic.place=own_ranks"], "resources.num_nodes=3"
 EACH = ("learner", "rollout", "reference")
-# preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B fits; None: it is for the tiny model
+LENGTHS = ("data.max_prompt_tokens=2048", "sampler.max_tokens=1024", "sampler.max_model_len=3072")
+SMALLER = {"one_gpu_16gb": "Qwen2.5-VL 3B"}
+# preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B (or SMALLER) fits; None: it is for the tiny model
 PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
     "laptop": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
     "laptop_colocated": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
     "laptop_in_turns": ("1x0x0GB:2x16GB", dict.fromkeys(EACH, 1), None),
     "laptop_overlapped": ("1x0x0GB:2x16GB", dict.fromkeys(EACH, 1), None),
     "gpu_1": ("1x1x80GB", dict.fromkeys(EACH, 1), None),
+    "one_gpu_16gb": ("1x1x16GB", dict.fromkeys(EACH[:2], 1), [*LENGTHS, "reference.place=learner_ranks"]),
+    "one_gpu_24gb": ("1x1x24GB", dict.fromkeys(EACH[:2], 1), [*LENGTHS, "reference.place=learner_ranks"]),
     "one_gpu_colocated": ("1x1x141GB", dict.fromkeys(EACH, 1), ["policy.lora.rank=16"]),
     "two_gpu": ("1x2x80GB", dict.fromkeys(EACH, 1), ["policy.lora.rank=16"]),
     "four_gpu_split": ("1x4x141GB", dict.fromkeys(EACH, 2), ["learner.tokens_per_microbatch=3072"]),
@@ -61,6 +65,7 @@ def test_every_preset_is_in_the_table() -> None:
 def test_preset_fits_its_cluster_and_puts_no_two_of_a_role_on_one_gpu(preset: str) -> None:
     cluster, workers, words = PRESETS[preset]
     shape = shape_7b() if words is not None else tiny_shape("qwen2.5-vl", tie_word_embeddings=False)
+    shape = shape_of(SMALLER[preset]) if preset in SMALLER else shape
     nodes = described_nodes(cluster)
     plan = plan_memory(config(preset, *(words or [])), shape, nodes)
     assert {role: len(plan.placement.of_role(role)) for role in workers} == workers
@@ -130,8 +135,9 @@ def test_learner_ranks_of_two_nodes_share_one() -> None:
 
 
 def test_no_preset_has_two_names() -> None:
-    values = [dict(own_values("resources", preset)["resources"]) for preset in groups()["resources"]]
-    contents = [{key: value for key, value in each.items() if key != "preset"} for each in values]
+    values = [own_values("resources", preset) for preset in groups()["resources"]]
+    named = [{**each, "resources": dict(each["resources"])} for each in values]
+    contents = [each for each in named if each["resources"].pop("preset")]
     assert not [content for n, content in enumerate(contents) if content in contents[:n]]
 
 

@@ -25,7 +25,8 @@ CRITIC, THREE = ["algorithm=ppo_gae", "algorithm.critic.place=own_ranks"], "reso
 EACH = ("learner", "rollout", "reference")
 LENGTHS = ("data.max_prompt_tokens=2048", "sampler.max_tokens=1024", "sampler.max_model_len=3072")
 SMALLER = {"one_gpu_16gb": "Qwen2.5-VL 3B"}
-# preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B (or SMALLER) fits; None: it is for the tiny model
+# preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B (or SMALLER) fits; None: it is for the
+# tiny model
 PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
     "laptop": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
     "laptop_colocated": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),

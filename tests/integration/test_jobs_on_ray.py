@@ -127,7 +127,7 @@ def test_a_submitted_run_is_stopped_and_goes_on_when_it_is_sent_again(cluster: A
     run = folder / "runs" / "sent"
     words = [
         "experiment=digits", "name=sent", f"folder={folder / 'runs'}", f"data.path={folder / 'data'}",
-        f"policy.model={folder / 'model'}", "num_steps=40", *SMALL,
+        f"policy.model={folder / 'model'}", "num_steps=1000", *SMALL,
     ]  # fmt: skip
     options = ["--working-dir", str(REPOSITORY), "--env", f"PYTHONPATH={folder}", "--no-follow"]
     code, output = command("submit", *words, *options, *at)
@@ -137,7 +137,7 @@ def test_a_submitted_run_is_stopped_and_goes_on_when_it_is_sent_again(cluster: A
     assert code == 0 and "stopped" in output, output
     reached = len(steps_of(run))
     assert (run / "summary.json").is_file() and (run / "report.html").is_file()
-    again = [word if word != "num_steps=40" else f"num_steps={reached + 1}" for word in words]
+    again = [word if word != "num_steps=1000" else f"num_steps={reached + 1}" for word in words]
     code, output = command("submit", *again, *options[:-1], "--follow", *at)
     assert code == 0, output
     assert "job sent-2 submitted" in output and len(steps_of(run)) == reached + 1

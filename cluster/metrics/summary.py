@@ -80,10 +80,15 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
         mean = float(better - worse) / num
         half = Z_95 * math.sqrt(better + worse - (better - worse) ** 2 / num) / num
         return max(-1.0, mean - half), min(1.0, mean + half)
+    return student_interval(differences)
+
+
+def student_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns Student's 95 % interval of the mean of `values` [N]; without width for a single value."""
     from scipy.stats import t  # slow import
 
-    mean, error = mean_and_error(differences)
-    half = float(t.ppf(0.975, num - 1)) * error if num > 1 else 0.0
+    mean, error = mean_and_error(values)
+    half = float(t.ppf(0.975, len(values) - 1)) * error if len(values) > 1 else 0.0
     return mean - half, mean + half
 
 

@@ -139,7 +139,7 @@ class NothingKept:
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """Keeps each result in a file of `folder`, named by what it depends on: `weights`, and all of the suite."""
+    """Keeps each result in a file of `folder`; the name is a digest of `weights` and of the suite."""
 
     folder: Path
     weights: Any  # and how they are sampled
@@ -149,10 +149,10 @@ class ResultFiles:
         return RESULTS.validate_json(path.read_bytes())[0] if path.exists() else None
 
     def keep(self, suite: Suite, result: EvaluationResult) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path(suite), json.dumps([asdict(result)]))
 
     def _path(self, suite: Suite) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
         ids, seed = [prompt.prompt_id for prompt in suite.prompts], suite.settings.seed
         depends_on = [self.weights, suite.name, seed, suite.identity, ids]
         digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()

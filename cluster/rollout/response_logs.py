@@ -1,4 +1,4 @@
-"""What evaluations keep of responses: files, contact sheets, and answers for the report."""
+"""Logs of an evaluation's responses: files, contact sheets, and answers for the report."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.files import write_atomically
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.metrics.step_records import strict
-from mobula.cluster.metrics.summary import mean_and_error, paired_interval
+from mobula.cluster.metrics.summary import mean_and_error, student_interval
 from mobula.configs.load import dump_config, load_config
 from mobula.configs.overrides import nearest
 from mobula.configs.schema import RunConfig
@@ -188,7 +188,7 @@ def check_claims(claims: Sequence[Claim], words: Sequence[str], results: Path | 
 def judged(claim: Claim, words: Sequence[str]) -> ClaimVerdict:
     values, against = zip(*_pairs(claim, words), strict=True)
     differences = [value - other for value, other in zip(values, against, strict=True)]
-    low, high = paired_interval(differences)
+    low, high = student_interval(differences)
     other = claim.measure if isinstance(claim.against, tuple) else claim.against
     wanted = f"{claim.measure} {claim.relation} {other}" + (f" by {claim.margin:g}" if claim.margin else "")
     date, mean = datetime.now(UTC).isoformat(timespec="seconds"), mean_and_error(differences)[0]

@@ -1,4 +1,4 @@
-"""Runs a command of `mobula` in a process of its own."""
+"""Runs a command of `mobula` in a separate process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_apart(
         call = [sys.executable, "-m", "mobula.deploy.cli", command, "--config", str(file), *words]
         steps = _new_steps(config.run_folder / METRICS_FILE)
         next(steps)  # those that it resumes from
-        # A process group of its own: Ctrl-C would reach the run too, and a second signal stops it without a checkpoint.
+        # A separate process group: Ctrl-C would reach the run too, and a second signal stops it without a checkpoint.
         with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0) as process:
             output = threading.Thread(target=_copy, args=(process.stdout,), daemon=True, name="output of the run")
             output.start()

@@ -72,10 +72,10 @@ def headline(config: RunConfig, summary: Summary) -> str:
 
 def over_control(best: ControlGain) -> str:
     """Says in one sentence what the policy gains over its best control."""
-    is_real = "" if best.low > 0 or best.high < 0 else ", which may be none"
+    note = "" if best.low > 0 or best.high < 0 else "; the interval includes 0"
     return (
         f"{best.gain:+.3f} over the best control ({best.control} {best.accuracy:.3f}; 95 % {best.low:+.3f} to "
-        f"{best.high:+.3f}, {best.num} rows{is_real})"
+        f"{best.high:+.3f}, {best.num} rows{note})"
     )
 
 

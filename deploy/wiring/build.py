@@ -97,9 +97,9 @@ def build_controller(
     inference.in_flight_requests.on_attempt = run.tracer.attempt
     source = prepared.source(partial(_is_open, curriculum) if curriculum else None)
     sends_adapters = config.weight_sync.payload == "adapters"
-    lease = partial(GpuLease, inference.rollouts, training.learner, sends_adapters=sends_adapters)
-    gpu_lease = lease() if config.resources.colocated else None
-    if gpu_lease:
+    gpu_lease = None
+    if config.resources.colocated:
+        gpu_lease = GpuLease(inference.rollouts, training.learner, sends_adapters=sends_adapters)
         inference.rollouts.start_within(gpu_lease.starting)
     rollouts = RetryingRollouts(
         LeasedRollouts(inference.rollouts, gpu_lease) if gpu_lease else inference.rollouts,

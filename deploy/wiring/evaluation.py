@@ -1,4 +1,4 @@
-"""Builds the evaluations of a run: suites, their controls, and what is kept of them."""
+"""Builds the evaluations of a run: suites, controls, and the logs of responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.worker import make_processor
 from mobula.actors.rollout.controls import controlled
 from mobula.cluster.errors import DatasetError
-from mobula.cluster.files import file_sha256
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.samples import write_rows
 from mobula.cluster.metrics.step_records import CONTENT, HELD_OUT
@@ -38,7 +37,7 @@ from mobula.cluster.rollout.response_logs import ContactSheets, FirstAnswers, Re
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import BOXED_SUFFIX
 from mobula.configs.schema.run import Control
-from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.preparation import Prepared, weights_digest
 
 KEPT_FOLDER = ".evaluations"  # in the folder of the runs
 RESPONSES_FOLDER = "evaluations"  # in the run folder
@@ -78,9 +77,9 @@ def _kept_results(prepared: Prepared, suites: Sequence[Suite]) -> KeptResults:
     config = prepared.config
     if config.warm_start.num_steps or not any(suite.control for suite in suites):
         return NothingKept()
-    weights = [file_sha256(path) for path in sorted(prepared.model_folder.glob("*.safetensors"))]
+    weights = weights_digest(prepared.model_folder)
     engine = [config.sampler.kind, config.resources.dtype, config.resources.device]
-    return ResultFiles(config.folder / KEPT_FOLDER, [weights, engine])
+    return ResultFiles(config.folder / KEPT_FOLDER, [weights, *engine])
 
 
 def _suites(prepared: Prepared) -> Iterator[Suite]:
@@ -174,7 +173,7 @@ def content_of(value: object) -> str:
 
 
 def response_log(prepared: Prepared, folder: Path | None, *, is_reported: bool = False) -> ResponseLog:
-    """What is kept of responses in `folder`; with `is_reported`, also the answers of the report."""
+    """The log of responses in `folder`; with `is_reported`, the report's answers are written as well."""
     config = prepared.config
     if folder is not None and config.sampler.is_flow:
         return ContactSheets(folder, timeout_s=config.timeouts.object_s)

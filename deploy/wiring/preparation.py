@@ -40,7 +40,7 @@ from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.actors.processors.teacher import TEACHER, check_teacher, named_teachers
 from mobula.actors.processors.worker import make_processor
 from mobula.cluster.errors import DatasetError, PreflightError
-from mobula.cluster.files import install_folder
+from mobula.cluster.files import file_sha256, install_folder
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
 from mobula.cluster.records.media import MediaKeeper, MediaStore
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
@@ -310,12 +310,18 @@ def engine_base(config: RunConfig, folder: Path) -> Path:
     policy = config.policy
     if policy.quantisation == "none":
         return folder
-    depends_on = [policy.quantisation, *policy.quantisation_modules, config.resources.dtype]
-    digest = hashlib.sha256(" ".join([fingerprint_of(checkpoint_files(folder)), *depends_on]).encode()).hexdigest()
+    depends_on = [weights_digest(folder), policy.quantisation, *policy.quantisation_modules, config.resources.dtype]
+    digest = hashlib.sha256(" ".join(depends_on).encode()).hexdigest()
     base = config.folder / BASES_FOLDER / digest[:16]
     if not base.is_dir():
-        _logger.info("policy.quantisation=%s: writing what engines load to %s", policy.quantisation, base)
+        _logger.info("policy.quantisation=%s: writing the weights of engines to %s", policy.quantisation, base)
     return install_folder(base, base.is_dir, lambda built: write_dequantised(config, built))
+
+
+def weights_digest(folder: Path) -> str:
+    """A digest of all bytes of a checkpoint's weights: a sample would miss the few layers that a partly frozen
+    training has changed."""
+    return hashlib.sha256("".join(map(file_sha256, checkpoint_files(folder))).encode()).hexdigest()
 
 
 def workers_download(config: RunConfig) -> bool:

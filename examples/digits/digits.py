@@ -62,7 +62,7 @@ def write_digits(
 
     `digits` asks which digit one image shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
     on each of 1 to 12 images and one with their sum; `digit_clips` asks which digit of a clip is shown longest.
-    `digit_pairs` and `digit_sum_pairs` are the first two for offline jobs: a right answer and a wrong one beside it;
+    `digit_pairs` and `digit_sum_pairs` are the first two for offline jobs: a right answer and a wrong one each;
     `digit_labels` has one of them, with its label.
     Splits are stratified by digit and share no image; train takes what validation and test leave. A split has as many
     rows as images. The same arguments give the same bytes.

@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils import swap_tensors
 from transformers import GenerationConfig, PreTrainedModel
 
+from mobula.cluster.runtime.gc_tuning import return_free_memory
 from mobula.cluster.weight_sync.manifest import (
     Manifest,
     Payload,
@@ -355,6 +356,7 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
     for name, rows in weights:
         if name in quantised:  # whole on each rank, and one at a time in more bits
             quantised[name].take(rows[...], device)
+            return_free_memory()  # glibc keeps what quantising one weight took, and adds it up
         elif name in state:
             _copy(state[name], rows)
             lacking.discard(state[name])

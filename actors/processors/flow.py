@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,77 @@ MAX_IMAGES = 4096  # cached latents
 logger = logging.getLogger(__name__)
 
 
-class FlowProcessor:
+class TargetImages(ABC):
+    """Reads the images that rows name to learn from."""
+
+    def __init__(self, root: Path, flow: FlowConfig) -> None:
+        """`root` is `data.path`."""
+        self._root = root.resolve()
+        self._flow = flow
+        self._lock = threading.Lock()
+        self._codec: Any = None  # loaded on first use
+
+    @abstractmethod
+    def _latent_shape(self) -> tuple[int, ...]:
+        """Returns the shape of the latents of an image."""
+
+    @abstractmethod
+    def _encoded_pixels(self, pixels: np.ndarray) -> np.ndarray:
+        """Returns the latents, float32 [...], of an image, uint8 [H, W, 3]."""
+
+    def clean(self, prompt: Prompt, choice: int) -> np.ndarray:
+        """Returns the latents, float32 [...], of target image `choice` (modulo their number)."""
+        names = prompt.metadata.get(TARGETS)
+        if not isinstance(names, list | tuple) or not names:
+            raise PromptError(
+                f"{prompt.sample_id} names no images to learn from: write {TARGETS}, a list of files below "
+                "data.path, into its metadata, or set warm_start=none"
+            )
+        name = str(names[choice % len(names)])
+        path = path_below(self._root, name)
+        if path is None:
+            raise PromptError(f"{prompt.sample_id}: {name} of {TARGETS} is not below data.path={self._root}")
+        return self.latents(path)
+
+    def latents(self, path: Path) -> np.ndarray:
+        """Reads latents, float32 [...], from a NumPy file, or encodes an image."""
+        if path.suffix != ".npy":
+            return self._encoded_image(path)
+        try:
+            latents = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise PromptError(f"{path} cannot be read as latents: {error}") from error
+        shape = self._latent_shape()
+        if latents.shape != shape or not np.isfinite(latents).all():
+            raise PromptError(
+                f"{path} has latents of shape {latents.shape}, finite or not, and those of this run are finite and "
+                f"{shape}: encode the image again, or set sampler.flow.width and height"
+            )
+        return latents.astype(np.float32)
+
+    @lru_cache(maxsize=MAX_IMAGES)  # noqa: B019 - one processor a run
+    @torch.no_grad()
+    def _encoded_image(self, path: Path) -> np.ndarray:
+        if self._flow.num_frames > 1:
+            raise PromptError(
+                f"{path} is one image, and a video of this run has sampler.flow.num_frames={self._flow.num_frames}: "
+                "name a .npy file with the latents of a video, or set sampler.flow.num_frames=1"
+            )
+        size = (self._flow.width, self._flow.height)
+        try:
+            with Image.open(path, formats=FORMATS) as opened:
+                pixels = np.asarray(to_rgb(opened))
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise PromptError(f"{path} cannot be read as an image: {error}") from error
+        if pixels.shape[1::-1] != size:
+            raise PromptError(
+                f"{path} is {pixels.shape[1]} x {pixels.shape[0]}, and images of this run are {size[0]} x {size[1]}: "
+                "scale it, or set sampler.flow.width and height"
+            )
+        return self._encoded_pixels(pixels)
+
+
+class FlowProcessor(TargetImages):
     """Encodes texts with the encoders of a checkpoint, on the CPU of this process; each text once. A prompt has no
     tokens. `media` are the embeddings of the text and, with guidance, of the negative prompt."""
 
@@ -50,16 +121,13 @@ class FlowProcessor:
         self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaKeeper, suffix: str = ""
     ) -> None:
         """`suffix` is appended to every prompt."""
+        super().__init__(data.path, flow)
         self._checkpoint = checkpoint
         self._family = checkpoint.family
-        self._codec: Any = None  # loaded on first use
-        self._root = data.path.resolve()
         self._pipeline: Any = checkpoint.encoder()
         self._suffix = suffix
-        self._flow = flow
         self.takes_negatives = checkpoint.takes_negatives(flow.guidance)
         self._media = media
-        self._lock = threading.Lock()
         self._num_cut = 0
         logging.getLogger(type(self._pipeline).__module__).addFilter(_is_not_about_a_cut_text)
         self.fingerprint = f"{checkpoint.encoder_fingerprint()} {flow.max_text_tokens}"
@@ -90,55 +158,10 @@ class FlowProcessor:
     def num_media(self, row: Row) -> int:
         return 1 if self._flow.guidance == 1 else 2
 
-    def clean(self, prompt: Prompt, choice: int) -> np.ndarray:
-        """Returns the latents, float32 [...], of target image `choice` (modulo their number)."""
-        names = prompt.metadata.get(TARGETS)
-        if not isinstance(names, list | tuple) or not names:
-            raise PromptError(
-                f"{prompt.sample_id} names no images to learn from: write {TARGETS}, a list of files below "
-                "data.path, into its metadata, or set warm_start=none"
-            )
-        name = str(names[choice % len(names)])
-        path = path_below(self._root, name)
-        if path is None:
-            raise PromptError(f"{prompt.sample_id}: {name} of {TARGETS} is not below data.path={self._root}")
-        return self.latents(path)
+    def _latent_shape(self) -> tuple[int, ...]:
+        return self._checkpoint.latent_shape(Denoising.of(self._flow))
 
-    def latents(self, path: Path) -> np.ndarray:
-        """Reads latents, float32 [...], from a NumPy file, or encodes an image."""
-        if path.suffix != ".npy":
-            return self._encoded_image(path)
-        try:
-            latents = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise PromptError(f"{path} cannot be read as latents: {error}") from error
-        shape = self._checkpoint.latent_shape(Denoising.of(self._flow))
-        if latents.shape != shape or not np.isfinite(latents).all():
-            raise PromptError(
-                f"{path} has latents of shape {latents.shape}, finite or not, and those of this run are finite and "
-                f"{shape}: encode the image again, or set sampler.flow.width and height"
-            )
-        return latents.astype(np.float32)
-
-    @lru_cache(maxsize=MAX_IMAGES)  # noqa: B019 - one processor a run
-    @torch.no_grad()
-    def _encoded_image(self, path: Path) -> np.ndarray:
-        if self._flow.num_frames > 1:
-            raise PromptError(
-                f"{path} is one image, and a video of this run has sampler.flow.num_frames={self._flow.num_frames}: "
-                "name a .npy file with the latents of a video, or set sampler.flow.num_frames=1"
-            )
-        size = (self._flow.width, self._flow.height)
-        try:
-            with Image.open(path, formats=FORMATS) as opened:
-                pixels = np.asarray(to_rgb(opened))
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise PromptError(f"{path} cannot be read as an image: {error}") from error
-        if pixels.shape[1::-1] != size:
-            raise PromptError(
-                f"{path} is {pixels.shape[1]} x {pixels.shape[0]}, and images of this run are {size[0]} x {size[1]}: "
-                "scale it, or set sampler.flow.width and height"
-            )
+    def _encoded_pixels(self, pixels: np.ndarray) -> np.ndarray:
         with self._lock:
             if self._codec is None:
                 self._codec = self._checkpoint.vae(torch.float32)

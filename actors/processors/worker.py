@@ -10,7 +10,7 @@ import torch
 
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
-from mobula.actors.processors.image_tokens import ImageTokenProcessor
+from mobula.actors.processors.image_tokens import DrawingProcessor, ImageTokenProcessor
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 
 def make_processor(
     config: RunConfig, media: MediaKeeper
-) -> ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | ImageTokenProcessor:
+) -> ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | DrawingProcessor:
     """Builds the processor that turns rows into prompts (offline jobs: into groups). Media are stored in `media`."""
     if config.sampler.is_flow:
         from mobula.actors.processors.flow import FlowProcessor, ImagePairProcessor  # imports diffusers
 
         flow = FlowProcessor.of(config, media)
         return ImagePairProcessor(flow) if config.offline.is_on else flow
+    if config.sampler.draws_patches:
+        from mobula.actors.processors.image_patches import ImagePatchProcessor  # imports diffusers
+
+        return ImagePatchProcessor(config)
     if config.sampler.draws_tokens:
-        return ImageTokenProcessor(config.policy.model, config.data, config.sampler, config.question_suffix)
+        return ImageTokenProcessor(config)
     chat = processor_maker(config)(config, media)
     if not config.offline.is_on:
         return chat

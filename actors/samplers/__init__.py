@@ -13,6 +13,7 @@ SAMPLERS: Mapping[str, str] = {  # `sampler.kind` -> class, imported on use
     "huggingface": "mobula.actors.samplers.huggingface:HuggingFaceSampler",
     "flow": "mobula.actors.samplers.flow:FlowSampler",
     "image_tokens": "mobula.actors.samplers.image_tokens:ImageTokenSampler",
+    "image_patches": "mobula.actors.samplers.image_patches:ImagePatchSampler",
 }
 
 

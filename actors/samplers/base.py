@@ -46,7 +46,7 @@ class EngineSettings:
     has_unpushed: bool  # the checkpoint also has frozen tensors, which are not pushed
     adapters: AdapterPush | None  # how to merge pushed adapters; None in runs without adapters
     memory_bytes: int = 0  # per GPU, without the context of the process; 0: the engine's default
-    denoising: Denoising | None = None  # for flow models
+    denoising: Denoising | None = None  # for samplers that denoise
 
     @property
     def hidden_ids(self) -> frozenset[int]:
@@ -169,6 +169,7 @@ def engine_settings(
     pushed = pushed_manifest(checkpoint, config)
     sizes: Mapping[str, int] = {
         SamplerKind.FLOW: sampler.flow.batch_size,
+        SamplerKind.IMAGE_PATCHES: sampler.flow.batch_size,
         SamplerKind.IMAGE_TOKENS: sampler.image_tokens.batch_size,
     }
     return EngineSettings(
@@ -189,5 +190,5 @@ def engine_settings(
         expected=pushed,
         has_unpushed=pushed.tensors != checkpoint.tensors,
         adapters=AdapterPush.of(model_folder, checkpoint, config.policy, dtype),
-        denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
+        denoising=Denoising.of(sampler.flow) if sampler.denoises else None,
     )

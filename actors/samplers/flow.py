@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.families import Schedule
 from mobula.learner.policies.flow.policy import Denoising, FlowPolicy, StepRescoring, collate_latents, velocities
 from mobula.learner.policies.loading import DTYPES
 from mobula.learner.policies.sde import KERNELS, FlowStep
@@ -24,15 +26,85 @@ from mobula.learner.policies.sde import KERNELS, FlowStep
 ROUNDED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class FlowSampler(ImageSampler):
-    """Denoises the images of one prompt or of several as one batch. Each image has a separate generator, so its image
-    does not depend on the batch. At temperature 0, and with the kernel ddim, all steps follow the ODE, and the steps of
-    the window are stored with a log-prob of 0."""
+class DenoisingSampler(ImageSampler):
+    """Denoises latents. Each image has a separate generator, so its image does not depend on the batch. At temperature
+    0, and with the kernel ddim, all steps follow the ODE, and the steps of the window are stored with a log-prob of
+    0."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        assert settings.denoising is not None, "the settings of a flow sampler say how it denoises"
+        assert settings.denoising is not None, "the settings of this sampler say how it denoises"
         self._denoising = settings.denoising
+        self._schedules: dict[int, Schedule] = {}  # number of steps -> schedule
+
+    def _how(self, request: ImageRequest) -> Denoising:
+        denoising = self._denoising if request.settings.temperature > 0 else self._denoising.without_noise
+        return denoising.for_group(request.settings.seed, self._served.number)
+
+    def _noise(self, generators: Sequence[torch.Generator], shape: Sequence[int]) -> Tensor:
+        """float32 [n, ...]: of each image by its generator."""
+        return torch.stack([torch.randn(shape, generator=g) for g in generators]).to(self._device)
+
+    def _denoised(
+        self,
+        how: Denoising,
+        latents: Tensor,
+        velocity: Callable[[Tensor, Tensor], Tensor],
+        noise: Callable[[], Tensor],
+        *,
+        is_stochastic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Takes all steps from the noise `latents` [n, ...].
+
+        Args:
+            velocity: (latents, times [n]) -> noise minus image, float32 [n, ...].
+
+        Returns: the clean latents, those of the window [n, W + 1, ...], and log-probs [n, W].
+        """
+        schedule, num = self._schedules[how.num_steps], len(latents)
+
+        def alike(value: Tensor) -> Tensor:
+            return value.to(self._device).expand(num)
+
+        sigmas = schedule.sigmas
+        kept, logprobs = [], []
+        for i in range(how.num_steps):
+            moved = velocity(latents, alike(schedule.timesteps[i]))
+            step = FlowStep(latents, moved, *(alike(sigmas[k]) for k in (i, i + 1, 1)))
+            is_decision = how.window_start <= i < how.window_end
+            if is_decision:
+                kept.append(latents)
+            if is_decision and is_stochastic:
+                move = how.transition(step)
+                latents = self._rounded(move.mean + move.std * noise())
+                logprobs.append(move.logprobs(latents))
+            else:
+                latents = self._rounded(KERNELS["ddim"](step, 0.0).mean)
+                logprobs += [torch.zeros(num)] if is_decision else []
+            if i + 1 == how.window_end:
+                kept.append(latents)
+        return latents, torch.stack(kept, 1), torch.stack(logprobs, 1)
+
+    def _refuse_infinite(self, latents: Tensor, how: Denoising, prompt: Prompt) -> None:
+        if not latents.isfinite().all():
+            raise RolloutError(
+                f"prompt {prompt.prompt_id}: the latents are not finite after {how.num_steps} steps in "
+                f"{how.dtype}: use float32 latents, or a smaller learning rate if the policy has diverged"
+            )
+
+    def _rounded(self, latents: Tensor) -> Tensor:
+        """Rounds latents to the stored dtype; returns float32."""
+        return latents.to(ROUNDED[self._denoising.dtype]).float()
+
+
+def stored(latents: Tensor, dtype: str) -> np.ndarray:
+    """Rounded latents as a record holds them."""
+    array = latents.cpu().numpy()
+    return to_bfloat16(array) if dtype == "bfloat16" else array.astype(dtype)
+
+
+class FlowSampler(DenoisingSampler):
+    """Denoises the images of one prompt or of several as one batch."""
 
     async def start(self) -> None:
         await asyncio.to_thread(self._load)
@@ -55,67 +127,35 @@ class FlowSampler(ImageSampler):
     def _kind_of(self, request: ImageRequest) -> object:
         return self._how(request), request.settings.temperature > 0, len(request.media)
 
-    def _how(self, request: ImageRequest) -> Denoising:
-        denoising = self._denoising if request.settings.temperature > 0 else self._denoising.without_noise
-        return denoising.for_group(request.settings.seed, self._served.number)
-
     def _made(self, rows: Sequence[ImageRow]) -> list[SampledSequence]:
-        first, num = rows[0].request, len(rows)
+        first = rows[0].request
         how = self._how(first)
-        schedule = self._schedules[how.num_steps]
         generators = [row.generator for row in rows]
-
-        def noise() -> Tensor:
-            return torch.stack([torch.randn(self._shape, generator=g) for g in generators]).to(self._device)
-
-        def alike(value: Tensor) -> Tensor:
-            return value.to(self._device).expand(num)
-
         given, *negatives = self._conditions([row.request for row in rows])
-        sigmas = schedule.sigmas
-        latents = self._rounded(schedule.initial_std * noise())
+        noise = partial(self._noise, generators, self._shape)
+
+        def velocity(latents: Tensor, times: Tensor) -> Tensor:
+            conditions = (given, negatives[0] if negatives else None)
+            return velocities(self._model, self._family, latents, times, *conditions, how.guidance)
+
         is_stochastic = first.settings.temperature > 0 and how.kernel != "ddim"
-        kept, logprobs = [], []
-        for i in range(how.num_steps):
-            inputs = (latents, alike(schedule.timesteps[i]), given, negatives[0] if negatives else None)
-            velocity = velocities(self._model, self._family, *inputs, how.guidance)
-            step = FlowStep(latents, velocity, *(alike(sigmas[k]) for k in (i, i + 1, 1)))
-            is_decision = how.window_start <= i < how.window_end
-            if is_decision:
-                kept.append(latents)
-            if is_decision and is_stochastic:
-                move = how.transition(step)
-                latents = self._rounded(move.mean + move.std * noise())
-                logprobs.append(move.logprobs(latents))
-            else:
-                latents = self._rounded(KERNELS["ddim"](step, 0.0).mean)
-                logprobs += [torch.zeros(num)] if is_decision else []
-            if i + 1 == how.window_end:
-                kept.append(latents)
-        if not latents.isfinite().all():
-            raise RolloutError(
-                f"prompt {first.prompt.prompt_id}: the latents are not finite after {how.num_steps} steps in "
-                f"{how.dtype}: use float32 latents, or a smaller learning rate if the policy has diverged"
-            )
+        start = self._rounded(self._schedules[how.num_steps].initial_std * noise())
+        latents, kept, logprobs = self._denoised(how, start, velocity, noise, is_stochastic=is_stochastic)
+        self._refuse_infinite(latents, how, first.prompt)
         images = self._family.decode(self._vae, latents)
-        steps, scores = torch.stack(kept, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy()
+        steps, scores = stored(kept, how.dtype), logprobs.cpu().numpy()
         return [self._sequence(how, *one) for one in zip(steps, scores, images, strict=True)]
 
     def _sequence(
         self, how: Denoising, latents: np.ndarray, logprobs: np.ndarray, frames: np.ndarray
     ) -> SampledSequence:
-        """Returns latents float32 [T + 1, ...], log-probs [T] and frames uint8 [F, H, W, 3] of one sibling."""
+        """Returns stored latents [T + 1, ...], log-probs [T] and frames uint8 [F, H, W, 3] of one sibling."""
         index = np.arange(how.window_start, how.window_end, dtype=np.int32)
         schedule = self._schedules[how.num_steps]
         timesteps, sigmas = schedule.timesteps.numpy()[index], schedule.sigmas.numpy()
-        stored = to_bfloat16(latents) if how.dtype == "bfloat16" else latents.astype(how.dtype)
-        actions = LatentActions(stored, index, timesteps, sigmas)
+        actions = LatentActions(latents, index, timesteps, sigmas)
         spans = (WeightSpan(self._served.number, 0, len(index)),)
         return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, tuple(map(png, frames)))
-
-    def _rounded(self, latents: Tensor) -> Tensor:
-        """Rounds latents to the stored dtype; returns float32."""
-        return latents.to(ROUNDED[self._denoising.dtype]).float()
 
     def _conditions(self, requests: Sequence[ImageRequest]) -> list[dict[str, Tensor]]:
         """Returns conditions of the prompts and, with guidance, of the negative prompts; a row a request."""

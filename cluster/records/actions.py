@@ -160,6 +160,15 @@ class TokenActions:
         return [cls(own, kept) for own, kept in zip(unpacked(column.token_ids, num_steps), sets, strict=True)]
 
 
+class ScoredSteps(NamedTuple):
+    """T scored steps in order, with their inputs and outputs."""
+
+    before: np.ndarray  # float [T, ...]
+    after: np.ndarray  # float [T, ...]
+    index: np.ndarray  # int32 [T]: index into the schedule
+    timesteps: np.ndarray  # float32 [T]
+
+
 @dataclass(frozen=True, eq=False)
 class LatentActions:
     """T Gaussian denoising steps of a flow model.
@@ -192,9 +201,10 @@ class LatentActions:
     @property
     def values(self) -> np.ndarray:
         """The latents as numbers, float32 or float16 [T + 1, ...]."""
-        if self.latents.dtype != np.uint16:
-            return self.latents
-        return (self.latents.astype(np.uint32) << 16).view(np.float32)  # inverse of `to_bfloat16`
+        return as_numbers(self.latents)
+
+    def scored(self) -> ScoredSteps:
+        return ScoredSteps(self.values[:-1], self.values[1:], self.step_index, self.timesteps)
 
     @property
     def num_steps(self) -> int:
@@ -228,18 +238,60 @@ class LatentActions:
         )
 
     @classmethod
-    def packed(cls, siblings: Sequence[LatentActions]) -> list[LatentActions]:
+    def packed(cls, siblings: Sequence[Self]) -> list[Self]:
         """Returns the siblings unchanged: copying large latents into one array is slower than sending each array."""
         return list(siblings)
 
     @classmethod
-    def unpacked(cls, column: list[LatentActions], num_steps: Sequence[int]) -> list[LatentActions]:
+    def unpacked(cls, column: list[Self], num_steps: Sequence[int]) -> list[Self]:
         return column
+
+
+@dataclass(frozen=True, eq=False)
+class PatchActions(LatentActions):
+    """L continuous tokens of an image in order. Each token has W Gaussian denoising steps: T = L W, token by token.
+
+    `latents` [W + 1, L, D] has the steps of all tokens side by side; `step_index` and `timesteps` have W entries.
+    """
+
+    tokens: np.ndarray  # [L, D], in the type of `latents`: the inputs of the model after each token
+
+    @property
+    def token_values(self) -> np.ndarray:
+        """The tokens as numbers, float32 or float16 [L, D]."""
+        return as_numbers(self.tokens)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.tokens) * len(self.step_index)
+
+    def scored(self) -> ScoredSteps:
+        by_token = self.values.swapaxes(0, 1)
+        before, after = (steps.reshape(self.num_steps, -1) for steps in (by_token[:, :-1], by_token[:, 1:]))
+        index, timesteps = (np.tile(column, len(self.tokens)) for column in (self.step_index, self.timesteps))
+        return ScoredSteps(before, after, index, timesteps)
+
+    def stretch(self, start: int, end: int) -> PatchActions:
+        """Returns the steps [start, end). Both must be borders of tokens."""
+        (first, cut), (last, other_cut) = (divmod(step, len(self.step_index)) for step in (start, end))
+        if cut or other_cut:
+            raise ValueError(f"steps {start} to {end} cut a token of {len(self.step_index)} steps")
+        return replace(self, latents=self.latents[:, first:last], tokens=self.tokens[first:last])
+
+    def followed_by(self, more: LatentActions) -> PatchActions:
+        assert isinstance(more, PatchActions), "tokens follow tokens"
+        latents = np.concatenate([self.latents, more.latents], axis=1)
+        return replace(self, latents=latents, tokens=np.concatenate([self.tokens, more.tokens]))
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """Returns the bits of bfloat16 values as uint16, since NumPy has no bfloat16. `values` are rounded to bfloat16."""
     return (np.ascontiguousarray(values, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def as_numbers(values: np.ndarray) -> np.ndarray:
+    """Inverse of `to_bfloat16`; arrays of other types are returned unchanged."""
+    return (values.astype(np.uint32) << 16).view(np.float32) if values.dtype == np.uint16 else values
 
 
 def packed(arrays: Sequence[np.ndarray]) -> Column:

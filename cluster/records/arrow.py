@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mobula.cluster.records.actions import Actions, KeptSets, LatentActions, TokenActions
+from mobula.cluster.records.actions import Actions, KeptSets, LatentActions, PatchActions, TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import (
     EpisodeTurn,
@@ -50,11 +50,10 @@ _IMAGE = pa.struct(
     ]
 )
 _SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
+_ARRAY = [("values", pa.binary()), ("shape", pa.list_(pa.int32())), ("dtype", pa.string())]
 _LATENTS = pa.struct(
     [
-        ("values", pa.binary()),
-        ("shape", pa.list_(pa.int32())),
-        ("dtype", pa.string()),
+        *_ARRAY,
         ("step_index", pa.list_(pa.int32())),
         ("timesteps", pa.list_(pa.float32())),
         ("sigmas", pa.list_(pa.float32())),
@@ -93,6 +92,7 @@ SCHEMA = pa.schema(
         ("kept_counts", pa.list_(pa.int32())),  # null if the distribution is not truncated
         ("kept_ids", pa.list_(pa.int32())),
         ("latents", _LATENTS),  # null if the trajectory has tokens
+        ("patches", pa.struct(_ARRAY)),  # continuous tokens of an image; null if the trajectory has none
         ("behavior_logprobs", pa.list_(pa.float32())),
         ("action_mask", pa.list_(pa.bool_())),
         ("weight_spans", pa.list_(_SPAN)),
@@ -266,17 +266,27 @@ def _action_columns(actions: Actions) -> dict[str, Any]:
         later = _media_column(actions.media, actions.media_spans)
         return {"token_ids": actions.token_ids, "later_media": later, **sets}
     assert isinstance(actions, LatentActions)
-    latents = actions.latents
-    columns = {"values": latents.tobytes(), "shape": latents.shape, "dtype": latents.dtype.name}
-    return {"latents": {**columns, **{name: getattr(actions, name) for name in _OF_LATENTS}}}
+    schedule = {name: getattr(actions, name) for name in _OF_LATENTS}
+    patches = {"patches": _array_column(actions.tokens)} if isinstance(actions, PatchActions) else {}
+    return {"latents": {**_array_column(actions.latents), **schedule}, **patches}
+
+
+def _array_column(array: np.ndarray) -> dict[str, Any]:
+    return {"values": array.tobytes(), "shape": array.shape, "dtype": array.dtype.name}
+
+
+def _array(written: Mapping[str, Any]) -> np.ndarray:
+    return np.frombuffer(written["values"], dtype=written["dtype"]).reshape(written["shape"])
 
 
 def _actions(row: Mapping[str, Any], images: Mapping[str, ProcessedMedia]) -> Actions:
     if (written := row["latents"]) is None:
         kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
         return TokenActions(row["token_ids"], kept, *_media(row["later_media"], images))
-    latents = np.frombuffer(written["values"], dtype=written["dtype"]).reshape(written["shape"])
-    return LatentActions(latents, **{name: np.array(written[name], dtype) for name, dtype in _OF_LATENTS.items()})
+    schedule = {name: np.array(written[name], dtype) for name, dtype in _OF_LATENTS.items()}
+    if (patches := row.get("patches")) is not None:  # records of earlier versions lack the column
+        return PatchActions(_array(written), **schedule, tokens=_array(patches))
+    return LatentActions(_array(written), **schedule)
 
 
 def _reward_value(reward: Reward | None) -> dict[str, Any] | None:

@@ -87,6 +87,7 @@ class SamplerKind(StrEnum):
     HUGGINGFACE = "huggingface"
     FLOW = "flow"
     IMAGE_TOKENS = "image_tokens"
+    IMAGE_PATCHES = "image_patches"
 
 
 class VLLMConfig(Section):
@@ -125,7 +126,8 @@ class ServedAdaptersConfig(Section):
 
 
 class FlowConfig(Section):
-    """Denoising of a flow model. Learner and sampler compute the same steps."""
+    """Denoising of a flow model, or of each continuous token of an image (`sampler.kind=image_patches`). Learner and
+    sampler compute the same steps."""
 
     height: PositiveInt = 512
     """Height of an image or frame, in pixels."""
@@ -144,9 +146,10 @@ class FlowConfig(Section):
     """The negative prompt of classifier-free guidance."""
     max_text_tokens: PositiveInt = 128
     """Most tokens of a prompt in the longest text encoder; longer prompts are truncated."""
-    kernel: Literal["flow_grpo", "sde", "dance", "cps", "ddim"] = "flow_grpo"
+    kernel: Literal["flow_grpo", "sde", "dance", "cps", "langevin", "vrl", "ddim"] = "flow_grpo"
     """The stochastic step, see docs/algorithms.md; `ddim` follows the ODE throughout, for losses that need no
-    likelihood."""
+    likelihood; `vrl`, with `sampler.kind=image_patches`, adds noise in the last step and sums log-probs over numbers.
+    """
     noise_level: PositiveFloat = 0.7
     """Amount of noise that a stochastic step adds."""
     window_start: Annotated[int, Field(ge=0)] = 0
@@ -179,12 +182,25 @@ class ImageTokensConfig(Section):
     """Scale of classifier-free guidance on the logits, in the sampler and in the learner; 1 for none."""
 
 
+class ImagePatchesConfig(Section):
+    """Generation of images as continuous tokens: an autoregressive decoder with a flow head. `sampler.flow` has the
+    denoising of each token, and the number of images in a batch."""
+
+    shift: PositiveFloat = 1.0
+    """Shift s of the head's times: t / (s - (s - 1) t). Same as `timesteps_shift` of the model's pipeline."""
+    last_step: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Length of the last step in time. 0: times are evenly spaced (NextStep-1.1). NextStep-1 has 0.04, and its last
+    step is deterministic: set `sampler.flow.window_end` to `num_steps` - 1."""
+    normalise: bool = False
+    """Layer norm without parameters on each token. Same as `use_norm` of the model's pipeline."""
+
+
 class SamplerConfig(Section):
     """Sampling of responses. Learner and engine use the same distribution."""
 
     kind: SamplerKind | UserCode
     """The engine: `vllm`; `huggingface` for machines without vLLM; `flow` for flow models; `image_tokens` for models
-    that generate images token by token, with transformers."""
+    that generate images token by token, with transformers; `image_patches` for those with continuous tokens."""
     kind_options: dict[str, Any] = {}
     """Arguments of `kind`, if it is user code."""
     temperature: Annotated[float, Field(ge=0.001)] = 1.0
@@ -222,6 +238,8 @@ class SamplerConfig(Section):
     """Denoising of a flow model."""
     image_tokens: ImageTokensConfig = ImageTokensConfig()
     """Generation of images token by token."""
+    image_patches: ImagePatchesConfig = ImagePatchesConfig()
+    """Generation of images as continuous tokens."""
 
     @property
     def is_cut(self) -> bool:
@@ -234,7 +252,18 @@ class SamplerConfig(Section):
 
     @property
     def draws_tokens(self) -> bool:
-        return self.kind is SamplerKind.IMAGE_TOKENS
+        """Whether an autoregressive model makes images."""
+        return self.kind is SamplerKind.IMAGE_TOKENS or self.draws_patches
+
+    @property
+    def draws_patches(self) -> bool:
+        """Whether the tokens of an image are continuous, and denoised by a flow head."""
+        return self.kind is SamplerKind.IMAGE_PATCHES
+
+    @property
+    def denoises(self) -> bool:
+        """Whether actions are denoising steps, as `flow` configures them."""
+        return self.is_flow or self.draws_patches
 
     @property
     def max_media_per_prompt(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,11 +26,13 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import VALIDATION, Prepared
 from mobula.learner.examples import Example
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.policies.flow.policy import CleanSequence, Noising, condition_of
+from mobula.learner.policies.flow.policy import CleanSequence, Denoising, Noising, condition_of
+from mobula.learner.policies.image_patches import CleanPatches, model_config, negative_ids, teaching_levels
 from mobula.learner.policies.trained import teaching_noising
 
 if TYPE_CHECKING:
-    from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
+    from mobula.actors.processors.flow import FlowProcessor, TargetImages  # which imports diffusers
+    from mobula.actors.processors.image_patches import ImagePatchProcessor
 
 _logger = logging.getLogger(__name__)
 ORDER_SEED_OFFSET = 1 << 20  # keeps the warm start's data order apart from that of RL
@@ -102,6 +105,8 @@ def _examples(prepared: Prepared) -> Examples:
     config = prepared.config
     if config.sampler.is_flow:
         return Images(cast("FlowProcessor", prepared.processor), config)
+    if config.sampler.draws_patches:
+        return PatchImages(cast("ImagePatchProcessor", prepared.processor), config)
     processor = cast(ChatProcessor, prepared.processor)
     if config.environment.is_on:
         return Episodes(Demonstrations(config.environment, config.sampler, processor, model=config.policy.model))
@@ -130,30 +135,61 @@ class Episodes(Examples):
         self._demonstrations.close()
 
 
-class Images(Examples):
-    """One image of a row, at one noise level for training and at several for validation."""
+class TargetExamples(Examples):
+    """One image of a row, at few noise levels for training and at several for validation."""
 
-    def __init__(self, processor: FlowProcessor, config: RunConfig) -> None:
+    def __init__(self, processor: TargetImages, text_dropout: float, taught: Noising, checked: Noising) -> None:
         self._processor = processor
-        self._text_dropout = config.warm_start.text_dropout
-        if self._text_dropout > 0 and not processor.takes_negatives:
-            raise ValueError(
-                f"warm_start.text_dropout={self._text_dropout:g} teaches the negative prompt, and policy.model="
-                f"{config.policy.model} takes its guidance as an input and none: set warm_start.text_dropout=0"
-            )
-        self._taught, self._checked = (teaching_noising(config, num) for num in (1, CHECKED_LEVELS))
+        self._text_dropout = text_dropout
+        self._taught, self._checked = taught, checked
 
     async def taught(self, prompt: Prompt, seed: int) -> Example:
         drawn = derived_seed(seed, "text") / (1 << SEED_BITS)
         return self._example(self._taught, prompt, seed, without_text=drawn < self._text_dropout)
 
     async def checked(self, prompt: Prompt, seed: int) -> Example:
-        return self._example(self._checked, prompt, seed)
+        return self._example(self._checked, prompt, seed, without_text=False)
 
-    def _example(self, noising: Noising, prompt: Prompt, seed: int, *, without_text: bool = False) -> Example:
-        """`without_text` uses the negative prompt, the second condition."""
+    def _example(self, noising: Noising, prompt: Prompt, seed: int, *, without_text: bool) -> Example:
         clean = self._processor.clean(prompt, derived_seed(seed, "image"))
-        conditions = condition_of(prompt)
-        return Example.of_image(
-            CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed)
-        )
+        return Example.of_image(self._row(clean, prompt, noising, seed, without_text=without_text))
+
+    @abstractmethod
+    def _row(
+        self, clean: np.ndarray, prompt: Prompt, noising: Noising, seed: int, *, without_text: bool
+    ) -> CleanSequence:
+        """Returns the row of an image; `without_text` uses the negative prompt."""
+
+
+class Images(TargetExamples):
+    def __init__(self, processor: FlowProcessor, config: RunConfig) -> None:
+        text_dropout = config.warm_start.text_dropout
+        if text_dropout > 0 and not processor.takes_negatives:
+            raise ValueError(
+                f"warm_start.text_dropout={text_dropout:g} teaches the negative prompt, and policy.model="
+                f"{config.policy.model} takes its guidance as an input and none: set warm_start.text_dropout=0"
+            )
+        super().__init__(processor, text_dropout, *(teaching_noising(config, num) for num in (1, CHECKED_LEVELS)))
+
+    def _row(
+        self, clean: np.ndarray, prompt: Prompt, noising: Noising, seed: int, *, without_text: bool
+    ) -> CleanSequence:
+        conditions = condition_of(prompt)  # the second is the negative prompt
+        return CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed)
+
+
+class PatchImages(TargetExamples):
+    """Each token of an image has noise levels of its own."""
+
+    def __init__(self, processor: ImagePatchProcessor, config: RunConfig) -> None:
+        num_tokens, draws = processor.num_tokens, model_config(config.policy.model).fm_head_batch_mul
+        levels = (teaching_levels(num, num_tokens) for num in (draws, CHECKED_LEVELS))
+        super().__init__(processor, config.warm_start.text_dropout, *levels)
+        flow = config.sampler.flow
+        self._negative = negative_ids(config.policy.model, flow.negative_prompt, Denoising.of(flow).size)
+
+    def _row(
+        self, clean: np.ndarray, prompt: Prompt, noising: Noising, seed: int, *, without_text: bool
+    ) -> CleanSequence:
+        ids = self._negative if without_text else prompt.expanded_ids
+        return CleanPatches(clean, (), noising, seed, prompt_ids=ids)

@@ -34,7 +34,7 @@ from mobula.cluster.weight_sync.manifest import (
 )
 from mobula.configs.schema import PolicyConfig, RunConfig
 from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
-from mobula.learner.policies.families import checkpoint_prefix, frozen_prefixes
+from mobula.learner.policies.families import checkpoint_prefix, frozen_prefixes, own_family
 from mobula.learner.policies.loading import (
     as_stored,
     checkpoint_names,
@@ -522,8 +522,10 @@ def save_policy(
     for file in original.iterdir():  # tokenizer, processor, generation_config.json, model card and code
         if file.is_file() and file.name != CONFIG_FILE and not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copy2(file, folder / file.name)
-    if (original / TEMPLATES_FOLDER).is_dir():
-        shutil.copytree(original / TEMPLATES_FOLDER, folder / TEMPLATES_FOLDER, dirs_exist_ok=True)
+    family = own_family(model.config)
+    for name in (TEMPLATES_FOLDER, *(family.folders if family else ())):
+        if (original / name).is_dir():
+            shutil.copytree(original / name, folder / name, dirs_exist_ok=True)
     settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     # Without a `dtype`, parts of the configuration keep their dtypes.
     before = {} if dtype else json.loads((original / CONFIG_FILE).read_text(encoding="utf-8"))

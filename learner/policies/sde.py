@@ -78,6 +78,21 @@ def cps(step: FlowStep, level: float) -> Transition:
     return Transition(mean, std, std, lambda latents: -_mean((latents.detach().float() - mean) ** 2))
 
 
+def langevin(step: FlowStep, level: float) -> Transition:
+    """rate = a sqrt(2 sigma). At a = 1 it is the sampler of released autoregressive flow heads, which write t = 1 -
+    sigma and u = -v: x' = x + ((1 + t) u - x) dt + sqrt(2 (1 - t) dt) noise."""
+    return _euler_maruyama(step, level * torch.sqrt(2 * _wide(step.sigmas, step)))
+
+
+def vrl(step: FlowStep, level: float) -> Transition:
+    """mean = x + v dt, std = a sqrt(-dt). The log-prob is the sum over all numbers. Source: the trainer VRL, which
+    takes this step after deterministic steps from a stored x0."""
+    mean = ddim(step, level).mean
+    std = level * torch.sqrt(_wide(step.sigmas, step) - _wide(step.next_sigmas, step))
+    num = mean[0].numel()
+    return Transition(mean, std, std, lambda latents: num * _normal_logprobs(mean, std, latents))
+
+
 def ddim(step: FlowStep, level: float) -> Transition:
     """The ODE step, whatever the level: it has no density."""
     dt = _wide(step.next_sigmas, step) - _wide(step.sigmas, step)
@@ -85,7 +100,15 @@ def ddim(step: FlowStep, level: float) -> Transition:
     return Transition(step.latents.float() + step.velocity.float() * dt, nothing, nothing, _no_density)
 
 
-KERNELS: dict[str, Kernel] = {"flow_grpo": flow_grpo, "sde": sde, "dance": dance, "cps": cps, "ddim": ddim}
+KERNELS: dict[str, Kernel] = {
+    "flow_grpo": flow_grpo,
+    "sde": sde,
+    "dance": dance,
+    "cps": cps,
+    "langevin": langevin,
+    "vrl": vrl,
+    "ddim": ddim,
+}
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:

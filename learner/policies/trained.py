@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mobula.cluster.records.actions import Actions, LatentActions, TokenActions
+from mobula.cluster.records.actions import Actions, LatentActions, PatchActions, TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
@@ -35,6 +35,16 @@ from mobula.learner.policies.flow.policy import (
     collate_noised,
 )
 from mobula.learner.policies.head import PLAIN, Distribution
+from mobula.learner.policies.image_patches import (
+    NUM_LEVELS,
+    CleanPatches,
+    PatchSequence,
+    canary_patches,
+    collate_clean_patches,
+    collate_patches,
+    freeze_text_head,
+    patch_policy,
+)
 from mobula.learner.policies.image_tokens import ImageTokenPolicy, canary_tokens, freeze_the_rest
 from mobula.learner.policies.loading import DTYPES, disable_dropout
 from mobula.learner.policies.quantised import quantised_layers, rounded
@@ -42,8 +52,6 @@ from mobula.learner.policies.token import ScoreModel, TokenPolicy, unread_score_
 
 if TYPE_CHECKING:
     from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-
-NUM_LEVELS = 1000  # noise levels of a nearly continuous schedule
 
 PolicyBatch = TokenBatch | LatentBatch | NoisedBatch  # rows as the forward of their policy takes them
 
@@ -73,6 +81,8 @@ def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
         return transformer, weights
     model, weights = unread_policy_model(config.policy, dtype)
     quantise_base(model, config)
+    if config.sampler.draws_patches:
+        return freeze_text_head(model), weights
     return freeze_the_rest(model) if config.sampler.draws_tokens else model, weights
 
 
@@ -97,6 +107,8 @@ def as_policy(model: nn.Module, config: RunConfig, sequence_ranks: SequenceRanks
     model = _of_tokens(model)
     if config.offline.job == "reward_model":
         return ScoreModel(model, config.learner, sequence_ranks)
+    if config.sampler.draws_patches:
+        return patch_policy(model, config.policy.model, config.sampler, config.learner.logprob_chunk_tokens)
     if config.sampler.draws_tokens:
         return ImageTokenPolicy(model, config.learner, config.sampler.image_tokens.guidance)
     return TokenPolicy(model, config.learner, sequence_ranks)
@@ -104,17 +116,24 @@ def as_policy(model: nn.Module, config: RunConfig, sequence_ranks: SequenceRanks
 
 def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
     """How the policy of a run scores rows; `banned_ids` are never sampled."""
-    if config.sampler.is_flow:
+    canary_row: Callable[[Prompt], PolicyRow]
+    if config.sampler.denoises:
         denoising = Denoising.of(config.sampler.flow)
         divergence = config.sampler.flow.divergence if config.algorithm.kl.coef > 0 else "none"
-        checkpoint, proof = flow_checkpoint(config), denoising.proof
-        canary_row: Callable[[Prompt], PolicyRow] = partial(checkpoint.canary, denoising=proof)
+        proof = denoising.proof
+        training, canary = StepRescoring(denoising, divergence), StepRescoring(proof, "none")
+    if config.sampler.draws_patches:
+        canary_row = partial(canary_patches, source=config.policy.model, sampler=config.sampler)
+        return Scoring(training, canary, canary_row, row_of)
+    if config.sampler.is_flow:
+        checkpoint = flow_checkpoint(config)
+        canary_row = partial(checkpoint.canary, denoising=proof)
         sigmas, timesteps = _tables(checkpoint, denoising)
         num = max(1, len(timesteps) - 1)  # the sampler's noise levels, except the last
         noising = Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
         clean = partial(CleanSequence.of_response, noising)
         row = row_of if config.algorithm.has_likelihood else clean
-        return Scoring(StepRescoring(denoising, divergence), StepRescoring(proof, "none"), canary_row, row)
+        return Scoring(training, canary, canary_row, row)
     if config.sampler.draws_tokens:
         canary_row = partial(TokenSequence.of_response, token_ids=canary_tokens(config.policy.model).numpy())
         return Scoring(Distribution(config.sampler.temperature, ()), PLAIN, canary_row, row_of)
@@ -174,12 +193,18 @@ def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:
 def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
     if isinstance(actions, TokenActions):
         return TokenSequence.of_actions(prompt, actions)
+    if isinstance(actions, PatchActions):
+        return PatchSequence.of_response(prompt, actions)
     assert isinstance(actions, LatentActions)
     return LatentSequence.of_response(prompt, actions)
 
 
 def collate_rows(rows: Sequence[PolicyRow], reader: MediaReader, device: torch.device) -> PolicyBatch:
     assert not any(isinstance(row, RowOutline) for row in rows), "a row of another rank: no content of it was fetched"
+    if isinstance(rows[0], PatchSequence):
+        return collate_patches(cast(Sequence[PatchSequence], rows), device)
+    if isinstance(rows[0], CleanPatches):
+        return collate_clean_patches(cast(Sequence[CleanPatches], rows), device)
     if isinstance(rows[0], CleanSequence):
         return collate_noised(cast(Sequence[CleanSequence], rows), reader, device)
     if isinstance(rows[0], LatentSequence):

@@ -32,6 +32,7 @@ from mobula.learner.policies.families.vision import (
     method,
 )
 from mobula.learner.policies.families.vision_models import Gemma3, Glm4v, Idefics, InternVL, LlavaOneVision
+from mobula.learner.policies.nextstep.model import PARTS, NextStepConfig
 
 REFUSED = {
     "qwen3_5_moe": "its experts lie transposed and choose for themselves as those of qwen3_vl_moe do, vLLM on CPU "
@@ -62,22 +63,37 @@ class TextFamily(Family):
         return model.get_decoder()(inputs_embeds=embeds, use_cache=False).last_hidden_state
 
 
-class Janus(Family):
-    """Its answers are image tokens; `mobula.learner.policies.image_tokens` computes them."""
+class DrawingFamily(Family):
+    """Models whose answers are images."""
+
+    media_tokens = ""
+    takes_images = False
+    without_images = "policy.model draws images, and is trained on texts here"
+
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
+        kind, sampler = self.model_types[0], self.image_sampler
+        raise ValueError(f"a policy of type {kind} answers with image tokens here: set sampler={sampler}")
+
+
+class Janus(DrawingFamily):
+    """`mobula.learner.policies.image_tokens` computes its image tokens."""
 
     model_types = ("janus",)
-    media_tokens = ""
+    image_sampler = "image_tokens"
     parts = {
         "vision": ("model.vision_model.", "model.aligner."),
         "vq": ("model.vqmodel.",),
         "language": ("model.language_model.", "lm_head."),
     }
-    takes_images = False
-    without_images = "policy.model=janus is trained on texts here"
-    makes_images = True
 
-    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
-        raise ValueError("a policy of type janus answers with image tokens here: set sampler=image_tokens")
+
+class AutoregressiveFlow(DrawingFamily):
+    """`mobula.learner.policies.image_patches` computes its continuous image tokens."""
+
+    model_types = (NextStepConfig.model_type,)
+    image_sampler = "image_patches"
+    parts = PARTS
+    folders = ("vae",)
 
 
 BLANK_SIDE = 56  # pixels of the image that a batch without images shows the tower
@@ -184,6 +200,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen25Omni(),
     TextFamily(),
     Janus(),
+    AutoregressiveFlow(),
 )
 UNKNOWN = UnknownFamily()
 LANGUAGE = "language"  # the decoder, a part of every family where adapters are placed
@@ -199,7 +216,7 @@ INNER = {kind: family for family in FAMILIES for kind in family.inner_types}
 VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_images)
 VIDEO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, VideoFamily))
 AUDIO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, AudioFamily))
-DRAWING_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.makes_images)
+DRAWING_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.image_sampler)
 TEXT_FAMILIES = tuple(kind for kind in BY_MODEL_TYPE if kind not in (*VISION_FAMILIES, *AUDIO_TYPES, *DRAWING_TYPES))
 
 

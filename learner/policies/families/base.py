@@ -51,7 +51,8 @@ class Family(ABC):
     inner_types: tuple[str, ...] = ()  # `model_type` of the policy in a checkpoint with further parts
     checkpoint_prefix = ""  # prefix of the policy's checkpoint names in such a checkpoint
     transposed: str = r"(?!)"  # pattern of the checkpoint names of tensors stored with their last two axes swapped
-    makes_images = False  # whether answers are images, sampled with `sampler=image_tokens`
+    image_sampler = ""  # `sampler.kind` that samples images, if answers are images
+    folders: tuple[str, ...] = ()  # folders of a checkpoint whose files are copied unchanged
     needs_gate = False
     """Whether a run compares engine and learner before its first step: if no conformance run did, or if the result
     depends on the weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,12 @@ class FlowFamily(ABC):
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         """uint8 [N, F, H, W, 3]: the frames of clean latents; one of an image. The VAE has one scale and shift."""
-        scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
-        return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
+        return decoded(vae, latents)
 
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         """[N, ...]: clean latents of images, uint8 [N, H, W, 3]; `decode` gives the images again. Of a family of
         videos they are those of videos of one frame."""
-        encoded = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
-        latents = encoded if isinstance(encoded, Tensor) else encoded.mode()
-        return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
+        return encoded(vae, pixels)
 
     def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
         """Returns the schedule of a pipeline's scheduler, for latents of `shape`."""
@@ -187,6 +184,20 @@ def unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
     num, channels = len(tokens), tokens.shape[-1] // 4
     tiles = tokens.reshape(num, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return tiles.reshape(num, channels, height, width)
+
+
+def decoded(vae: Any, latents: Tensor) -> np.ndarray:
+    """uint8 [N, F, H, W, 3]: the images of clean latents, by a VAE of one scale and shift."""
+    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
+    return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
+
+
+def encoded(vae: Any, pixels: np.ndarray, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Inverse of `decoded`; `finish` changes the VAE's latents before they are scaled."""
+    found = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
+    latents = found if isinstance(found, Tensor) else found.mode()
+    latents = latents if finish is None else finish(latents)
+    return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 
 
 def levels(pixels: Tensor) -> np.ndarray:

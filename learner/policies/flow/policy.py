@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -239,32 +239,39 @@ class LatentBatch:
 def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device: torch.device) -> LatentBatch:
     """Concatenates the steps of all rows and resolves their conditions; each unique condition is read once."""
     conditions, indices = _conditions([handle for s in sequences for handle in s.media], reader, device)
-    num_steps = np.array([s.num_targets for s in sequences])
+    num_steps = [s.num_targets for s in sequences]
     of_step = np.repeat([indices[s.media[0].key] for s in sequences], num_steps)
     has_negatives = len(sequences[0].media) == 2
     negatives = np.repeat([indices[s.media[-1].key] for s in sequences], num_steps) if has_negatives else None
-    target_mask = np.arange(max(1, num_steps.max())) < num_steps[:, None]
-    rows, columns = np.nonzero(target_mask)
-    actions = [s.actions for s in sequences]
-    latents = [a.values for a in actions]
-    old = [s.old for s in sequences if s.old is not None]
-
-    column = partial(_column, device=device)
     return LatentBatch(
-        latents=column([a[:-1] for a in latents]),
-        next_latents=column([a[1:] for a in latents]),
-        timesteps=column([a.timesteps for a in actions]),
-        sigmas=column([a.sigmas[a.step_index] for a in actions]),
-        next_sigmas=column([a.sigmas[a.step_index + 1] for a in actions]),
-        max_sigmas=column([np.full(a.num_steps, a.sigmas[1]) for a in actions]),
-        target_mask=on_device(target_mask, device),
-        target_rows=on_device(rows, device),
-        target_columns=on_device(columns, device),
+        **step_columns(sequences, device),
         conditions=conditions,
         condition_rows=on_device(of_step, device),
         negative_rows=None if negatives is None else on_device(negatives, device),
-        old_means=column(old) if len(old) == len(sequences) else None,
     )
+
+
+def step_columns(sequences: Sequence[LatentSequence], device: torch.device) -> dict[str, Any]:
+    """Returns the fields of a `LatentBatch` that do not depend on conditions."""
+    num_steps = np.array([s.num_targets for s in sequences])
+    target_mask = np.arange(max(1, num_steps.max())) < num_steps[:, None]
+    rows, columns = np.nonzero(target_mask)
+    steps, sigmas = [s.actions.scored() for s in sequences], [s.actions.sigmas for s in sequences]
+    old = [s.old for s in sequences if s.old is not None]
+
+    column = partial(_column, device=device)
+    return {
+        "latents": column([s.before for s in steps]),
+        "next_latents": column([s.after for s in steps]),
+        "timesteps": column([s.timesteps for s in steps]),
+        "sigmas": column([levels[s.index] for s, levels in zip(steps, sigmas, strict=True)]),
+        "next_sigmas": column([levels[s.index + 1] for s, levels in zip(steps, sigmas, strict=True)]),
+        "max_sigmas": column([np.full(len(s.index), levels[1]) for s, levels in zip(steps, sigmas, strict=True)]),
+        "target_mask": on_device(target_mask, device),
+        "target_rows": on_device(rows, device),
+        "target_columns": on_device(columns, device),
+        "old_means": column(old) if len(old) == len(sequences) else None,
+    }
 
 
 def _conditions(
@@ -293,13 +300,14 @@ class Noising:
     timesteps: np.ndarray  # float32 [L]: the time of each, as the model takes it
     draw: Literal["uniform", "logit_normal"]
     num_draws: int
+    num_tokens: int = 0  # above 0: each token of an image has a level
 
     def levels(self, generator: torch.Generator) -> Tensor:
-        """int64 [K]: drawn places in the table."""
-        num = len(self.sigmas)
+        """int64 [K], or [K, L] with tokens: drawn places in the table."""
+        num, shape = len(self.sigmas), (self.num_draws, self.num_tokens)[: 2 if self.num_tokens else 1]
         if self.draw == "uniform":
-            return torch.randint(0, num, (self.num_draws,), generator=generator)
-        shares = torch.sigmoid(torch.randn(self.num_draws, generator=generator))
+            return torch.randint(0, num, shape, generator=generator)
+        shares = torch.sigmoid(torch.randn(shape, generator=generator))
         return (shares * num).long().clamp(max=num - 1)
 
 
@@ -345,8 +353,8 @@ class NoisedBatch:
 
     clean: Tensor  # float32 [N, ...]
     noise: Tensor  # float32 [N, ...]
-    sigmas: Tensor  # float32 [N]
-    timesteps: Tensor  # float32 [N]
+    sigmas: Tensor  # float32 [N], or [N, L] with a level for each token
+    timesteps: Tensor  # float32, in the shape of `sigmas`
     conditions: dict[str, Tensor]  # forward() argument -> all unique conditions along axis 0
     condition_rows: Tensor  # int64 [N]
     old: Tensor | None  # float32 [N, ...]
@@ -355,13 +363,27 @@ class NoisedBatch:
     @property
     def noised(self) -> Tensor:
         """Returns float32 [N, ...]: the input of the model."""
-        sigmas = self.sigmas.view(-1, *(1,) * (self.clean.ndim - 1))
-        return (1 - sigmas) * self.clean + sigmas * self.noise
+        return (1 - self.wide_sigmas) * self.clean + self.wide_sigmas * self.noise
+
+    @property
+    def wide_sigmas(self) -> Tensor:
+        """`sigmas` with as many axes as `clean`."""
+        return self.sigmas.view(*self.sigmas.shape, *(1,) * (self.clean.ndim - self.sigmas.ndim))
 
 
 def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: torch.device) -> NoisedBatch:
     """Draws levels and noise of each image and resolves conditions; each unique condition is read once."""
     conditions, indices = _conditions([s.media[0] for s in sequences], reader, device)
+    num_draws = sequences[0].noising.num_draws
+    return NoisedBatch(
+        **noised_columns(sequences, device),
+        conditions=conditions,
+        condition_rows=on_device(np.repeat([indices[s.media[0].key] for s in sequences], num_draws), device),
+    )
+
+
+def noised_columns(sequences: Sequence[CleanSequence], device: torch.device) -> dict[str, Any]:
+    """Returns the fields of a `NoisedBatch` that do not depend on conditions."""
     num_draws = sequences[0].noising.num_draws
     levels, noise = [], []
     for s in sequences:
@@ -371,16 +393,14 @@ def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: t
     old = [s.old for s in sequences if s.old is not None]
 
     column = partial(_column, device=device)
-    return NoisedBatch(
-        clean=column([np.broadcast_to(s.clean, (num_draws, *s.clean.shape)) for s in sequences]),
-        noise=on_device(torch.cat(noise).numpy(), device),
-        sigmas=column([s.noising.sigmas[level] for s, level in zip(sequences, levels, strict=True)]),
-        timesteps=column([s.noising.timesteps[level] for s, level in zip(sequences, levels, strict=True)]),
-        conditions=conditions,
-        condition_rows=on_device(np.repeat([indices[s.media[0].key] for s in sequences], num_draws), device),
-        old=column(old) if len(old) == len(sequences) else None,
-        num_draws=num_draws,
-    )
+    return {
+        "clean": column([np.broadcast_to(s.clean, (num_draws, *s.clean.shape)) for s in sequences]),
+        "noise": on_device(torch.cat(noise).numpy(), device),
+        "sigmas": column([s.noising.sigmas[level] for s, level in zip(sequences, levels, strict=True)]),
+        "timesteps": column([s.noising.timesteps[level] for s, level in zip(sequences, levels, strict=True)]),
+        "old": column(old) if len(old) == len(sequences) else None,
+        "num_draws": num_draws,
+    }
 
 
 @dataclass(frozen=True)
@@ -447,7 +467,7 @@ class FlowPolicy(Policy):
                 None if batch.old is None else _by_image(batch.old, batch),
                 _by_image(batch.clean, batch),
                 _by_image(batch.noise, batch),
-                _by_image(batch.sigmas.view(-1, *(1,) * (velocity.ndim - 1)), batch),
+                _by_image(batch.wide_sigmas, batch),
             ),
         )
         if replay.divergence == "none":

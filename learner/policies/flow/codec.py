@@ -1,0 +1,78 @@
+"""ImageCodec: the VAE between images and continuous tokens, as released or in the layout of diffusers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+from torch import Tensor
+
+from mobula.learner.policies.flow.families import decoded, encoded
+from mobula.learner.policies.nextstep.model import from_patches, normalised, patches
+
+RELEASED = "checkpoint.pt"
+
+
+class ImageCodec:
+    """A VAE whose latents are cut into tokens of `side` x `side`."""
+
+    def __init__(self, folder: Path, side: int, dtype: torch.dtype) -> None:
+        """`folder` is the VAE's."""
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.vae: Any = released_vae(folder, settings) if (folder / RELEASED).is_file() else _of_diffusers(folder)
+        self.vae.to(dtype).eval().requires_grad_(False)
+        self._side = side
+        self._normalised_side = (settings.get("psz") or 1) if settings.get("encoder_norm") else 0
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, rows: int) -> np.ndarray:
+        """uint8 [N, H, W, 3]: of tokens [N, L, D] in `rows` rows."""
+        return decoded(self.vae, from_patches(tokens, self._side, rows))[:, 0]
+
+    @torch.no_grad()
+    def encode(self, pixels: np.ndarray) -> Tensor:
+        """float32 [N, L, D]: of images, uint8 [N, H, W, 3]."""
+        latents = encoded(self.vae, pixels, self._normalised if self._normalised_side else None)
+        return patches(latents.float(), self._side)
+
+    def _normalised(self, latents: Tensor) -> Tensor:
+        """Layer norm over the numbers of each patch, as the released encoder does with `encoder_norm`."""
+        side = self._normalised_side
+        return from_patches(normalised(patches(latents, side)), side, latents.shape[-2] // side)
+
+
+def released_vae(folder: Path, settings: dict[str, Any]) -> diffusers.AutoencoderKL:
+    """Reads config.json and checkpoint.pt of a released VAE, whose modules have the names of the original FLUX."""
+    widths = [settings.get("ch", 128) * multiple for multiple in settings.get("ch_mult", [1, 2, 4, 4])]
+    num = len(widths)
+    vae = diffusers.AutoencoderKL(
+        in_channels=settings.get("in_channels", 3),
+        out_channels=settings.get("out_ch", 3),
+        down_block_types=("DownEncoderBlock2D",) * num,
+        up_block_types=("UpDecoderBlock2D",) * num,
+        block_out_channels=tuple(widths),
+        layers_per_block=settings.get("num_res_blocks", 2),
+        latent_channels=settings.get("z_channels", 16),
+        scaling_factor=settings.get("scaling_factor", 0.3611),
+        shift_factor=settings.get("shift_factor", 0.1159),
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    stored = torch.load(folder / RELEASED, map_location="cpu", weights_only=True)
+    state = convert_ldm_vae_checkpoint(stored, vae.config)
+    missing, unexpected = vae.load_state_dict(state, strict=False)
+    if missing or unexpected or len(state) != len(stored):
+        raise ValueError(
+            f"{folder / RELEASED} does not fit the config.json beside it: {len(missing)} tensors are missing "
+            f"{missing[:2]}, and {len(stored) - len(state) + len(unexpected)} are left over: download both again"
+        )
+    return vae
+
+
+def _of_diffusers(folder: Path) -> Any:
+    return diffusers.AutoModel.from_pretrained(str(folder), trust_remote_code=False)

@@ -189,7 +189,8 @@ def walk(section: type[Section], prefix: str) -> Iterator[Key]:
         below, item = section_below(info.annotation)
         is_open = get_origin(info.annotation) is dict and below is None
         default = fields.get(field_name, MISSING)
-        read = f"{prefix}{read_with[field_name]}={field_name}" if field_name in read_with else ""
+        chosen_by = " or ".join([field_name, *section.shared_kinds.get(field_name, ())])
+        read = f"{prefix}{read_with[field_name]}={chosen_by}" if field_name in read_with else ""
         yield Key(name, _expectation(info), info.description or "", below, is_open, default, read)
         if below is not None and item.startswith(ENTRY):
             yield Key(

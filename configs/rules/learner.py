@@ -237,7 +237,7 @@ def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
         "algorithm.kl.coef above 0 or offline.job=dpo or kto, since nothing reads a reference": reads,
         "algorithm.distillation.coef=0, since a teacher is another model": not algorithm.distillation.is_on,
         "algorithm.critic.place other than own_ranks, which have no policy": not algorithm.critic.has_own_ranks,
-        "sampler.kind other than flow, whose models are compared without one": not sampler.is_flow,
+        "sampler.kind other than flow and image_patches, whose models are compared without one": not sampler.denoises,
     }
     missing = [what for what, is_there in needed.items() if not is_there]
     if not missing:

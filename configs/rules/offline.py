@@ -99,7 +99,7 @@ def _adapters_are_named(config: RunConfig) -> str | None:
 def _window_lies_in_the_schedule(config: RunConfig) -> str | None:
     flow = config.sampler.flow
     last = flow.num_steps - 1 if flow.kernel == "cps" else flow.num_steps  # the last step of cps adds no noise
-    if not config.sampler.is_flow or flow.window_start < flow.window_end <= last:
+    if not config.sampler.denoises or flow.window_start < flow.window_end <= last:
         return None
     return (
         f"sampler.flow.window_start={flow.window_start} and sampler.flow.window_end={flow.window_end} are not the "
@@ -128,13 +128,13 @@ def _window_has_the_last_step(config: RunConfig) -> str | None:
 
 def _losses_have_what_they_need(config: RunConfig) -> str | None:
     algorithm, flow = config.algorithm, config.sampler.flow
-    if not config.sampler.is_flow:
-        if algorithm.loss not in PREDICTIVE:
-            return None
+    if not config.sampler.is_flow and algorithm.loss in PREDICTIVE:
         return (
             f"algorithm.loss={algorithm.loss} is for flow models, and sampler.kind={config.sampler.kind} samples "
             "tokens: set sampler=flow, or algorithm.loss=ppo_clip"
         )
+    if not config.sampler.denoises:
+        return None
     if flow.kernel == "ddim" and algorithm.has_likelihood and not config.offline.is_on:
         return (
             f"sampler.flow.kernel=ddim samples without a likelihood, which algorithm.loss={algorithm.loss} reads: set "
@@ -154,13 +154,10 @@ def _losses_have_what_they_need(config: RunConfig) -> str | None:
     return None
 
 
-def _nothing_reads_tokens(config: RunConfig) -> str | None:
-    if not config.sampler.is_flow:
-        return None
+def _unused_by_steps(config: RunConfig) -> dict[str, tuple[bool, str]]:
+    """Key that denoising steps do not use -> whether it is set, and the value to set."""
     algorithm = config.algorithm
-    asked = {
-        "algorithm.advantage of a critic": (algorithm.critic.is_on, "algorithm.advantage=grpo"),
-        "algorithm.distillation.teacher": (algorithm.distillation.is_on, "no teacher"),
+    return {
         "algorithm.entropy.bonus": (algorithm.entropy.bonus > 0, "algorithm.entropy.bonus=0"),
         "algorithm.entropy.top_share": (algorithm.entropy.top_share < 1, "algorithm.entropy.top_share=1"),
         "algorithm.shaping.repetition_penalty": (
@@ -168,6 +165,17 @@ def _nothing_reads_tokens(config: RunConfig) -> str | None:
             "algorithm.shaping.repetition_penalty=0",
         ),
         "sampler.temperature": (config.sampler.temperature != 1, "sampler.temperature=1"),
+    }
+
+
+def _nothing_reads_tokens(config: RunConfig) -> str | None:
+    if not config.sampler.is_flow:
+        return None
+    algorithm = config.algorithm
+    asked = {
+        "algorithm.advantage of a critic": (algorithm.critic.is_on, "algorithm.advantage=grpo"),
+        "algorithm.distillation.teacher": (algorithm.distillation.is_on, "no teacher"),
+        **_unused_by_steps(config),
         "policy.freeze": (bool(config.policy.freeze), "policy.freeze=[]"),
         "environment.name": (config.environment.is_on, "environment=none"),
         "offline.job": (config.offline.job not in ("none", "dpo"), "offline.job=none or dpo"),
@@ -192,7 +200,7 @@ def _nothing_reads_text(config: RunConfig) -> str | None:
         "algorithm.advantage of a critic": (algorithm.critic.is_on, "algorithm.advantage=grpo"),
         "algorithm.distillation.teacher": (algorithm.distillation.is_on, "no teacher"),
         "algorithm.kl.coef": (
-            algorithm.kl.coef > 0 and config.reference.place != "learner_ranks",
+            algorithm.kl.coef > 0 and not sampler.draws_patches and config.reference.place != "learner_ranks",
             "algorithm.kl.coef=0, or policy.lora.rank above 0 and reference.place=learner_ranks",
         ),
         "resources.reference.num_workers": (
@@ -205,18 +213,41 @@ def _nothing_reads_text(config: RunConfig) -> str | None:
             "sampler.first_token_temperature=0",
         ),
         "sampler.stop_strings": (bool(sampler.stop_strings), "sampler.stop_strings=[]"),
-        "warm_start.num_steps": (config.warm_start.num_steps > 0, "warm_start=none"),
+        "warm_start.num_steps": (config.warm_start.num_steps > 0 and not sampler.draws_patches, "warm_start=none"),
         "environment.name": (config.environment.is_on, "environment=none"),
         "offline.job": (config.offline.is_on, "offline.job=none"),
+        **(_unused_by_steps(config) if sampler.draws_patches else {}),
+        "sampler.flow.num_frames": (
+            sampler.draws_patches and sampler.flow.num_frames > 1,
+            "sampler.flow.num_frames=1",
+        ),
     }
     refused = [f"{key} (set {instead})" for key, (is_asked, instead) in asked.items() if is_asked]
-    return f"sampler.kind=image_tokens has no use for {', '.join(refused)}" if refused else None
+    return f"sampler.kind={sampler.kind} has no use for {', '.join(refused)}" if refused else None
+
+
+def _vrl_has_its_schedule(config: RunConfig) -> str | None:
+    flow, patches = config.sampler.flow, config.sampler.image_patches
+    if not config.sampler.denoises or flow.kernel != "vrl":
+        return None
+    if not config.sampler.draws_patches:
+        return (
+            f"sampler.flow.kernel=vrl is for continuous tokens, and sampler.kind={config.sampler.kind} denoises whole "
+            "images: set sampler.flow.kernel=flow_grpo, or sampler=image_patches"
+        )
+    num = flow.num_steps
+    if (flow.window_start, flow.window_end, patches.shift, patches.last_step) == (num - 1, num, 1, 0):
+        return None
+    return (
+        f"sampler.flow.kernel=vrl adds noise in the last of sampler.flow.num_steps={num} even steps alone: set "
+        f"sampler.flow.window_start={num - 1} window_end={num}, and sampler.image_patches.shift=1 last_step=0"
+    )
 
 
 FLOW_RULES: tuple[Rule, ...] = (
     RuleRow(
         lambda c: (
-            c.sampler.is_flow
+            c.sampler.denoises
             and c.algorithm.kl.coef != 0
             and (not c.policy.lora.is_on or c.algorithm.kl.place != "loss")
         ),
@@ -228,7 +259,7 @@ FLOW_RULES: tuple[Rule, ...] = (
     _window_has_the_last_step,
     _losses_have_what_they_need,
     RuleRow(
-        lambda c: c.warm_start.text_dropout != 0 and (not c.sampler.is_flow or c.sampler.flow.guidance <= 1),
+        lambda c: c.warm_start.text_dropout != 0 and (not c.sampler.denoises or c.sampler.flow.guidance <= 1),
         "warm_start.text_dropout={warm_start.text_dropout:g} teaches a flow model its negative prompt, and "
         "sampler.kind={sampler.kind} with sampler.flow.guidance={sampler.flow.guidance:g} samples without one: set "
         "warm_start.text_dropout=0, or sampler=flow with a guidance above 1",
@@ -248,4 +279,5 @@ FLOW_RULES: tuple[Rule, ...] = (
     ),
     _nothing_reads_tokens,
     _nothing_reads_text,
+    _vrl_has_its_schedule,
 )

@@ -120,7 +120,7 @@ def _suites_have_names(config: RunConfig) -> str | None:
 
 
 def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
-    if config.sampler.is_flow:  # each response begins at other noise
+    if config.sampler.denoises:  # each response begins at other noise
         return None
     if config.evaluation.temperature == 0 and config.evaluation.num_samples > 1:
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -32,6 +32,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    shared_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Kind section -> further values of its key that select it."""
 
 
 def defaults(section: type[Section]) -> dict[str, Any]:
@@ -98,7 +100,8 @@ def unread(section: type[Section], values: Mapping[str, Any], start: str = "") -
         if below is None or not isinstance(held, Mapping):
             continue
         chosen = values.get(key, name)
-        if isinstance(chosen, str) and chosen != name and chosen in _values(section.model_fields[key].annotation):
+        selects = chosen in (name, *section.shared_kinds.get(name, ()))
+        if isinstance(chosen, str) and not selects and chosen in _values(section.model_fields[key].annotation):
             yield f"{start}{name}", f"{start}{key}", chosen
             continue
         for entry, part in ({"": held} if not path else {f"{entry}.": part for entry, part in held.items()}).items():

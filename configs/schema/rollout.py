@@ -198,6 +198,8 @@ class ImagePatchesConfig(Section):
 class SamplerConfig(Section):
     """Sampling of responses. Learner and engine use the same distribution."""
 
+    shared_kinds = {"flow": (SamplerKind.IMAGE_PATCHES.value,)}
+
     kind: SamplerKind | UserCode
     """The engine: `vllm`; `huggingface` for machines without vLLM; `flow` for flow models; `image_tokens` for models
     that generate images token by token, with transformers; `image_patches` for those with continuous tokens."""

@@ -363,7 +363,7 @@ class RunConfig(Section):
         """Whether scorers compute log-probs of the reference or the teacher."""
         if self.reference.place == "learner_ranks":
             return False
-        # A flow model computes the reference itself, with adapters off.
-        has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow
+        # A policy of denoising steps computes the reference itself, with adapters off.
+        has_kl = self.algorithm.kl.coef > 0 and not self.sampler.denoises
         has_pairs = self.offline.job in ("dpo", "kto") and not self.sampler.is_flow
         return has_kl or self.algorithm.distillation.is_on or has_pairs

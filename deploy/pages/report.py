@@ -122,7 +122,8 @@ LOGPROB_GAP = (MetricName.LOGPROB_GAP_MEAN, MetricName.LOGPROB_GAP_MAX)
 def unit_of(runs: Sequence[RunFolder]) -> str:
     """Returns the unit of runs, in the singular; it depends on the sampler."""
     samplers = {run.summary.sampler for run in runs if run.summary is not None}
-    return DENOISING_STEP if samplers == {SamplerKind.FLOW.value} else TOKEN
+    steps = {SamplerKind.FLOW.value, SamplerKind.IMAGE_PATCHES.value}
+    return DENOISING_STEP if samplers and samplers <= steps else TOKEN
 
 
 def counted_in(unit: str, text: str) -> str:

@@ -14,7 +14,7 @@ from mobula.actors.datasets.rows import IMAGE_PLACEHOLDER
 from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
-from mobula.actors.processors.image_tokens import ImageTokenProcessor
+from mobula.actors.processors.image_tokens import DrawingProcessor
 from mobula.cluster.errors import PreflightError, PromptError
 from mobula.cluster.weight_sync.manifest import Manifest, StoredTensor, checkpoint_files, stored_tensors
 from mobula.configs.schema import RunConfig
@@ -48,7 +48,7 @@ class LoadedModel:
     folder: Path  # with the files of the trained network
     checkpoint: Manifest
     processor: (
-        ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | ImageTokenProcessor
+        ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | DrawingProcessor
     )  # by the job and the kind of model
     stored: StoredModel | None  # the tensors in its files; None of a flow model
 
@@ -62,7 +62,7 @@ class LoadedModel:
     @property
     def template_source(self) -> str:
         """The chat template; empty where none is rendered."""
-        if isinstance(self.processor, ImageTokenProcessor):
+        if isinstance(self.processor, DrawingProcessor):
             return self.processor.template_source
         return self.chat.template.source if self.chat else ""
 

@@ -95,7 +95,7 @@ def _padded_because(config: RunConfig, families: Mapping[str, Family]) -> str:
     if config.learner.packing != "auto":
         return ""
     if config.sampler.draws_tokens:
-        return "sampler=image_tokens computes padded rows"
+        return f"sampler={config.sampler.kind} computes padded rows"
     if config.policy.attention == "eager":
         return "policy.attention=eager does not keep packed rows apart"
     return next((f"{name}: {family.padded_because}" for name, family in families.items() if family.padded_because), "")
@@ -105,7 +105,7 @@ def _unshared_because(config: RunConfig, policy: Family, name: str) -> str:
     if not config.learner.shares_prompts:
         return ""
     if config.sampler.draws_tokens:
-        return "sampler=image_tokens computes padded rows"
+        return f"sampler={config.sampler.kind} computes padded rows"
     if config.policy.attention != "sdpa":
         return f"policy.attention={config.policy.attention} attends within rows alone"
     if config.policy.dropout:

@@ -77,8 +77,8 @@ class LocalPolicy:
     """Renders whole conversations with the chat template and samples with the engine of `sampler.kind`."""
 
     def __init__(self, config: RunConfig, *, keep_files: bool = False) -> None:
-        if config.sampler.is_flow:
-            raise PreflightError("sampler=flow answers with images, not with text: use sampler=huggingface or vllm")
+        if config.sampler.denoises:
+            raise PreflightError(f"sampler={config.sampler.kind} answers with images, not with text: use sampler=huggingface or vllm")
         require_model(config)
         prepared = prepare_base(config, lambda processed: processed, keep_files=keep_files)
         assert isinstance(prepared.processor, ChatProcessor), "flow models are refused above"

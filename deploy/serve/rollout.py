@@ -123,7 +123,7 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
     The episodes go through the split in order, and begin again at its end, each with a seed of its own.
     """
     require_model(config)
-    if config.sampler.is_flow:
+    if config.sampler.denoises:
         raise PreflightError("mobula rollout writes down texts: use sampler=huggingface or vllm, or mobula evaluate")
     started = time.perf_counter()
     rolled, images = runtime.with_engines(config, partial(_episodes, options))

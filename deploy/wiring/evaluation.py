@@ -34,7 +34,7 @@ from mobula.cluster.rollout.evaluation import (
     values_by_row,
 )
 from mobula.cluster.rollout.response_logs import ContactSheets, FirstAnswers, ResponseFiles
-from mobula.configs.schema import RunConfig
+from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.configs.schema.data import BOXED_SUFFIX
 from mobula.configs.schema.run import Control
 from mobula.deploy.wiring.preparation import Prepared, weights_digest
@@ -148,8 +148,9 @@ def identity_of(
     training = {"batch_size", "window_start", "window_end", "window_size", "window_order", "window_interval"}
     used = {
         "environment": [environment.name, environment.options, environment.max_tokens] if environment.is_on else None,
-        "denoising": sampler.flow.model_dump(exclude=training) if sampler.is_flow else None,
-        "guidance": sampler.image_tokens.guidance if sampler.draws_tokens else None,
+        "denoising": sampler.flow.model_dump(exclude=training) if sampler.denoises else None,
+        "patches": sampler.image_patches.model_dump() if sampler.draws_patches else None,
+        "guidance": sampler.image_tokens.guidance if sampler.kind is SamplerKind.IMAGE_TOKENS else None,
     }
     return {
         "split": split,
@@ -175,7 +176,7 @@ def content_of(value: object) -> str:
 def response_log(prepared: Prepared, folder: Path | None, *, is_reported: bool = False) -> ResponseLog:
     """The log of responses in `folder`; with `is_reported`, the report's answers are written as well."""
     config = prepared.config
-    if folder is not None and config.sampler.is_flow:
+    if folder is not None and config.sampler.denoises:
         return ContactSheets(folder, timeout_s=config.timeouts.object_s)
     if folder is None:
         return NoResponseLog()

@@ -36,7 +36,7 @@ from mobula.actors.datasets.rows import R, Row, Skipped, Split
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
-from mobula.actors.processors.image_tokens import ImageTokenProcessor
+from mobula.actors.processors.image_tokens import DrawingProcessor
 from mobula.actors.processors.teacher import TEACHER, check_teacher, named_teachers
 from mobula.actors.processors.worker import make_processor
 from mobula.cluster.errors import DatasetError, PreflightError
@@ -69,6 +69,7 @@ from mobula.learner.policies.families import (
 from mobula.learner.policies.flow.families import INDEX, TRANSFORMER
 from mobula.learner.policies.flow.policy import Denoising
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+from mobula.learner.policies.flow.tiny.patches import TINY_PATCHES, write_tiny_patches
 from mobula.learner.policies.image_tokens import TINY_JANUS, write_tiny_janus
 from mobula.learner.policies.loading import refuse_unknown_prefixes
 from mobula.learner.policies.pretrained import PRETRAINED
@@ -190,7 +191,7 @@ class PreparedJob(Generic[R, P]):
 
 @dataclass(frozen=True)
 class Prepared(PreparedJob[Row, Prompt]):
-    processor: ChatProcessor | FlowProcessor | ImageTokenProcessor
+    processor: ChatProcessor | FlowProcessor | DrawingProcessor
 
 
 PreparedRows = PreparedJob[Conversation, ScoredGroup] | PreparedJob[ImagePair, ScoredGroup]
@@ -228,7 +229,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     refuse(find_in_rows(config, {name: report.notes for name, report in splits.items()}))
     if isinstance(processor, ConversationProcessor):
         return PreparedJob(*basis, processor, media, splits)
-    if not isinstance(processor, ChatProcessor | ImageTokenProcessor):
+    if not isinstance(processor, ChatProcessor | DrawingProcessor):
         from mobula.actors.processors.flow import ImagePairProcessor  # which imports diffusers
 
         if isinstance(processor, ImagePairProcessor):
@@ -371,15 +372,15 @@ def _check_window(config: RunConfig) -> None:
 
 
 def _check_answers(config: RunConfig) -> None:
-    makes_images = family_at(config.policy.model).makes_images
-    if makes_images and not config.sampler.draws_tokens:
+    needed, kind = family_at(config.policy.model).image_sampler, config.sampler.kind
+    if needed and kind != needed:
         raise PreflightError(
-            f"policy.model={config.policy.model} answers with image tokens, which sampler.kind={config.sampler.kind} "
-            "cannot sample: set sampler=image_tokens"
+            f"policy.model={config.policy.model} answers with image tokens, which sampler.kind={kind} "
+            f"cannot sample: set sampler={needed}"
         )
-    if config.sampler.draws_tokens and not makes_images:
+    if config.sampler.draws_tokens and not needed:
         raise PreflightError(
-            f"policy.model={config.policy.model} draws no images, as sampler.kind=image_tokens asks: name a "
+            f"policy.model={config.policy.model} draws no images, as sampler.kind={kind} asks: name a "
             f"checkpoint of type {', '.join(DRAWING_TYPES)}, or set sampler=vllm"
         )
 
@@ -438,7 +439,7 @@ def model_writers(*, is_tied: bool) -> dict[str, Callable[..., Path]]:
     tiny = {name: partial(write_tiny, name, tie_word_embeddings=is_tied) for name in TINY}
     flow = {name: partial(write_tiny_flow, name) for name in TINY_FLOW}
     released = {name: model.write for name, model in PRETRAINED.items()}
-    return {**flow, TINY_JANUS: write_tiny_janus, **released, **tiny}
+    return {**flow, TINY_JANUS: write_tiny_janus, TINY_PATCHES: write_tiny_patches, **released, **tiny}
 
 
 def checkpoint_folder(key: str, name: str) -> Path:

@@ -62,6 +62,13 @@ JANUS_WORDS = (
     "algorithm.samples_per_prompt=8", "learner.learning_rate=0.003", "learner.warmup_steps=0",
 )  # fmt: skip
 
+PATCH_WORDS = (
+    "policy=tiny_nextstep", "sampler=image_patches", "learner=single", "resources.learner.num_workers=1",
+    "resources.reference.num_workers=0", "algorithm=flow_grpo", "algorithm.prompts_per_step=2",
+    "algorithm.samples_per_prompt=6", "sampler.flow.height=16", "sampler.flow.width=16", "sampler.flow.num_steps=4",
+    "sampler.flow.window_end=4", "learner.learning_rate=0.003", "learner.warmup_steps=0",
+)  # fmt: skip
+
 REDNESS = '''
 """How much redder than green an image is."""
 
@@ -95,6 +102,11 @@ def flow_config(folder: Path, *words: str) -> RunConfig:
 def janus_config(folder: Path, *words: str) -> RunConfig:
     """The same of a model that draws token by token."""
     return load_config(overridden([*JANUS_WORDS, *_folders(folder)], words))
+
+
+def patch_config(folder: Path, *words: str) -> RunConfig:
+    """The same of a model that draws continuous tokens."""
+    return load_config(overridden([*PATCH_WORDS, *_folders(folder)], words))
 
 
 def _folders(folder: Path) -> tuple[str, ...]:

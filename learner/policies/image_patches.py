@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer
 
@@ -28,7 +29,6 @@ from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import column
 from mobula.learner.policies.flow.families import ImageSize, Schedule, fit
 from mobula.learner.policies.flow.policy import (
-    MIN_ROWS,
     CleanSequence,
     Denoising,
     FlowPolicy,
@@ -45,6 +45,9 @@ from mobula.learner.policies.sde import KERNELS, FlowStep, Transition, guided
 
 NUM_LEVELS = 1000  # noise levels of a nearly continuous schedule
 VRL = "vrl"
+# Few rows, and rows of attention with a remainder, are computed by other kernels, and a row would depend on the others.
+MIN_ROWS = 16  # of a pass of the flow head; fewer are filled with copies
+ALIGNMENT = 32  # the decoder's rows are padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def head_velocities(
 ) -> Tensor:
     """float32 [N, D]: noise minus token at `latents` [N, D]; with guidance in one pass of 2N rows.
 
-    A pass of few rows is padded with copies, so that a row does not depend on their number, see `flow.policy`.
+    A pass of few rows is filled with copies, so that a row does not depend on their number.
     """
     num = len(latents)
 
@@ -201,9 +204,10 @@ class PromptedTokens:
     def states(self, model: NextStep) -> Tensor:
         """[B, L, H]: the decoder's last state before each token, in one teacher-forced pass."""
         length = self.tokens.shape[1]
-        columns = torch.arange(self.ids.shape[1] + length - 1, device=self.ids.device)
+        width = -(-(self.ids.shape[1] + length - 1) // ALIGNMENT) * ALIGNMENT
+        columns = torch.arange(width, device=self.ids.device)
         place = columns - self.num_ids[:, None]  # [B, S]: of the token that is the input there, if not negative
-        text = model.embed_tokens(torch.nn.functional.pad(self.ids, (0, length - 1)))
+        text = model.embed_tokens(pad(self.ids, (0, width - self.ids.shape[1])))
         images = model.image_in_projector(self.tokens.to(text.dtype))
         index = place.clamp(0, length - 1)[..., None].expand(-1, -1, text.shape[-1])
         embeds = torch.where((place < 0)[..., None], text, images.gather(1, index))

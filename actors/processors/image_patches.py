@@ -11,8 +11,7 @@ from mobula.actors.processors.image_tokens import DrawingProcessor
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.flow.codec import ImageCodec
 from mobula.learner.policies.flow.policy import Denoising
-from mobula.learner.policies.image_patches import codec_folder, grid_of, model_config
-from mobula.learner.policies.nextstep.model import prompt_ids
+from mobula.learner.policies.image_patches import codec_folder, grid_of, ids_of, model_config
 
 
 class ImagePatchProcessor(DrawingProcessor, TargetImages):
@@ -31,7 +30,7 @@ class ImagePatchProcessor(DrawingProcessor, TargetImages):
         return self._grid.num_tokens
 
     def _ids(self, text: str) -> list[int]:
-        return prompt_ids(self._tokenizer, model_config(self._model), text, self._grid.rows, self._grid.columns)
+        return ids_of(self._tokenizer, self._model, text, self._grid)
 
     def _latent_shape(self) -> tuple[int, ...]:
         return (self.num_tokens, self._grid.size)

@@ -17,10 +17,11 @@ from mobula.cluster.records.actions import PatchActions
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from mobula.learner.policies.flow.codec import ImageCodec
+from mobula.learner.policies.flow.codec import ImageCodec, normalised
 from mobula.learner.policies.flow.policy import Denoising, StepRescoring
 from mobula.learner.policies.image_patches import (
     VRL,
+    PatchModel,
     PatchSequence,
     canary_patches,
     codec_folder,
@@ -32,7 +33,6 @@ from mobula.learner.policies.image_patches import (
     patch_schedule,
 )
 from mobula.learner.policies.loading import DTYPES, load_model
-from mobula.learner.policies.nextstep.model import NextStep, normalised
 
 HEAD_ROWS = 4096  # rows of the flow head at a time, when steps are scored
 
@@ -44,7 +44,7 @@ class ImagePatchSampler(DenoisingSampler):
     scores its steps. The pass that sampled differs from it by rounding, because it reads a cache.
     """
 
-    _model: NextStep
+    _model: PatchModel
 
     async def start(self) -> None:
         await asyncio.to_thread(self._load)
@@ -53,7 +53,7 @@ class ImagePatchSampler(DenoisingSampler):
         settings, sampler = self._settings, self._settings.sampler
         dtype = DTYPES[settings.dtype]
         model = load_model(settings.model, dtype, "sdpa")
-        assert isinstance(model, NextStep)
+        assert isinstance(model, PatchModel)
         self._model = model.to(self._device).eval()  # type: ignore[arg-type]  # transformers: `to` is no method to mypy
         self._grid = grid_of(settings.model, self._denoising.size)
         self._codec = ImageCodec(codec_folder(settings.model), model.config.latent_patch_size, dtype)
@@ -138,7 +138,7 @@ class ImagePatchSampler(DenoisingSampler):
 class _Branch:
     """The decoder behind n prompts of one length, with a cache."""
 
-    def __init__(self, model: NextStep, ids: Tensor) -> None:
+    def __init__(self, model: PatchModel, ids: Tensor) -> None:
         """`ids` int64 [n, P]"""
         self._model = model
         self._cache = DynamicCache()

@@ -284,7 +284,7 @@ def _actions(row: Mapping[str, Any], images: Mapping[str, ProcessedMedia]) -> Ac
         kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
         return TokenActions(row["token_ids"], kept, *_media(row["later_media"], images))
     schedule = {name: np.array(written[name], dtype) for name, dtype in _OF_LATENTS.items()}
-    if (patches := row.get("patches")) is not None:  # records of earlier versions lack the column
+    if (patches := row["patches"]) is not None:
         return PatchActions(_array(written), **schedule, tokens=_array(patches))
     return LatentActions(_array(written), **schedule)
 

@@ -189,8 +189,8 @@ class ImagePatchesConfig(Section):
     shift: PositiveFloat = 1.0
     """Shift s of the head's times: t / (s - (s - 1) t). Same as `timesteps_shift` of the model's pipeline."""
     last_step: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Length of the last step in time. 0: times are evenly spaced (NextStep-1.1). NextStep-1 has 0.04, and its last
-    step is deterministic: set `sampler.flow.window_end` to `num_steps` - 1."""
+    """Length of the last step in time. 0: times are evenly spaced, as in version 1.1 of the released model.
+    Version 1 has 0.04, and its last step is deterministic: set `sampler.flow.window_end` to `num_steps` - 1."""
     normalise: bool = False
     """Layer norm without parameters on each token. Same as `use_norm` of the model's pipeline."""
 

@@ -78,7 +78,9 @@ class LocalPolicy:
 
     def __init__(self, config: RunConfig, *, keep_files: bool = False) -> None:
         if config.sampler.denoises:
-            raise PreflightError(f"sampler={config.sampler.kind} answers with images, not with text: use sampler=huggingface or vllm")
+            raise PreflightError(
+                f"sampler={config.sampler.kind} answers with images, not with text: use sampler=huggingface or vllm"
+            )
         require_model(config)
         prepared = prepare_base(config, lambda processed: processed, keep_files=keep_files)
         assert isinstance(prepared.processor, ChatProcessor), "flow models are refused above"

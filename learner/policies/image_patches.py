@@ -1,9 +1,9 @@
 """Models that sample images as continuous tokens: the layout of an image, the schedule, rows, and the policy.
 
-Each token is denoised by a flow head, given the decoder's state. In the terms of `mobula.learner.policies.sde`, sigma is
-1 - t of the head's time t, and v = noise - token is the negative of the head's velocity. So the steps of a token have
-the kernels, windows and divergences of flow models. Log-probs are means over the numbers of a token, except with the
-kernel `vrl`.
+A flow head denoises each token, given the state of the decoder. In the terms of `mobula.learner.policies.sde`, sigma is
+1 - t of the time t of the head, and v = noise - token is the negative of its velocity. So the steps of a token have the
+kernels, windows and divergences of flow models. Log-probs are means over the numbers of a token, except with the kernel
+`vrl`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ from mobula.learner.policies.sde import KERNELS, FlowStep, Transition, guided
 
 NUM_LEVELS = 1000  # noise levels of a nearly continuous schedule
 VRL = "vrl"
+PatchModel = NextStep
 # Few rows, and rows of attention with a remainder, are computed by other kernels, and a row would depend on the others.
 MIN_ROWS = 16  # of a pass of the flow head; fewer are filled with copies
 ALIGNMENT = 32  # the decoder's rows are padded to a multiple of it
@@ -114,11 +116,21 @@ def teaching_levels(num_draws: int, num_tokens: int) -> Noising:
 def negative_ids(source: str, text: str, size: ImageSize) -> np.ndarray:
     """int32 [P]: the prompt of the unconditional branch."""
     tokenizer, grid = AutoTokenizer.from_pretrained(source, trust_remote_code=False), grid_of(source, size)
-    return np.array(prompt_ids(tokenizer, model_config(source), text, grid.rows, grid.columns), dtype=np.int32)
+    return np.array(ids_of(tokenizer, source, text, grid), dtype=np.int32)
+
+
+def ids_of(tokenizer: Any, source: str, text: str, grid: PatchGrid) -> list[int]:
+    """The prompt of an image of `grid`."""
+    return prompt_ids(tokenizer, model_config(source), text, grid.rows, grid.columns)
 
 
 def head_velocities(
-    model: NextStep, latents: Tensor, times: Tensor, conditional: Tensor, unconditional: Tensor | None, guidance: float
+    model: PatchModel,
+    latents: Tensor,
+    times: Tensor,
+    conditional: Tensor,
+    unconditional: Tensor | None,
+    guidance: float,
 ) -> Tensor:
     """float32 [N, D]: noise minus token at `latents` [N, D]; with guidance in one pass of 2N rows.
 
@@ -279,9 +291,7 @@ class PatchPolicy(FlowPolicy):
         if denoising.kernel == VRL:
             latents = integrated(latents, denoising.num_steps, velocity)
         moved = velocity(latents, batch.timesteps)
-        return denoising.transition(
-            FlowStep(latents, moved, batch.sigmas, batch.next_sigmas, batch.max_sigmas)
-        )
+        return denoising.transition(FlowStep(latents, moved, batch.sigmas, batch.next_sigmas, batch.max_sigmas))
 
     def _velocity(self, batch: NoisedBatch) -> Tensor:
         assert isinstance(batch, NoisedPatches)

@@ -84,10 +84,13 @@ def test_two_classes_of_one_name_are_seen() -> None:
     assert shared_names(found) == {"Row": ["cluster/x.py", "rewards/y.py"]}
 
 
-NAMES = re.compile(r"qwen|internvl|llava|smolvlm|idefics|gemma|glm_?-?4|llama(?!-factory)|mistral", re.IGNORECASE)
+NAMES = re.compile(
+    r"qwen|internvl|llava|smolvlm|idefics|gemma|glm_?-?4|llama(?!-factory)|mistral|nextstep", re.IGNORECASE
+)
 HOME = (
     "learner/policies/families/", "learner/policies/pretrained.py", "learner/policies/tiny/",
     "learner/policies/flow/families.py", "learner/policies/flow/tiny/", "learner/policies/image_tokens.py",
+    "learner/policies/nextstep/", "learner/policies/image_patches.py",
 )  # fmt: skip
 # Names of another program's models, which it wants on its command line.
 FOREIGN = ("deploy/checks/lmms_eval.py", "deploy/cli/check_commands.py")

@@ -43,6 +43,8 @@ from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at
 from mobula.learner.policies.flow.policy import CONDITION, Denoising
 from mobula.learner.policies.flow.tiny import write_tiny_flow
+from mobula.learner.policies.flow.tiny.patches import write_tiny_patches
+from mobula.learner.policies.nextstep.model import NextStep
 
 TEXTS = ("71", "a red cube", "8", "15", "42", "a street")
 
@@ -190,6 +192,16 @@ def made_loud(folder: Path, seed: int = 0) -> Path:
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.08, generator=generator)
     model.save_pretrained(folder / TRANSFORMER)
+    return folder
+
+
+def made_loud_patches(folder: Path, seed: int = 0) -> Path:
+    """A tiny model of continuous tokens in `folder`, with matrices of a larger deviation."""
+    model, generator = NextStep.from_pretrained(write_tiny_patches(folder)), torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+    model.save_pretrained(folder)
     return folder
 
 

@@ -488,7 +488,7 @@ REFUSED: dict[str, str] = {
     "SanaSprintPipeline": "a model of one or two distilled steps has no schedule of stochastic steps",
     "StableDiffusionPipeline": "it predicts noise and is no flow model",
     "StableDiffusionXLPipeline": "it predicts noise and is no flow model",
-    "NextStepPipeline": "NextStep-1 is neither in diffusers nor in transformers, and remote code is not run",
+    "NextStepPipeline": "it denoises tokens of images: set sampler=image_patches, and name its released checkpoint",
 }
 """Pipeline class -> why there is no family of it."""
 

@@ -186,24 +186,5 @@ def prompt_ids(tokenizer: Any, config: NextStepConfig, text: str, rows: int, col
     return [*tokenizer(text)["input_ids"], *area, config.boi]
 
 
-def normalised(tokens: Tensor) -> Tensor:
-    """Layer norm without parameters over the numbers of each token [..., D]."""
-    return layer_norm(tokens, tokens.shape[-1:], eps=EPSILON)
-
-
-def patches(latents: Tensor, side: int) -> Tensor:
-    """[N, C, H, W] as tokens [N, L, C * side * side], row by row."""
-    num, channels, height, width = latents.shape
-    tiles = latents.reshape(num, channels, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
-    return tiles.reshape(num, -1, channels * side * side)
-
-
-def from_patches(tokens: Tensor, side: int, rows: int) -> Tensor:
-    """Inverse of `patches`, [N, C, H, W]; `rows` is the number of rows of tokens."""
-    num, length, size = tokens.shape
-    tiles = tokens.reshape(num, rows, length // rows, size // side**2, side, side).permute(0, 3, 1, 4, 2, 5)
-    return tiles.reshape(num, size // side**2, rows * side, length // rows * side)
-
-
 hf.AutoConfig.register(NextStepConfig.model_type, NextStepConfig)
 hf.AutoModelForCausalLM.register(NextStepConfig, NextStep)

@@ -13,7 +13,7 @@ from torch.distributions import Normal
 
 from mobula.cluster.records.actions import PatchActions, to_bfloat16
 from mobula.configs.schema.rollout import ImagePatchesConfig
-from mobula.learner.policies.flow.codec import RELEASED, ImageCodec
+from mobula.learner.policies.flow.codec import RELEASED, ImageCodec, from_patches, patches
 from mobula.learner.policies.flow.policy import Denoising, StepRescoring
 from mobula.learner.policies.flow.tiny.patches import write_tiny_patches
 from mobula.learner.policies.image_patches import (
@@ -25,7 +25,7 @@ from mobula.learner.policies.image_patches import (
     patch_schedule,
 )
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.nextstep.model import NextStep, NextStepConfig, from_patches, grid_positions, patches
+from mobula.learner.policies.nextstep.model import NextStep, NextStepConfig, grid_positions
 from mobula.learner.policies.sde import KERNELS, FlowStep
 
 CPU = torch.device("cpu")
@@ -85,7 +85,9 @@ def test_schedules_are_those_of_the_released_samplers() -> None:
     first = patch_schedule(20, ImagePatchesConfig(last_step=0.04))
     np.testing.assert_allclose(first.timesteps, np.linspace(0, 0.96, 20), atol=1e-6)
     assert first.sigmas[-1] == pytest.approx(0, abs=1e-6) and first.sigmas[-2] == pytest.approx(0.04, abs=1e-6)
-    step = FlowStep(*(torch.zeros(1, 64),) * 2, *(patch_schedule(20, ImagePatchesConfig()).sigmas[[n]] for n in (19, 20, 1)))
+    step = FlowStep(
+        *(torch.zeros(1, 64),) * 2, *(patch_schedule(20, ImagePatchesConfig()).sigmas[[n]] for n in (19, 20, 1))
+    )
     assert float(KERNELS["langevin"](step, 1.0).std) == pytest.approx(math.sqrt(2) / 20, rel=1e-4)
 
 
@@ -220,7 +222,7 @@ def test_log_probs_are_those_of_single_tokens(one_thread: None, folder: Path) ->
         u = model.velocity(x, torch.tensor([t]), model.conditions(state, token)[:, 0])
         dt = float(sigmas[0] - sigmas[1])
         expected = Normal(x + ((1 + t) * u - x) * dt, math.sqrt(2 * (1 - t) * dt)).log_prob(after).mean()
-        assert found[token, step] == pytest.approx(float(expected), abs=2e-5)
+        assert found[token, step] == pytest.approx(expected.item(), abs=2e-5)
 
 
 def test_vrl_takes_all_steps_again_and_sums(one_thread: None, folder: Path) -> None:

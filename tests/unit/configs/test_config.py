@@ -47,7 +47,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     # options that are not there
     (["resources=latop"],
      ["resources is laptop", "(resources=? lists them)"]),
-    (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, image_tokens, vllm"]),
+    (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, image_patches, image_tokens, vllm"]),
     (["resources=_base"], ["resources=_base is unknown"]),
     (["algorithm=null"], ["algorithm is ", "one of 25 others", "algorithm.KEY=VALUE"]),
     # values of the wrong kind
@@ -74,7 +74,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rewards.components.1.options.pattern=a=b"], ["rewards.components.1.options.pattern=\"'a=b'\""]),
     (["learner.learning_rate=1,2"], ["holds several values", "learner.learning_rate is a number"]),
     (["policy.lora.target_modules=a,b"], ["write policy.lora.target_modules=[a,b]"]),
-    (["sampler=vllm,huggingface"], ["sampler is one of flow, huggingface, image_tokens, vllm"]),
+    (["sampler=vllm,huggingface"], ["sampler is one of flow, huggingface, image_patches, image_tokens, vllm"]),
     (["seed==1"], ["seed is a whole number"]),
     ([".seed=1"], ["write seed=1"]),
     (["seed = 5"], ["write seed=5"]),
@@ -261,6 +261,7 @@ def has_path(option: str) -> bool:
 MODEL, FOLDER_OF_DATA = "policy.model=some/model", "data.path=some/folder"
 NEEDS: dict[str, list[str]] = {
     "sampler=flow": ["warm_start.num_steps=0", "resources.reference.num_workers=0", "algorithm.kl.coef=0"],
+    "sampler=image_patches": ["resources.reference.num_workers=0", "algorithm.kl.coef=0"],
     "sampler=image_tokens": ["warm_start=none", "algorithm.kl.coef=0", "resources.reference.num_workers=0"],
     **{f"environment={option}": ["data=environment"] for option in groups()["environment"] if option != "none"},
     "policy=hf": [MODEL],

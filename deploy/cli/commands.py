@@ -418,27 +418,23 @@ def init_model(
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
-        from mobula.deploy.wiring.preparation import model_writers
-        from mobula.learner.policies.flow.tiny import TINY_FLOW
-        from mobula.learner.policies.flow.tiny.patches import TINY_PATCHES
-        from mobula.learner.policies.image_tokens import TINY_JANUS
+        from mobula.deploy.wiring.preparation import TINY_DRAWN, model_writers
         from mobula.learner.policies.pretrained import PRETRAINED
         from mobula.learner.policies.tiny import TINY
 
-        name, drawing = model.removeprefix("tiny-"), (*TINY_FLOW, TINY_JANUS, TINY_PATCHES)
-        if model not in PRETRAINED and (name == model or name not in (*TINY, *drawing)):
-            names = ", ".join([*PRETRAINED, *(f"tiny-{name}" for name in (*TINY, *drawing))])
+        name = model.removeprefix("tiny-")
+        if model not in PRETRAINED and (name == model or name not in (*TINY, *TINY_DRAWN)):
+            names = ", ".join([*PRETRAINED, *(f"tiny-{name}" for name in (*TINY, *TINY_DRAWN))])
             raise ConfigError(f"there is no model {model} to write: choose {names}")
         if tied and model in PRETRAINED:
             raise ConfigError(f"{model} ties its embeddings as the released model does: leave --tied out")
-        if tied and name in drawing:
+        if tied and name in TINY_DRAWN:
             raise ConfigError(f"{model} has no output embeddings to tie: leave --tied out")
         try:
             written = model_writers(is_tied=tied)[name](folder, seed=seed)
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
-    drawn_by = {TINY_JANUS: "sampler=image_tokens ", TINY_PATCHES: "sampler=image_patches "}
-    sampler = (dict.fromkeys(TINY_FLOW, "sampler=flow ") | drawn_by).get(name, "")
+    sampler = f"sampler={TINY_DRAWN[name]} " if name in TINY_DRAWN else ""
     use = f"use it with {sampler}policy.model={written}"
     message = f"{model} written to {written}: {use}"
     terminal(soft_wrap=True).print(message)

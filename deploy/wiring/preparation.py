@@ -434,6 +434,10 @@ def ensure_model(config: RunConfig) -> Path:
     return checkpoint_folder("policy.model", policy.model)
 
 
+TINY_DRAWN = {**dict.fromkeys(TINY_FLOW, "flow"), TINY_JANUS: "image_tokens", TINY_PATCHES: "image_patches"}
+"""Tiny model that makes images -> its `sampler`."""
+
+
 def model_writers(*, is_tied: bool) -> dict[str, Callable[..., Path]]:
     """Returns name -> function that writes a small model to a folder: with random weights, or released ones."""
     tiny = {name: partial(write_tiny, name, tie_word_embeddings=is_tied) for name in TINY}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,8 @@ def groups() -> list[ScoredGroup]:
             )
             made = make_trajectory(f"0/{n}/x#{sibling}", (0,) * actions.num_steps)
             response = Response("", actions.num_steps, is_truncated=False, images=(b"png",))
-            siblings.append(made.__class__(**{**vars(made), "actions": actions, "response": response}))
+            logprobs = np.full(actions.num_steps, -1, dtype=np.float32)
+            siblings.append(replace(made, actions=actions, behavior_logprobs=logprobs, response=response))
         group = TrajectoryGroup(Prompt(f"0/{n}/x", "x", "x", ids, ids, (), ()), tuple(siblings))
         found.append(ScoredGroup(group.summary(), group, (Reward(float(n % 2)), Reward(0.5))))
     return found

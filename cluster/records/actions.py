@@ -160,7 +160,8 @@ class TokenActions:
         return [cls(own, kept) for own, kept in zip(unpacked(column.token_ids, num_steps), sets, strict=True)]
 
 
-class ScoredSteps(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ScoredSteps:
     """T scored steps in order, with their inputs and outputs."""
 
     before: np.ndarray  # float [T, ...]

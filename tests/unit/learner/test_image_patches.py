@@ -260,10 +260,10 @@ def test_actions_in_pieces_and_in_bfloat16() -> None:
         actions.stretch(0, 4)
     rounded = replace(actions, latents=to_bfloat16(actions.latents), tokens=to_bfloat16(actions.tokens))
     np.testing.assert_allclose(rounded.token_values, actions.tokens, rtol=1 / 128)
-    before, after, index, _ = rounded.scored()
-    np.testing.assert_allclose(before[4], actions.latents[1, 1], rtol=1 / 128)
-    np.testing.assert_allclose(after[3], actions.latents[1, 1], rtol=1 / 128)
-    assert index[:4].tolist() == [1, 2, 3, 1]
+    steps = rounded.scored()
+    np.testing.assert_allclose(steps.before[4], actions.latents[1, 1], rtol=1 / 128)
+    np.testing.assert_allclose(steps.after[3], actions.latents[1, 1], rtol=1 / 128)
+    assert steps.index[:4].tolist() == [1, 2, 3, 1]
 
 
 def test_a_checkpoint_without_its_vae_is_refused(tmp_path: Path, folder: Path) -> None:

@@ -179,11 +179,16 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, words: tuple[str, ...], 
     ("words", "message"),
     [
         (("sampler.flow.height=18",), "each side must be a multiple of 4"),
-        (("sampler.max_model_len=16",), "has no room for the 16 tokens"),
-        (("sampler=huggingface", "algorithm=grpo"), "set sampler=image_patches"),
+        (
+            ("sampler.max_model_len=16", "data.max_prompt_tokens=8", "sampler.max_tokens=8"),
+            "has no room for the 16 tokens",
+        ),
+        (("policy=tiny_qwen3", "policy.model=OTHER"), "draws no images, as sampler.kind=image_patches asks"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(config: Config, words: tuple[str, ...], message: str) -> None:
+def test_what_does_not_fit_the_model_is_refused(
+    tmp_path: Path, config: Config, words: tuple[str, ...], message: str
+) -> None:
+    found = config(*(word.replace("OTHER", str(tmp_path / "other")) for word in words))
     with pytest.raises((ValueError, PreflightError), match=message):
-        words = tuple(word for word in words if word)
-        prepare(config(*words), lambda value: value)
+        prepare(found, lambda value: value)

@@ -64,7 +64,7 @@ class NextStepConfig(hf.Qwen2Config):
                 f"config.json has attention_bias={self.attention_bias}, o_attention_bias={self.o_attention_bias} and "
                 f"mlp_bias={self.mlp_bias}: a nextstep decoder has biases on q, k and v alone here (true, false, false)"
             )
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # of transformers
 
     @property
     def token_size(self) -> int:
@@ -106,7 +106,7 @@ class TimeEmbedding(nn.Module):
         half = FREQUENCIES // 2
         rates = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=times.device) / half)
         angles = times.float()[:, None] * rates
-        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.mlp[0].weight.dtype))
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1).to(next(self.mlp.parameters()).dtype))
 
 
 class FlowHead(nn.Module):

@@ -193,14 +193,8 @@ def walk(section: type[Section], prefix: str) -> Iterator[Key]:
         read = f"{prefix}{read_with[field_name]}={chosen_by}" if field_name in read_with else ""
         yield Key(name, _expectation(info), info.description or "", below, is_open, default, read)
         if below is not None and item.startswith(ENTRY):
-            yield Key(
-                f"{name}.{ENTRY}",
-                _noun(below),
-                f"One entry of `{name}`, under a name of your choice.",
-                None,
-                False,
-                MISSING,
-            )
+            description = f"One entry of `{name}`, under a name of your choice."
+            yield Key(f"{name}.{ENTRY}", _noun(below), description, None, False, MISSING)
         if below is not None:
             yield from walk(below, f"{name}.{item}")
 

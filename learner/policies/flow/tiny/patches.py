@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from mobula.learner.policies.nextstep.model import AREA, HeadBlock, HeadOutput, NextStep, NextStepConfig
 from mobula.learner.policies.tiny.writing import build_tokenizer, decoder_config, token_id
@@ -44,9 +43,9 @@ def write_tiny_patches(folder: Path, *, seed: int = 0) -> Path:
         model = NextStep(config)
     for module in model.modules():  # a new head predicts 0, and its blocks are the identity
         if isinstance(module, HeadBlock | HeadOutput):
-            nn.init.zeros_(module.adaLN_modulation[-1].weight)
+            module.adaLN_modulation[-1].weight.data.zero_()
         if isinstance(module, HeadOutput):
-            nn.init.zeros_(module.linear.weight)
+            module.linear.weight.data.zero_()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     grey_codec().save_pretrained(folder / "vae")

@@ -49,7 +49,8 @@ def train(rank: int, num_ranks: int, folder: Path, out: Path) -> None:
     native.MIN_UNIT_NUMEL = 0  # every block is a unit
     for name, words in CASES.items():
         ranks = ("learner=fsdp2", f"resources.learner.num_workers={num_ranks}") if num_ranks > 1 else ()
-        exact = ("algorithm.old_logprobs=recomputed", "learner.tokens_per_microbatch=200")
+        # A small eps turns the rounding of a gradient near 0 into a step.
+        exact = ("algorithm.old_logprobs=recomputed", "learner.tokens_per_microbatch=200", "learner.adam_eps=1.0e-4")
         config = patch_config(folder, *words, *exact, *ranks)
         learner = connected(Learner(config, rank, num_ranks, ()), rank, num_ranks, out / f"address-{name}-{num_ranks}")
         before = weights(learner)

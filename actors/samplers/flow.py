@@ -73,10 +73,11 @@ class FlowSampler(ImageSampler):
 
         given, *negatives = self._conditions([row.request for row in rows])
         sigmas = schedule.sigmas
-        latents = self._rounded(schedule.initial_std * noise())
+        first_sigma = sigmas[how.first_step].to(self._device)
+        latents = self._rounded(self._family.first_latents(schedule.initial_std * noise(), first_sigma, given))
         is_stochastic = first.settings.temperature > 0 and how.kernel != "ddim"
         kept, logprobs = [], []
-        for i in range(how.num_steps):
+        for i in range(how.first_step, how.num_steps):
             inputs = (latents, alike(schedule.timesteps[i]), given, negatives[0] if negatives else None)
             velocity = velocities(self._model, self._family, *inputs, how.guidance)
             step = FlowStep(latents, velocity, *(alike(sigmas[k]) for k in (i, i + 1, 1)))

@@ -111,7 +111,8 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         canary_row: Callable[[Prompt], PolicyRow] = partial(checkpoint.canary, denoising=proof)
         sigmas, timesteps = _tables(checkpoint, denoising)
         num = max(1, len(timesteps) - 1)  # the sampler's noise levels, except the last
-        noising = Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
+        computed = slice(min(denoising.first_step, num - 1), num)
+        noising = Noising(sigmas[computed], timesteps[computed], "uniform", config.algorithm.losses.nft.num_draws)
         clean = partial(CleanSequence.of_response, noising)
         row = row_of if config.algorithm.has_likelihood else clean
         return Scoring(StepRescoring(denoising, divergence), StepRescoring(proof, "none"), canary_row, row)
@@ -125,7 +126,7 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
 
 def teaching_noising(config: RunConfig, num_draws: int) -> Noising:
     """The noise levels for images of a dataset: the checkpoint's whole schedule."""
-    continuous = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS)
+    continuous = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS, strength=1.0)
     sigmas, timesteps = _tables(flow_checkpoint(config), continuous)
     return Noising(sigmas[: len(timesteps)], timesteps, "logit_normal", num_draws)
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.weight_sync.manifest import stored_tensors
 from mobula.learner.policies.checkpoint import SavedDtypes, StoredWeights, write_weights
-from mobula.learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
+from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at, pipeline_index
+from mobula.learner.policies.flow.family import Schedule
 from mobula.learner.policies.flow.policy import Denoising, LatentSequence, canary_actions
 
 VAE, SCHEDULER = "vae", "scheduler"
@@ -93,7 +94,23 @@ class FlowCheckpoint:
                 f"sampler.flow.num_frames={denoising.num_frames}, and policy.model={self.folder} is a "
                 f"{self._index['_class_name']}, which makes images: set sampler.flow.num_frames=1"
             )
+        self._check_images(denoising)
         return self.family.latent_shape(self._config(TRANSFORMER), self._config(VAE), denoising.size)
+
+    def _check_images(self, denoising: Denoising) -> None:
+        num, known, kind = denoising.num_images, self.family.num_images, self._index["_class_name"]
+        if num not in known:
+            raise ValueError(
+                f"sampler.flow.num_images={num}, and policy.model={self.folder} is a {kind}, which takes "
+                f"{known[0]} to {known[-1]} condition images: set sampler.flow.num_images to one of these"
+            )
+        if (denoising.strength < 1) != (self.family.starts_from_image and num > 0):
+            remedy = "below 1, or sampler.flow.num_images=0" if num and self.family.starts_from_image else "to 1"
+            raise ValueError(
+                f"sampler.flow.strength={denoising.strength:g} with sampler.flow.num_images={num}, and policy.model="
+                f"{self.folder} is a {kind}: only an image that is denoised in a part of the steps has a strength "
+                f"below 1; set sampler.flow.strength {remedy}"
+            )
 
     def takes_negatives(self, guidance: float) -> bool:
         return guidance != 1 and not self.family.embeds_guidance(self._config(TRANSFORMER))

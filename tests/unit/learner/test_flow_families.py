@@ -19,7 +19,8 @@ from benchmarks.conformance.flow.plain import CALLS
 from mobula.configs.load import load_config
 from mobula.learner.policies.flow import checkpoint as checkpoint_module
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.families import FAMILIES, REFUSED, ImageSize, flow_family_at, packed, unpacked
+from mobula.learner.policies.flow.families import FAMILIES, REFUSED, flow_family_at
+from mobula.learner.policies.flow.family import ImageSize, packed, unpacked
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.sde import KERNELS, FlowStep, flow_level
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -163,6 +164,12 @@ def sd3(seed: int) -> Any:
     return _sd3_pipeline(transformer, image_vae(), clip_tokenizer(), clip_encoder)
 
 
+def sd3_img2img(seed: int) -> Any:
+    """The same as a pipeline that starts from an image."""
+    parts = {name: part for name, part in sd3(seed).components.items() if part is not None}
+    return diffusers.StableDiffusion3Img2ImgPipeline(**parts)
+
+
 def _sd3_pipeline(
     transformer: diffusers.SD3Transformer2DModel, vae: Any, clip: hf.CLIPTokenizer, new_encoder: NewEncoder
 ) -> Any:
@@ -202,22 +209,30 @@ FLUX_CLIP_SIZE, FLUX_T5_SIZE = 32, 32
 
 def flux(seed: int) -> Any:
     """Pipeline for images of 32 x 32."""
+    return _flux_pipeline(diffusers.FluxPipeline, image_vae(), CHANNELS)
+
+
+def flux_kontext(seed: int) -> Any:
+    """Pipeline that edits images of 32 x 32."""
+    return _flux_pipeline(diffusers.FluxKontextPipeline, image_vae(), CHANNELS)
+
+
+def _flux_pipeline(pipeline: Any, vae: Any, channels: int, **own: Any) -> Any:
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    return diffusers.FluxPipeline(
+    sizes: dict[str, Any] = {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": True, **own}
+    return pipeline(
         transformer=diffusers.FluxTransformer2DModel(
             patch_size=1,
-            in_channels=4 * CHANNELS,
-            num_layers=1,
-            num_single_layers=1,
+            in_channels=4 * channels,
             attention_head_dim=16,
             num_attention_heads=4,
             joint_attention_dim=FLUX_T5_SIZE,
             pooled_projection_dim=FLUX_CLIP_SIZE,
             axes_dims_rope=(4, 4, 8),
-            guidance_embeds=True,
+            **sizes,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=image_vae(),
+        vae=vae,
         text_encoder=hf.CLIPTextModel(_clip_config(clip, FLUX_CLIP_SIZE)),
         tokenizer=clip,
         text_encoder_2=t5_encoder(t5, FLUX_T5_SIZE),
@@ -225,10 +240,76 @@ def flux(seed: int) -> Any:
     )
 
 
+def flux2(seed: int) -> Any:
+    """FLUX.2 klein for images of 32 x 32; the pipeline reads layers 9, 18 and 27 of its text encoder."""
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    row = replace(TINY["qwen3"], text={**small, "head_dim": 16, "num_hidden_layers": 28})
+    tokenizer = row.new_tokenizer()
+    return diffusers.Flux2KleinPipeline(
+        transformer=diffusers.Flux2Transformer2DModel(
+            in_channels=4 * CHANNELS,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=3 * small["hidden_size"],
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=diffusers.AutoencoderKLFlux2(
+            block_out_channels=(16, 16),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=CHANNELS,
+            norm_num_groups=8,
+            layers_per_block=1,
+            sample_size=32,
+        ),
+        text_encoder=row.new_model(tokenizer, seed=seed),
+        tokenizer=tokenizer,
+    )
+
+
+def z_image(seed: int) -> Any:
+    """Pipeline for images of 32 x 32."""
+    row = TINY["qwen3"]
+    tokenizer = row.new_tokenizer()
+    encoder = row.new_model(tokenizer, seed=seed)
+    return diffusers.ZImagePipeline(
+        transformer=diffusers.ZImageTransformer2DModel(
+            in_channels=CHANNELS,
+            dim=64,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=4,
+            n_kv_heads=4,
+            cap_feat_dim=encoder.config.hidden_size,
+            axes_dims=[4, 6, 6],
+            axes_lens=[1024, 64, 64],
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=image_vae(),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+    )
+
+
 def qwen_image(seed: int) -> Any:
     """Pipeline for images of 32 x 32 and more."""
+    return _qwen_image_pipeline(diffusers.QwenImagePipeline, seed)
+
+
+def qwen_image_edit(seed: int) -> Any:
+    """Pipeline that edits images of 32 x 32 and more."""
+    row = TINY["qwen2.5-vl"]
+    return _qwen_image_pipeline(diffusers.QwenImageEditPipeline, seed, processor=row.new_processor(row.new_tokenizer()))
+
+
+def _qwen_image_pipeline(pipeline: Any, seed: int, **own: Any) -> Any:
     encoder, tokenizer = qwen_encoder(seed)
-    return diffusers.QwenImagePipeline(
+    return pipeline(
         transformer=diffusers.QwenImageTransformer2DModel(
             in_channels=4 * CHANNELS,
             out_channels=CHANNELS,
@@ -242,6 +323,7 @@ def qwen_image(seed: int) -> Any:
         vae=diffusers.AutoencoderKLQwenImage(**VIDEO_VAE),
         text_encoder=encoder,
         tokenizer=tokenizer,
+        **own,
     )
 
 
@@ -278,14 +360,27 @@ WAN_T5_SIZE = 32
 
 def wan(seed: int) -> Any:
     """Pipeline for videos of 32 x 32 and more."""
+    return _wan_pipeline(diffusers.WanPipeline, {})
+
+
+def wan_i2v(seed: int) -> Any:
+    """Pipeline that continues an image of 32 x 32 and more."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    clip = hf.CLIPVisionModel(hf.CLIPVisionConfig(image_size=32, patch_size=8, **sizes))
+    images = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    network = {"in_channels": 2 * CHANNELS + 4, "image_dim": sizes["hidden_size"], "added_kv_proj_dim": 4 * 24}
+    return _wan_pipeline(diffusers.WanImageToVideoPipeline, network, image_encoder=clip, image_processor=images)
+
+
+def _wan_pipeline(pipeline: Any, network: dict[str, int], **own: Any) -> Any:
     tokenizer = t5_tokenizer()
-    return diffusers.WanPipeline(
+    shape: dict[str, Any] = {"in_channels": CHANNELS, **network}
+    return pipeline(
         tokenizer=tokenizer,
         text_encoder=hf.UMT5EncoderModel(hf.UMT5Config(**_t5_sizes(tokenizer, WAN_T5_SIZE))),
         vae=video_vae(),
         scheduler=diffusers.UniPCMultistepScheduler(**FLOW_LEVELS),
         transformer=diffusers.WanTransformer3DModel(
-            in_channels=CHANNELS,
             out_channels=CHANNELS,
             num_attention_heads=4,
             attention_head_dim=24,
@@ -294,7 +389,9 @@ def wan(seed: int) -> Any:
             ffn_dim=128,
             num_layers=2,
             rope_max_seq_len=64,
+            **shape,
         ),
+        **own,
     )
 
 

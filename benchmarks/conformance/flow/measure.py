@@ -176,7 +176,6 @@ def measure(name: str, folder: Path) -> FlowReport:
     num_images = min(MOST_IMAGES, checkpoint.family.num_images[-1]) if name in EDITING else 0
     _write_rows(folder / "texts", num_images)
     own = (
-        *EDITING.get(name, ()),
         f"policy=tiny_{name.replace('-', '_').replace('.', '_')}",
         f"policy.model={model}",
         f"data.path={folder / 'texts'}",
@@ -184,9 +183,10 @@ def measure(name: str, folder: Path) -> FlowReport:
         f"sampler.flow.num_frames={5 if checkpoint.family.is_video else 1}",
         f"sampler.flow.num_images={num_images}",
     )
-    weights = Measurement(load_config([*WORDS, *own]), folder / "weights")
+    words = overridden(WORDS, EDITING.get(name, ()))
+    weights = Measurement(load_config([*words, *own]), folder / "weights")
     trained_weights = asyncio.run(weights.run())
-    config = load_config(overridden([*WORDS, *own], ADAPTERS))
+    config = load_config(overridden([*words, *own], ADAPTERS))
     adapters = Measurement(config, folder / "adapters")
     return FlowReport(
         name,

@@ -12,6 +12,7 @@ TINY_FLOW = {
     "sd3-img2img": "sd3_img2img",
     "flux": "flux",
     "flux-kontext": "flux_kontext",
+    "flux-kontext-letters": "flux_kontext_letters",
     "flux2": "flux2",
     "qwen-image": "qwen_image",
     "qwen-image-edit": "qwen_image_edit",

@@ -472,40 +472,60 @@ def sd3_glyphs(seed: int) -> Any:
     clip = clip_tokenizer()
     clip.model_max_length = GLYPHS_CLIP_TOKENS
     transformer = _sd3_transformer(SIDE, PATCH, 1, num_layers=3)
-    at_zero = (".norm1.linear.", ".norm1_context.linear.", "norm_out.linear.", "proj_out.")
+    _begin_at_zero(transformer)
+    return _sd3_pipeline(transformer, pixel_codec(1), clip, _loud_clip)
+
+
+def flux_kontext_letters(seed: int) -> Any:
+    """Pipeline of 0.3 M parameters that edits images of 12 x 12, with the same beginning."""
+    pipeline = _flux_pipeline(
+        diffusers.FluxKontextPipeline, pixel_codec(3), 3, num_layers=2, num_single_layers=2, guidance_embeds=False
+    )
+    _begin_at_zero(pipeline.transformer)
+    for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
+        _make_loud(encoder)
+    return pipeline
+
+
+def _begin_at_zero(transformer: nn.Module) -> None:
+    at_zero = (".norm.linear.", ".norm1.linear.", ".norm1_context.linear.", "norm_out.linear.", "proj_out.")
     for name, parameter in transformer.named_parameters():
         if any(part in name for part in at_zero):
             nn.init.zeros_(parameter)
-    return _sd3_pipeline(transformer, grey_codec(), clip, _loud_clip)
 
 
 @torch.no_grad()
-def grey_codec() -> diffusers.AutoencoderTiny:
-    """A VAE whose latents are the grey levels of the pixels, from -1 to 1: one channel, as large as the image."""
+def pixel_codec(channels: int) -> diffusers.AutoencoderTiny:
+    """A VAE whose latents are the levels of the pixels, from -1 to 1, as large as the image: their mean, or all three
+    channels."""
     vae = diffusers.AutoencoderTiny(
-        latent_channels=1,
-        encoder_block_out_channels=(2,),
-        decoder_block_out_channels=(2,),
+        latent_channels=channels,
+        encoder_block_out_channels=(max(2, channels),),
+        decoder_block_out_channels=(2 * channels,),
         num_encoder_blocks=(0,),
         num_decoder_blocks=(0,),
         scaling_factor=1 / SCALE,
     )
-    mean, scaled = vae.encoder.layers  # of pixels from 0 to 1
+    mixed, scaled = vae.encoder.layers  # of pixels from 0 to 1
     signs, _, joined = vae.decoder.layers  # the middle one is a ReLU, so both signs of a number pass it
-    for layer in (mean, scaled, signs, joined):
+    for layer in (mixed, scaled, signs, joined):
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
-    mean.weight[0, :, 1, 1] = 1 / 3
-    scaled.weight[0, 0, 1, 1] = 2 * SCALE
+    same = torch.eye(channels)
+    mixed.weight[:channels, :, 1, 1] = same if channels == 3 else 1 / 3
+    scaled.weight[:, :channels, 1, 1] = 2 * SCALE * same
     scaled.bias.fill_(-SCALE)
-    signs.weight[:, 0, 1, 1] = torch.tensor([1.0, -1.0])
-    joined.weight[:, :, 1, 1] = torch.tensor([1.0, -1.0]) / (2 * SCALE)
+    signs.weight[:, :, 1, 1] = torch.cat([same, -same])
+    joined.weight[:, :, 1, 1] = torch.cat([same, -same], 1).expand(3, -1) / (2 * SCALE)
     joined.bias.fill_(0.5)
     return vae
 
 
 def _loud_clip(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextModelWithProjection:
-    model = clip_encoder(tokenizer, hidden_size)
+    return _make_loud(clip_encoder(tokenizer, hidden_size))
+
+
+def _make_loud(model: Any) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=1.0 if "embedding" in name else 1 / math.sqrt(parameter.shape[-1]))

@@ -48,7 +48,8 @@ class ImageChange:
         if not request.prompt_images or not request.response.images:
             raise RewardError("an image of the prompt and one of the response are compared: set needs_images")
         before = decode_image(request.prompt_images[0], "image 1 of the prompt")
-        images = [decode_image(file, f"image {n + 1} of the response") for n, file in enumerate(request.response.images)]
+        files = enumerate(request.response.images, start=1)
+        images = [decode_image(file, f"image {n} of the response") for n, file in files]
         change = float(np.mean([self._change(before, image, request.metadata) for image in images]))
         share = min(1.0, change / self._full_at)
         return Score(1 - share if self._is_same else share, f"changed by {change:.3f}")

@@ -82,7 +82,12 @@ def _of_first_order(scheduler: Any, num_steps: int) -> Any:
 
 
 def plain_frames(
-    folder: Path, prompt: Asked, latents: Tensor, denoising: Denoising, max_text_tokens: int, adapters: Path | None = None
+    folder: Path,
+    prompt: Asked,
+    latents: Tensor,
+    denoising: Denoising,
+    max_text_tokens: int,
+    adapters: Path | None = None,
 ) -> np.ndarray:
     """uint8 [F, H, W, 3]: what the pipeline in `folder` makes of `latents` [1, ...], with a LoRA if one is named."""
     is_checked = "safety_checker" in (folder / "model_index.json").read_text(encoding="utf-8")

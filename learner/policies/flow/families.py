@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mobula.learner.policies.flow.family import (
-    IMAGES,
     ATTENTION_TARGETS,
+    IMAGES,
     MMDIT_TARGETS,
     Conditions,
     Config,
@@ -35,7 +35,6 @@ from mobula.learner.policies.flow.family import (
     with_images,
 )
 from mobula.learner.policies.sde import flow_level, guided
-
 
 CAPTION, CAPTION_MASK = "cap_feats", "cap_mask"
 
@@ -200,9 +199,7 @@ class ZImage(PackedFamily):
     is_exact = False  # rows of several caption lengths share a pass with a mask
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
-        [embeds], _ = pipeline.encode_prompt(
-            [text], do_classifier_free_guidance=False, max_sequence_length=max_tokens
-        )
+        [embeds], _ = pipeline.encode_prompt([text], do_classifier_free_guidance=False, max_sequence_length=max_tokens)
         missing = max_tokens - len(embeds)
         mask = pad(embeds.new_ones(1, len(embeds)), (0, missing))
         return {CAPTION: pad(embeds, (0, 0, 0, missing)).unsqueeze(0), CAPTION_MASK: mask}

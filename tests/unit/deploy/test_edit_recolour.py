@@ -130,7 +130,9 @@ def test_rows_that_do_not_fit_are_refused(folder: Path, row: Row, message: str, 
 )
 def test_models_that_do_not_fit_are_refused(tmp_path: Path, tiny: str, words: dict, message: str) -> None:
     checkpoint = FlowCheckpoint(str(write_tiny_flow(tiny, tmp_path / tiny)))
-    how = Denoising(32, 32, 4, 1.0, "flow_grpo", 0.7, **{"window_start": 0, "window_end": 3, "dtype": "float32"} | words)
+    how = Denoising(
+        32, 32, 4, 1.0, "flow_grpo", 0.7, **{"window_start": 0, "window_end": 3, "dtype": "float32"} | words
+    )
     with pytest.raises(ValueError, match=message):
         checkpoint.latent_shape(how)
 

@@ -105,6 +105,8 @@ def plain_frames(
     if rule := getattr(module, "calculate_dimensions", None):
         area = denoising.height * denoising.width  # the pipeline's own area is a megapixel
         module.calculate_dimensions = lambda _, ratio: rule(area, ratio)
+    if hasattr(getattr(pipeline, "image_processor", None), "check_image_input"):  # condition images of 64 x 64 and more
+        pipeline.image_processor.check_image_input = lambda image: image
     if not is_ftfy_available():  # the text-to-video pipeline leaves texts as they are then, this one fails
         module.ftfy = SimpleNamespace(fix_text=str)
     size = {"height": denoising.height, "width": denoising.width}

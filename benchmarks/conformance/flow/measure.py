@@ -47,7 +47,7 @@ EDITING: dict[str, tuple[str, ...]] = {  # models measured with as many conditio
     "flux-kontext": (),
     "flux2": (),
     "qwen-image-edit": ("sampler.flow.max_text_tokens=512",),
-    "wan-i2v": (),
+    "wan-i2v": ("sampler.flow.max_text_tokens=512",),
 }
 MOST_IMAGES = 2  # of a prompt
 WORDS = (

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from benchmarks.conformance.flow.plain import Asked, plain_frames
+from benchmarks.conformance.flow.plain import PlainPrompt, plain_frames
 from mobula.actors.rollout.actor import RolloutActor
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.partial_response import Attempt
@@ -163,7 +163,7 @@ class Measurement:
         assert isinstance(own.actions, LatentActions)
         first = torch.from_numpy(own.actions.latents[:1].copy()) / checkpoint.schedule(denoising).initial_std
         pipeline, adapters = (checkpoint.folder, out) if is_adapter else (out, None)
-        prompt = Asked(self._prompts[0].text, _condition_images(config.data.path)[: flow.num_images])
+        prompt = PlainPrompt(self._prompts[0].text, _condition_images(config.data.path)[: flow.num_images])
         plain = plain_frames(pipeline, prompt, first, denoising, flow.max_text_tokens, adapters)
         return int(np.abs(plain.astype(int) - frames.astype(int)).max())
 

@@ -32,7 +32,7 @@ class PlainCall:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlainPrompt:
     """A prompt with its condition images."""
 
     text: str
@@ -83,7 +83,7 @@ def _of_first_order(scheduler: Any, num_steps: int) -> Any:
 
 def plain_frames(
     folder: Path,
-    prompt: Asked,
+    prompt: PlainPrompt,
     latents: Tensor,
     denoising: Denoising,
     max_text_tokens: int,

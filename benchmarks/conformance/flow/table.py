@@ -72,8 +72,8 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
     yield (
         "Where `replay` is not 0, convolutions in the transformer, or a mask over texts of several lengths, sum in an "
         "order that depends on how many rows a forward pass has. On CPUs whose kernels for a few rows differ (an Intel "
-        "Xeon with AMX, where families with condition images were measured) 1.19209e-07 is the gap of passes of 4 rows, "
-        "that of `FluxPipeline` too; passes of 12 rows give 0 there."
+        "Xeon with AMX, where families with condition images were measured) 1.19209e-07 is the gap of passes of 4 "
+        "rows, also that of `FluxPipeline`; passes of 12 rows give 0 there."
     )
     notes = [f"- `{report.name}`: {'; '.join(reasons)}." for report in reports if (reasons := failures(report))]
     if notes:

@@ -111,7 +111,7 @@ def test_latents_of_images_are_those_of_plain_diffusers_and_are_decoded_as_by_it
     given = diffusers.image_processor.VaeImageProcessor().preprocess(list(map(Image.fromarray, pixels)))
     with torch.no_grad():
         latents = own.encode_images(vae, pixels)
-        assert latents.shape == (2, *checkpoint.latent_shape(replace(DENOISING, num_frames=1)))
+        assert latents.shape == (2, *checkpoint.latent_shape(replace(DENOISING, num_images=own.num_images[0])))
         if hasattr(vae, "bn"):  # of FLUX.2, with a normalisation of tiles
             raw = vae.encode(given).latent_dist.mode()
             tiles = diffusers.Flux2KleinPipeline._patchify_latents(raw)

@@ -171,7 +171,6 @@ def _nothing_reads_tokens(config: RunConfig) -> str | None:
             "algorithm.shaping.repetition_penalty=0",
         ),
         "sampler.temperature": (config.sampler.temperature != 1, "sampler.temperature=1"),
-        "policy.freeze": (bool(config.policy.freeze), "policy.freeze=[]"),
         "environment.name": (config.environment.is_on, "environment=none"),
         "offline.job": (config.offline.job not in ("none", "dpo"), "offline.job=none or dpo"),
         "resources.reference.num_workers": (

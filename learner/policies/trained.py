@@ -70,6 +70,8 @@ def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
         transformer, weights = flow_checkpoint(config).unread_transformer()
         if not config.policy.dropout:
             disable_dropout(transformer)
+        for name, parameter in transformer.named_parameters():
+            parameter.requires_grad_(not name.startswith(config.policy.freeze))
         return transformer, weights
     model, weights = unread_policy_model(config.policy, dtype)
     quantise_base(model, config)

@@ -65,14 +65,13 @@ class ImageChange:
         """bool [H, W]"""
         if self._area in ("bright", "dark"):
             return (before.mean(-1) >= 0.5) == (self._area == "bright")
-        chosen = np.ones(before.shape[:2], dtype=bool)
         if self._area == "all":
-            return chosen
+            return np.ones(before.shape[:2], dtype=bool)
         box = np.asarray(metadata.get("box", ()), dtype=float)
         if box.shape != (4,) or not (0 <= box).all() or not (box <= 1).all():
             raise RewardError("the row's metadata has no box [left, top, right, bottom] of shares from 0 to 1")
-        (height, width), (left, top, right, bottom) = chosen.shape, box
-        rows, columns = ((np.arange(side) + 0.5) / side for side in (height, width))
+        left, top, right, bottom = box
+        rows, columns = ((np.arange(side) + 0.5) / side for side in before.shape[:2])
         is_inside = np.outer((rows >= top) & (rows < bottom), (columns >= left) & (columns < right))
         return is_inside if self._area == "box" else ~is_inside
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from diffusers import AutoModel
 from PIL import Image
 from torch import nn
 
@@ -32,7 +33,7 @@ from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import adapted_modules
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.families import TRANSFORMER, pipeline_index
+from mobula.learner.policies.flow.families import pipeline_index
 from mobula.learner.policies.flow.policy import Denoising
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.learner.policy_weights import export_state
@@ -211,12 +212,13 @@ def _frames(images: tuple[bytes, ...]) -> np.ndarray:
 
 
 def _make_loud(folder: Path) -> None:
-    model = FlowCheckpoint(str(folder)).transformer(torch.float32)
     generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=DEVIATION, generator=generator)
-    model.save_pretrained(folder / TRANSFORMER)
+    for name in FlowCheckpoint(str(folder)).networks:
+        model = AutoModel.from_pretrained(str(folder), subfolder=name, trust_remote_code=False)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=DEVIATION, generator=generator)
+        model.save_pretrained(folder / name)
 
 
 def _write_rows(folder: Path, num_images: int) -> None:

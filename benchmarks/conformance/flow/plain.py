@@ -16,7 +16,7 @@ from diffusers.utils import is_ftfy_available
 from PIL import Image
 from torch import Tensor, nn
 
-from mobula.learner.policies.adapters import DIFFUSERS_FILE
+from mobula.learner.policies.adapters import DIFFUSERS_FILE, SECOND
 from mobula.learner.policies.flow.family import packed
 from mobula.learner.policies.flow.policy import Denoising
 
@@ -98,6 +98,8 @@ def plain_frames(
     pipeline.scheduler = _of_first_order(pipeline.scheduler, denoising.num_steps)
     if adapters is not None and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights(str(adapters))
+        if (second := adapters / SECOND).is_dir():
+            pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
     elif adapters is not None:
         pipeline.transformer.load_lora_adapter(str(adapters), weight_name=DIFFUSERS_FILE, use_safetensors=True)
     call = CALLS[type(pipeline).__name__]

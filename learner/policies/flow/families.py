@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from mobula.cluster.weight_sync.manifest import NETWORKS
 from mobula.learner.policies.flow.family import (
     ATTENTION_TARGETS,
     IMAGES,
@@ -463,7 +464,7 @@ class CosmosPredict25(CosmosPredict2):
 
 
 INDEX = "model_index.json"
-TRANSFORMER = "transformer"  # the folder of the network that is trained, and its name in a pipeline
+TRANSFORMER, _ = NETWORKS  # the folder of the network that is trained, and its name in a pipeline
 
 FAMILIES: dict[str, FlowFamily] = {
     "StableDiffusion3Pipeline": StableDiffusion3(),
@@ -506,11 +507,6 @@ def flow_family_at(folder: Path) -> FlowFamily:
         raise ValueError(
             f"policy.model={folder} is a {name}, which is not supported{reason}: choose a checkpoint of "
             f"{', '.join(sorted(FAMILIES))}"
-        )
-    if any(index.get("transformer_2", ())):
-        raise ValueError(
-            f"policy.model={folder} has two transformers, one for each half of the noise levels (Wan 2.2), of which a "
-            "policy can train one: choose a checkpoint of Wan 2.1"
         )
     return FAMILIES[name]
 

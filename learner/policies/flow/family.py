@@ -16,6 +16,7 @@ from mobula.learner.policies.sde import guided
 
 Conditions = Mapping[str, Tensor]  # forward() argument -> [N, ...]
 Config = Mapping[str, Any]
+MIN_ROWS = {"cpu": 16, "cuda": 4}  # of a forward pass; fewer have other kernels, and a row would depend on their number
 IMAGES = "condition_latents"  # name of the encoded condition images among the inputs of a prompt, [N, images, ...]
 
 
@@ -130,7 +131,7 @@ MMDIT_TARGETS = (*ATTENTION_TARGETS, "add_q_proj", "add_k_proj", "add_v_proj", "
 class PackedFamily(FlowFamily):
     """A family whose latents become tokens of 2 x 2, and whose noise levels depend on how many there are."""
 
-    lora_targets = MMDIT_TARGETS
+    lora_targets: tuple[str, ...] = MMDIT_TARGETS
 
     def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
         return with_dynamic_shift(scheduler, num_steps, shape[-2] // 2 * (shape[-1] // 2))
@@ -156,6 +157,12 @@ def with_images(latents: Tensor, conditions: Conditions) -> tuple[list[Tensor], 
     """Returns the latents to denoise and those of each condition image, [N, ...] each, and the other conditions."""
     images, others = conditions.get(IMAGES), {name: value for name, value in conditions.items() if name != IMAGES}
     return [latents, *(() if images is None else images.unbind(1))], others
+
+
+def filled(rows: Tensor) -> Tensor:
+    """Returns rows [N, ...] and, below `MIN_ROWS`, copies of them."""
+    least = MIN_ROWS.get(rows.device.type, 1)
+    return rows if len(rows) >= least else rows[torch.arange(least, device=rows.device) % len(rows)]
 
 
 def config_of(model: nn.Module) -> Config:

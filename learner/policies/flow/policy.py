@@ -21,10 +21,8 @@ from mobula.cluster.runtime.seeds import derived_seed
 from mobula.configs.schema.rollout import FlowConfig, first_step
 from mobula.learner.policies.adapters import has_adapters, without_adapters
 from mobula.learner.policies.base import Moves, Policy, PolicyOutput, Velocities, on_device
-from mobula.learner.policies.flow.family import FlowFamily, ImageSize
+from mobula.learner.policies.flow.family import FlowFamily, ImageSize, filled
 from mobula.learner.policies.sde import KERNELS, FlowStep, Transition, gaussian_kl
-
-MIN_ROWS = 4  # of a forward pass; fewer are multiplied by other kernels, and a row would depend on how many there are
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,6 @@ def velocities(
     other batches than the sampler's gives the same numbers on the same backend.
     """
     num, dtype = len(latents), next(model.parameters()).dtype
-
-    def filled(tensor: Tensor) -> Tensor:
-        return tensor if num >= MIN_ROWS else tensor[torch.arange(MIN_ROWS, device=tensor.device) % num]
-
     x, t = filled(latents).to(dtype), filled(timesteps)
     given = {name: filled(tensor).to(dtype) for name, tensor in conditions.items()}
     if negatives is None:

@@ -16,15 +16,20 @@ from huggingface_hub.errors import GatedRepoError
 from PIL import Image
 
 from benchmarks.conformance.flow.plain import CALLS
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
+from mobula.learner.policies.adapters import adapted_modules
+from mobula.learner.policies.checkpoint import pushed_manifest
 from mobula.learner.policies.flow import checkpoint as checkpoint_module
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.families import FAMILIES, REFUSED, flow_family_at
 from mobula.learner.policies.flow.family import ImageSize, packed, unpacked
+from mobula.learner.policies.flow.policy import velocities
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.sde import KERNELS, FlowStep, flow_level
+from mobula.learner.policies.trained import unread_trained_model
 
-TASKS = ("sd3_glyphs", "flux-kontext-letters")  # models of tasks, of families that have another tiny model
+TASKS = ("sd3_glyphs", "flux-kontext-letters", "wan2.2")  # models of families that have another tiny model
 NO_REFERENCE = ("algorithm.kl.coef=0", "resources.reference.num_workers=0")
 VAE = {"block_out_channels": [1, 1, 1, 1], "temperal_downsample": [False, True, True], "z_dim": 16}
 VAE |= {"encoder_block_out_channels": [1] * 6}
@@ -217,13 +222,65 @@ def test_a_known_pipeline_that_cannot_be_trained_is_refused_with_its_reason(tmp_
     assert REFUSED[name] in str(error.value)
 
 
-def test_two_transformers_are_refused(tmp_path: Path) -> None:
-    index = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"two transformers.*choose a checkpoint of Wan 2\.1"):
-        flow_family_at(tmp_path)
-    (tmp_path / "model_index.json").write_text(json.dumps(index | {"transformer_2": [None, None]}))
-    assert flow_family_at(tmp_path) is FAMILIES["WanPipeline"]
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["flux", "z-image"])
+def test_a_row_does_not_depend_on_how_many_there_are(name: str, tmp_path: Path) -> None:
+    checkpoint = FlowCheckpoint(str(write_tiny_flow(name, tmp_path / name)))
+    model, shape = checkpoint.transformer(torch.float32).eval(), checkpoint.latent_shape(DENOISING)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.08)
+    latents, times = torch.randn(24, *shape), torch.full((24,), 500.0)
+    with torch.no_grad():
+        given = checkpoint.family.encode(checkpoint.encoder(), "a red cube", 32)
+
+        def of(num: int) -> torch.Tensor:
+            conditions = {key: value.expand(num, *value.shape[1:]) for key, value in given.items()}
+            return velocities(model, checkpoint.family, latents[:num], times[:num], conditions, None, 1.0)
+
+        for num in (1, 4, 7, 11, 13):
+            assert torch.equal(of(num), of(24)[:num])
+
+
+@pytest.fixture(scope="module")
+def wan2_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_flow("wan2.2", tmp_path_factory.mktemp("wan2.2") / "model")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("times", [(999.0, 875.0, 874.0, 500.0), (1.0,) * 4, (900.0,) * 4], ids=str)
+def test_each_row_is_computed_by_the_transformer_of_its_noise_level(wan2_2: Path, times: tuple) -> None:
+    both = FlowCheckpoint(str(wan2_2)).transformer(torch.float32).train()
+    latents, text = torch.randn(4, 16, 1, 4, 4), torch.randn(4, 8, 32)
+    found = both(hidden_states=latents, timestep=torch.tensor(times), encoder_hidden_states=text, return_dict=False)[0]
+    for n, time in enumerate(times):
+        network = both.get_submodule("transformer" if time >= 875 else "transformer_2")
+        one = slice(n, n + 1)
+        [expected] = network(latents[one], torch.tensor([time]), text[one], return_dict=False)
+        torch.testing.assert_close(found[one], expected)
+    found.sum().backward()
+    missing = [name for name, parameter in both.named_parameters() if parameter.grad is None]
+    assert not [name for name in missing if "norm2" not in name], "ranks gather the parameters of both"
+    both.eval()
+    found = both(hidden_states=latents, timestep=torch.tensor(times), encoder_hidden_states=text, return_dict=False)[0]
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_of_two_transformers_is_trained(wan2_2: Path, rank: int) -> None:
+    words = ["policy=tiny_wan2_2", f"policy.model={wan2_2}", "sampler=flow", *NO_REFERENCE, f"policy.lora.rank={rank}"]
+    config = load_config([*words, "policy.freeze=[transformer_2.]"], is_complete=False)
+    manifest = checkpoint_manifest(FlowCheckpoint(str(wan2_2)).weights_folder, "float32")
+    names = {spec.name for spec in manifest.tensors}
+    model, weights = unread_trained_model(config)
+    assert names == {name for name, _ in weights} == set(model.state_dict())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and trained == {name for name in names if name.startswith("transformer.")}
+    sent = (
+        adapted_modules(manifest, config.policy)
+        if rank
+        else [t.name for t in pushed_manifest(manifest, config).tensors]
+    )
+    assert sent and all(name.startswith("transformer.") for name in sent)
 
 
 def test_a_missing_part_is_named(flux: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ TINY_FLOW = {
     "z-image": "z_image",
     "sana": "sana",
     "wan": "wan",
+    "wan2.2": "wan2_2",
     "wan-i2v": "wan_i2v",
     "cosmos2": "cosmos2",
     "cosmos2.5": "cosmos2_5",

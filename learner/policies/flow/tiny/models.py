@@ -363,9 +363,20 @@ def wan(seed: int) -> Any:
     return _wan_pipeline(diffusers.WanPipeline, {})
 
 
+def wan2_2(seed: int) -> Any:
+    """The same with two transformers; that for high noise levels has the first of four steps, or two."""
+    shape = {"in_channels": CHANNELS}
+    return _wan_pipeline(diffusers.WanPipeline, {}, transformer_2=_wan_transformer(shape), boundary_ratio=0.875)
+
+
 def wan_i2v(seed: int) -> Any:
     """Pipeline that continues an image of 32 x 32 and more."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     clip = hf.CLIPVisionModel(hf.CLIPVisionConfig(image_size=32, patch_size=8, **sizes))
     images = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     network = {"in_channels": 2 * CHANNELS + 4, "image_dim": sizes["hidden_size"], "added_kv_proj_dim": 4 * 24}
@@ -374,24 +385,27 @@ def wan_i2v(seed: int) -> Any:
 
 def _wan_pipeline(pipeline: Any, network: dict[str, int], **own: Any) -> Any:
     tokenizer = t5_tokenizer()
-    shape: dict[str, Any] = {"in_channels": CHANNELS, **network}
     return pipeline(
         tokenizer=tokenizer,
         text_encoder=hf.UMT5EncoderModel(hf.UMT5Config(**_t5_sizes(tokenizer, WAN_T5_SIZE))),
         vae=video_vae(),
         scheduler=diffusers.UniPCMultistepScheduler(**FLOW_LEVELS),
-        transformer=diffusers.WanTransformer3DModel(
-            out_channels=CHANNELS,
-            num_attention_heads=4,
-            attention_head_dim=24,
-            text_dim=WAN_T5_SIZE,
-            freq_dim=32,
-            ffn_dim=128,
-            num_layers=2,
-            rope_max_seq_len=64,
-            **shape,
-        ),
+        transformer=_wan_transformer({"in_channels": CHANNELS, **network}),
         **own,
+    )
+
+
+def _wan_transformer(shape: dict[str, int]) -> diffusers.WanTransformer3DModel:
+    return diffusers.WanTransformer3DModel(
+        out_channels=CHANNELS,
+        num_attention_heads=4,
+        attention_head_dim=24,
+        text_dim=WAN_T5_SIZE,
+        freq_dim=32,
+        ffn_dim=128,
+        num_layers=2,
+        rope_max_seq_len=64,
+        **shape,
     )
 
 

@@ -183,7 +183,8 @@ class FlowProcessor:
             if not is_first or not pictures:
                 return ProcessedMedia(CONDITION, inputs)
             files = tuple(contents) if self._keeps_files else ()
-            return ProcessedMedia(CONDITION, inputs, thumbnail(pictures[0]), files)
+            shown = Image.fromarray(np.hstack([np.asarray(picture) for picture in pictures]))
+            return ProcessedMedia(CONDITION, inputs, thumbnail(shown), files)
 
         return self._media.get_or_add(key, source, encoded)
 

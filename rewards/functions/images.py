@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -67,8 +67,9 @@ class ImageChange:
             return (before.mean(-1) >= 0.5) == (self._area == "bright")
         if self._area == "all":
             return np.ones(before.shape[:2], dtype=bool)
-        box = np.asarray(metadata.get("box", ()), dtype=float)
-        if box.shape != (4,) or not (0 <= box).all() or not (box <= 1).all():
+        box = metadata.get("box")
+        is_box = isinstance(box, list | tuple) and len(box) == 4
+        if not is_box or not all(isinstance(side, int | float) and 0 <= side <= 1 for side in box):
             raise RewardError("the row's metadata has no box [left, top, right, bottom] of shares from 0 to 1")
         left, top, right, bottom = box
         rows, columns = ((np.arange(side) + 0.5) / side for side in before.shape[:2])
@@ -106,8 +107,15 @@ class ShapesCheck:
 
     def __call__(self, request: RewardRequest) -> Score:
         wanted = request.metadata.get("shapes")
-        if not isinstance(wanted, Sequence) or not wanted or not request.response.images:
+        if not isinstance(wanted, list | tuple) or not wanted or not request.response.images:
             raise RewardError("the row's metadata lists no `shapes`, or the response has no image")
+        for entry in wanted:
+            known = isinstance(entry, Mapping) and entry.get("shape") in FILLS and entry.get("colour") in PALETTE
+            if not known or not isinstance(entry.get("count"), int):
+                raise RewardError(
+                    f"`shapes` of the row's metadata has {entry}: write a shape ({', '.join(FILLS)}), a colour "
+                    f"({', '.join(PALETTE)}) and a count"
+                )
         found = shapes_in(np.asarray(decode_image(request.response.images[0], "image 1 of the response")))
         counts = {(entry["shape"], entry["colour"]): entry["count"] for entry in wanted}
         share = sum(found.count(kind) == number for kind, number in counts.items()) / len(counts)

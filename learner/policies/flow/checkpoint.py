@@ -145,12 +145,17 @@ class FlowCheckpoint:
                 f"sampler.flow.num_images={num}, and policy.model={self.folder} is a {kind}, which takes "
                 f"{known[0]} to {known[-1]} condition images: set sampler.flow.num_images to one of these"
             )
-        if (denoising.strength < 1) != (self.family.starts_from_image and num > 0):
-            remedy = "below 1, or sampler.flow.num_images=0" if num and self.family.starts_from_image else "to 1"
+        starts_from_image = self.family.starts_from_image and num > 0
+        if denoising.strength < 1 and not starts_from_image:
             raise ValueError(
-                f"sampler.flow.strength={denoising.strength:g} with sampler.flow.num_images={num}, and policy.model="
-                f"{self.folder} is a {kind}: only an image that is denoised in a part of the steps has a strength "
-                f"below 1; set sampler.flow.strength {remedy}"
+                f"sampler.flow.strength={denoising.strength:g}, and denoising of policy.model={self.folder}, a {kind}, "
+                f"with sampler.flow.num_images={num} starts from no image: set sampler.flow.strength=1"
+            )
+        if starts_from_image and 0 in (denoising.first_step, denoising.without_noise.first_step):
+            least = min(denoising.num_steps, denoising.without_noise.num_steps)
+            raise ValueError(
+                f"sampler.flow.strength={denoising.strength:g} starts {least} steps from noise, without the condition "
+                f"image: set sampler.flow.strength to {1 - 1 / least:.3g} or less, or sampler.flow.num_images=0"
             )
 
     def takes_negatives(self, guidance: float) -> bool:

@@ -85,6 +85,18 @@ def test_a_condition_image_is_encoded_once_and_joins_the_text(folder: Path) -> N
     assert run.prepared.processor._encoded_images.cache_info().misses == 1, "two instructions share the image"
 
 
+def test_images_of_other_modes_and_sizes_are_scaled(folder: Path, tmp_path: Path) -> None:
+    processor = edit_run(config(folder)).prepared.processor
+    for mode in ("RGBA", "LA", "P", "L", "1", "CMYK", "I;16"):
+        white = Image.new("RGB", (40, 10), "white")
+        image = {"RGBA": Image.new("RGBA", (40, 10), (255, 0, 0, 0)), "I;16": Image.new("I;16", (40, 10), 0xFFFF)}
+        path = tmp_path / f"{mode}.{'tiff' if mode == 'CMYK' else 'png'}"
+        (image.get(mode) or white.convert(mode)).save(path)
+        prompt = processor.prepare(Row("a", "<image>make it red", "red", "", (path,)), "0/0/a")
+        found = prompt.media[0].reference.inputs[IMAGES]
+        assert found.shape == (1, 1, 3, 12, 12) and np.allclose(found, 1, atol=1e-5), "transparency is on white"
+
+
 async def test_steps_after_an_image_are_replayed_and_depend_on_it(folder: Path) -> None:
     run = await edit_run(config(folder)).start()
     groups = await run.groups(run.prompts(2), 1)
@@ -124,8 +136,10 @@ def test_rows_that_do_not_fit_are_refused(folder: Path, row: Row, message: str, 
     [
         ("flux", {"num_images": 1}, "takes 0 to 0 condition images"),
         ("wan-i2v", {"num_frames": 5}, "takes 1 to 1 condition images"),
-        ("flux-kontext", {"num_images": 1, "strength": 0.5, "window_start": 2}, "set sampler.flow.strength to 1"),
-        ("sd3", {"num_images": 1}, "set sampler.flow.strength below 1"),
+        ("flux-kontext", {"num_images": 1, "strength": 0.5, "window_start": 2}, "set sampler.flow.strength=1"),
+        ("sd3", {"num_images": 1}, "set sampler.flow.strength to 0.75 or less"),
+        ("sd3", {"num_images": 1, "strength": 0.9}, "set sampler.flow.strength to 0.75 or less"),
+        ("sd3", {"num_images": 1, "strength": 0.6, "window_start": 1, "evaluation_steps": 2}, "to 0.5 or less"),
     ],
 )
 def test_models_that_do_not_fit_are_refused(tmp_path: Path, tiny: str, words: dict, message: str) -> None:
@@ -193,5 +207,6 @@ def test_shapes_are_counted_by_kind_and_colour() -> None:
     assert evaluate(share, edited(image, shapes=wanted[:2])).value == 1
     fewer = [wanted[0] | {"count": 1}, wanted[1] | {"shape": "circle"}, wanted[2]]
     assert evaluate(share, edited(image, shapes=fewer)).value == pytest.approx(1 / 3)
-    with pytest.raises(RewardError, match="lists no `shapes`"):
-        evaluate(strict, edited(image))
+    for shapes, message in ((None, "lists no `shapes`"), ([wanted[0] | {"colour": "pink"}], "write a shape")):
+        with pytest.raises(RewardError, match=message):
+            evaluate(strict, edited(image, shapes=shapes))

@@ -53,7 +53,8 @@ class PolicyConfig(Section):
     log-probs that were sampled; with dropout, ratios of on-policy tokens differ from 1."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: by the start of their name in the checkpoint, e.g. `visual.`, or a part of the
-    model: `vision` (the tower), `connector`, `language`."""
+    model: `vision` (the tower), `connector`, `language`. Of a flow model with two transformers (Wan 2.2),
+    `transformer.` or `transformer_2.`."""
     lora: LoRAConfig = LoRAConfig()
     """Adapters instead of full training."""
     quantisation: Literal["none", "nf4", "int8"] = "none"

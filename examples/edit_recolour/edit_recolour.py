@@ -14,7 +14,6 @@ from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import TypedDict
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -38,20 +37,11 @@ COLOURS = {
 }
 
 
-class RecolourMarker(TypedDict):
-    """Marker of a finished folder: the arguments that determine its content."""
-
-    format_version: int
-    task: str
-    seed: int
-    num_validation: int
-    num_test: int
-    num_renderings: int
+NUM_VALIDATION, NUM_TEST = 2, 7  # letters; the others are trained
+NUM_RENDERINGS = 3  # of each letter in each colour
 
 
-def write_edit_recolour(
-    folder: Path, *, seed: int = 0, num_validation: int = 2, num_test: int = 7, num_renderings: int = 3
-) -> Path:
+def write_edit_recolour(folder: Path, *, seed: int = 0) -> Path:
     """Writes the data set into `folder` and returns `folder`; the same arguments give the same bytes.
 
     Each letter is in one split alone: those of `test` are never taught. A row has the white letter as its condition
@@ -61,15 +51,8 @@ def write_edit_recolour(
     Raises:
         ValueError: the folder has other content.
     """
-    marker = RecolourMarker(
-        format_version=FORMAT_VERSION,
-        task="edit_recolour",
-        seed=seed,
-        num_validation=num_validation,
-        num_test=num_test,
-        num_renderings=num_renderings,
-    )
-    return install_dataset(folder, marker, partial(_build, marker=marker))
+    marker = {"format_version": FORMAT_VERSION, "task": "edit_recolour", "seed": seed}
+    return install_dataset(folder, marker, partial(_build, seed=seed))
 
 
 def rendered(letter: str, size: float, shift: tuple[float, float], colour: tuple[int, int, int]) -> Image.Image:
@@ -80,15 +63,15 @@ def rendered(letter: str, size: float, shift: tuple[float, float], colour: tuple
     return image
 
 
-def _build(folder: Path, marker: RecolourMarker) -> dict[str, list[dict[str, object]]]:
+def _build(folder: Path, seed: int) -> dict[str, list[dict[str, object]]]:
     """Writes the images into a new folder; returns the rows of each split."""
     (folder / "images").mkdir()
     letters = list(string.ascii_uppercase)
-    Random(marker["seed"]).shuffle(letters)
-    ends = (marker["num_test"], marker["num_test"] + marker["num_validation"])
-    splits = {"test": letters[: ends[0]], "validation": letters[ends[0] : ends[1]], "train": letters[ends[1] :]}
+    Random(seed).shuffle(letters)
+    test, rest = letters[:NUM_TEST], letters[NUM_TEST:]
+    splits = {"test": test, "validation": rest[:NUM_VALIDATION], "train": rest[NUM_VALIDATION:]}
     return {
-        split: [row for n in range(marker["num_renderings"]) for letter in own for row in _rows(folder, letter, n)]
+        split: [row for n in range(NUM_RENDERINGS) for letter in own for row in _rows(folder, letter, n)]
         for split, own in splits.items()
     }
 

@@ -67,7 +67,7 @@ class ImageChange:
             return (before.mean(-1) >= 0.5) == (self._area == "bright")
         if self._area == "all":
             return np.ones(before.shape[:2], dtype=bool)
-        box = metadata.get("box")
+        box: Any = metadata.get("box")
         is_box = isinstance(box, list | tuple) and len(box) == 4
         if not is_box or not all(isinstance(side, int | float) and 0 <= side <= 1 for side in box):
             raise RewardError("the row's metadata has no box [left, top, right, bottom] of shares from 0 to 1")

@@ -70,8 +70,8 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
     yield ""
     yield (
-        "Where `replay` is not 0, convolutions in the transformer, or a mask over texts of several lengths, sum in an "
-        "order that depends on how many rows a forward pass has. On a CPU, passes of fewer rows are filled up to 16: "
+        "Where `replay` is not 0, convolutions in the transformer sum in an order that depends on how many rows a "
+        "forward pass has. On a CPU, passes of fewer rows are filled up to 16: "
         "on an Intel Xeon with AMX, rows of smaller passes have other last bits (of 12 for Z-Image, of 10 for others)."
     )
     notes = [f"- `{report.name}`: {'; '.join(reasons)}." for report in reports if (reasons := failures(report))]

@@ -27,7 +27,6 @@ from mobula.learner.policies.flow.family import (
     VideoVaeFamily,
     config_of,
     fit,
-    fit_frames,
     levels,
     of_levels,
     packed,
@@ -76,11 +75,6 @@ class StableDiffusion3(FlowFamily):
         """Source: StableDiffusion3Img2ImgPipeline of diffusers, with the mode of the encoded image."""
         image = conditions.get(IMAGES)
         return noise if image is None else sigma * noise + (1 - sigma) * image[:, 0]
-
-    def velocity(
-        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
-    ) -> Tensor:
-        return super().velocity(model, latents, timesteps, with_images(latents, conditions)[1], guidance)
 
 
 class Flux(PackedFamily):
@@ -197,7 +191,6 @@ class ZImage(PackedFamily):
     """Captions have their own lengths. `guidance` is the pipeline's `guidance_scale`, c + g (c - u), and 1 is none."""
 
     lora_targets = ATTENTION_TARGETS
-    is_exact = False  # rows of several caption lengths share a pass with a mask
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         [embeds], _ = pipeline.encode_prompt([text], do_classifier_free_guidance=False, max_sequence_length=max_tokens)
@@ -329,19 +322,6 @@ class Wan(VideoVaeFamily):
 
     is_video = True
 
-    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
-        embeds, _ = pipeline.encode_prompt(
-            prompt=[text], do_classifier_free_guidance=False, max_sequence_length=max_tokens
-        )
-        return {"encoder_hidden_states": embeds}
-
-    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
-        factor = 2 ** len(vae["temperal_downsample"])
-        patch, most = model["patch_size"], model["rope_max_seq_len"]
-        fit(size, factor * max(patch[1:]), factor * min(patch[1:]) * most)
-        num_frames = fit_frames(size, 2 ** sum(vae["temperal_downsample"]), most)
-        return (model["in_channels"], num_frames, size.height // factor, size.width // factor)
-
 
 WAN_CONDITION, WAN_TEXT_TOKENS = "condition_video", 512
 
@@ -375,9 +355,6 @@ class WanImageToVideo(Wan):
             found["encoder_hidden_states_image"] = pipeline.encode_image(Image.fromarray(images[0]))
         return found
 
-    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
-        return (vae["z_dim"], *super().latent_shape(model, vae, size)[1:])
-
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
@@ -402,22 +379,6 @@ class CosmosPredict2(VideoVaeFamily):
     """
 
     placeholders = (SAFETY,)
-
-    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
-        embeds, _ = pipeline.encode_prompt(
-            prompt=[text],
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_tokens,
-            device=pipeline.text_encoder.device,
-        )
-        return {"encoder_hidden_states": embeds}
-
-    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
-        factor = 2 ** len(vae["temperal_downsample"])
-        patch, most = model["patch_size"], model["max_size"]
-        fit(size, factor * max(patch[1:]), factor * min(most[1:]))
-        num_frames = fit_frames(size, 2 ** sum(vae["temperal_downsample"]), most[0])
-        return (vae["z_dim"], num_frames, size.height // factor, size.width // factor)
 
     def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
         """The levels of EDM by Karras et al., and 0 at the end, where the pipeline stays at the lowest."""

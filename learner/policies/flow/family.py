@@ -90,9 +90,11 @@ class FlowFamily(ABC):
     ) -> Tensor:
         """Returns [N, ...]: noise minus image, predicted for `latents` [N, ...].
 
-        Only models that take the guidance as an input (`embeds_guidance`) read `guidance`.
+        Only models that take the guidance as an input (`embeds_guidance`) read `guidance`, and only those with
+        condition images among their inputs read the images.
         """
-        return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
+        others = with_images(latents, conditions)[1]
+        return model(hidden_states=latents, timestep=timesteps, return_dict=False, **others)[0]
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         """uint8 [N, F, H, W, 3]: the frames of clean latents; one of an image. The VAE has one scale and shift."""
@@ -142,6 +144,24 @@ class PackedFamily(FlowFamily):
 
 class VideoVaeFamily(FlowFamily):
     """A family whose VAE takes videos, and has a mean and a deviation for each channel. Latents: [N, C, F, H, W]."""
+
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        embeds, _ = pipeline.encode_prompt(
+            prompt=[text],
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_tokens,
+            device=pipeline.text_encoder.device,
+        )
+        return {"encoder_hidden_states": embeds}
+
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
+        """Configurations limit the numbers of latents on each axis (`max_size`), or those of their patches."""
+        factor, (_, *patch) = 2 ** len(vae["temperal_downsample"]), model["patch_size"]
+        most = model.get("rope_max_seq_len")
+        num_frames, *sides = model["max_size"] if most is None else (most, *(most * side for side in patch))
+        fit(size, factor * max(patch), factor * min(sides))
+        num_latents = fit_frames(size, 2 ** sum(vae["temperal_downsample"]), num_frames)
+        return (vae["z_dim"], num_latents, size.height // factor, size.width // factor)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         mean, std = statistics(vae, latents.device)

@@ -102,6 +102,15 @@ def qwen_encoder(seed: int) -> tuple[hf.PreTrainedModel, hf.Qwen2Tokenizer]:
 
 
 CHANNELS = 16  # of latents
+IMAGE_VAE: dict[str, Any] = {
+    "block_out_channels": (16, 16),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "latent_channels": CHANNELS,
+    "norm_num_groups": 8,
+    "layers_per_block": 1,
+    "sample_size": 32,
+}
 VIDEO_VAE: dict[str, Any] = {
     "base_dim": 8,
     "z_dim": CHANNELS,
@@ -114,17 +123,7 @@ VIDEO_VAE: dict[str, Any] = {
 def image_vae() -> diffusers.AutoencoderKL:
     """One halving; scale and shift are those of Stable Diffusion 3."""
     return diffusers.AutoencoderKL(
-        block_out_channels=(16, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=CHANNELS,
-        norm_num_groups=8,
-        layers_per_block=1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
-        sample_size=32,
+        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.5305, shift_factor=0.0609, **IMAGE_VAE
     )
 
 
@@ -258,15 +257,7 @@ def flux2(seed: int) -> Any:
             guidance_embeds=False,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=diffusers.AutoencoderKLFlux2(
-            block_out_channels=(16, 16),
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            latent_channels=CHANNELS,
-            norm_num_groups=8,
-            layers_per_block=1,
-            sample_size=32,
-        ),
+        vae=diffusers.AutoencoderKLFlux2(**IMAGE_VAE),
         text_encoder=row.new_model(tokenizer, seed=seed),
         tokenizer=tokenizer,
     )

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from mobula.actors.datasets.conversations import CHOSEN, REJECTED, ImagePair
-from mobula.actors.datasets.media import path_below
-from mobula.actors.datasets.rows import Row
+from mobula.actors.datasets.media import ImageSource, fetch_together, path_below
+from mobula.actors.datasets.rows import IMAGE_PLACEHOLDER, Row
 from mobula.actors.processors.conversation import given_trajectory
+from mobula.actors.processors.media import LoadedMedium, check_image, decode_image, load_image
+from mobula.actors.processors.modality import thumbnail
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.markup import plain
@@ -30,6 +32,8 @@ from mobula.learner.policies.trained import flow_checkpoint
 
 TARGETS = "target_images"  # key of a row's metadata: files of images that fit the prompt
 MAX_IMAGES = 4096  # cached latents
+MAX_CONDITIONS = 16  # cached conditions of prompts, which negative prompts share
+ConditionImage = LoadedMedium[ImageSource, tuple[int, int]]
 logger = logging.getLogger(__name__)
 
 
@@ -104,8 +108,9 @@ class TargetImages(ABC):
 
 
 class FlowProcessor(TargetImages):
-    """Encodes texts with the encoders of a checkpoint, on the CPU of this process; each text once. A prompt has no
-    tokens. `media` are the embeddings of the text and, with guidance, of the negative prompt."""
+    """Encodes texts and condition images with the encoders of a checkpoint, on the CPU of this process; each pair of
+    them once. A prompt has no tokens. `media` are the encoded text and images and, with guidance, those of the negative
+    prompt. The first also has the image files if a reward function reads them, and a thumbnail."""
 
     takes_images = False
     media_token_ids: tuple[int, ...] = ()  # no tokens are sampled
@@ -115,13 +120,23 @@ class FlowProcessor(TargetImages):
 
     @classmethod
     def of(cls, config: RunConfig, media: MediaKeeper) -> FlowProcessor:
-        return cls(flow_checkpoint(config), config.data, config.sampler.flow, media, config.question_suffix)
+        keeps_files, flow = config.rewards.needs_images, config.sampler.flow
+        return cls(flow_checkpoint(config), config.data, flow, media, config.question_suffix, keeps_files=keeps_files)
 
     def __init__(
-        self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaKeeper, suffix: str = ""
+        self,
+        checkpoint: FlowCheckpoint,
+        data: DataConfig,
+        flow: FlowConfig,
+        media: MediaKeeper,
+        suffix: str = "",
+        *,
+        keeps_files: bool = False,
     ) -> None:
-        """`suffix` is appended to every prompt."""
+        """`suffix` is appended to every prompt; `keeps_files` stores the files of condition images."""
         super().__init__(data.path, flow)
+        self._data = data
+        self._keeps_files = keeps_files
         self._checkpoint = checkpoint
         self._family = checkpoint.family
         self._pipeline: Any = checkpoint.encoder()
@@ -133,24 +148,33 @@ class FlowProcessor(TargetImages):
         self.fingerprint = f"{checkpoint.encoder_fingerprint()} {flow.max_text_tokens}"
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """Builds the prompt of a row. Encodes and stores the text."""
+        """Builds the prompt of a row. Encodes and stores the text and the condition images."""
         self.check(row)
         text = self.prompt_text(row)
-        negatives = (self._condition(self._flow.negative_prompt),) if self.takes_negatives else ()
-        media = (self._condition(text), *negatives)
+        fetch_together(row.images)
+        images = tuple(load_image(source, self._data) for source in row.images)
+        negatives = (self._condition(self._flow.negative_prompt, images, is_first=False),) * self.takes_negatives
+        media = (self._condition(text, images, is_first=True), *negatives)
         spans, metadata = (WHERE,) * len(media), row.metadata
         return Prompt(prompt_id, row.sample_id, text, NO_IDS, NO_IDS, media, spans, row.references, metadata)
 
     def prompt_text(self, row: Row) -> str:
-        return plain(row.question) + self._suffix
+        return plain(row.question.replace(IMAGE_PLACEHOLDER, "")).strip() + self._suffix
 
     def check(self, row: Row) -> int:
         """0: a prompt has no tokens."""
-        if row.images or row.history or row.template:
+        if row.history or row.template or row.videos or row.audios:
             raise PromptError(
-                f"{row.sample_id} has {len(row.images)} images and {len(row.history)} turns before the question: a "
-                "flow model takes one text, so remove the row"
+                f"{row.sample_id} has {len(row.history)} turns before the question, tools, videos or sounds: a flow "
+                "model takes one text and images, so remove the row"
             )
+        if len(row.images) != self._flow.num_images:
+            raise PromptError(
+                f"{row.sample_id} has {len(row.images)} images, and prompts of this run have sampler.flow.num_images="
+                f"{self._flow.num_images} condition images: set it, or remove the row"
+            )
+        for source in row.images:
+            check_image(source, self._data)
         if not self.prompt_text(row).strip():
             raise PromptError(f"{row.sample_id} has no text: write what the image shows, or remove the row")
         return 0
@@ -163,21 +187,50 @@ class FlowProcessor(TargetImages):
 
     def _encoded_pixels(self, pixels: np.ndarray) -> np.ndarray:
         with self._lock:
-            if self._codec is None:
-                self._codec = self._checkpoint.vae(torch.float32)
-            return self._family.encode_images(self._codec, pixels[None])[0].float().numpy()
+            return self._family.encode_images(self._loaded_codec(), pixels[None])[0].float().numpy()
 
-    def _condition(self, text: str) -> MediaHandle:
-        key = content_key(text.encode(), self.fingerprint)
-        return self._media.get_or_add(key, f"the text {text!r}", lambda: self._encoded(text))
+    def _loaded_codec(self) -> Any:
+        if self._codec is None:
+            self._codec = self._checkpoint.vae(torch.float32)
+        return self._codec
+
+    def _condition(self, text: str, images: tuple[ConditionImage, ...], *, is_first: bool) -> MediaHandle:
+        """`is_first`: the condition has the files and the thumbnail of the images."""
+        contents = [image.contents[0] for image in images]
+        digest = "".join(content_key(content, "") for content in contents)
+        key = content_key(text.encode(), f"{self.fingerprint} {digest} {is_first and bool(images)}")
+        source = ", ".join([f"the text {text!r}", *(f"{image.source}" for image in images)])
+
+        def encoded() -> ProcessedMedia:
+            inputs, pictures = self._encoded(text, images)
+            if not is_first or not pictures:
+                return ProcessedMedia(CONDITION, inputs)
+            files = tuple(contents) if self._keeps_files else ()
+            shown = Image.fromarray(np.hstack([np.asarray(picture) for picture in pictures]))
+            return ProcessedMedia(CONDITION, inputs, thumbnail(shown), files)
+
+        return self._media.get_or_add(key, source, encoded)
 
     @torch.no_grad()
-    def _encoded(self, text: str) -> ProcessedMedia:
+    def _encoded(
+        self, text: str, images: tuple[ConditionImage, ...]
+    ) -> tuple[dict[str, np.ndarray], list[Image.Image]]:
+        """Returns the inputs of a condition, and the images as the model gets them."""
         limit = self._flow.max_text_tokens
         with self._lock:
-            encoded = self._family.encode(self._pipeline, text, limit)
+            pictures, conditions = self._encoded_images(images) if images else ([], {})
+            encoded = self._family.encode_with(self._pipeline, text, pictures, limit) | conditions
             self._report(text, self._family.num_cut(self._pipeline, text, limit))
-        return ProcessedMedia(CONDITION, {k: np.ascontiguousarray(t.float().numpy()) for k, t in encoded.items()})
+        return {name: np.ascontiguousarray(t.float().numpy()) for name, t in encoded.items()}, pictures
+
+    @lru_cache(maxsize=MAX_CONDITIONS)  # noqa: B019 - one processor a run
+    def _encoded_images(self, images: tuple[ConditionImage, ...]) -> tuple[list[Image.Image], dict[str, torch.Tensor]]:
+        size = (self._flow.width, self._flow.height)
+        whole = [decode_image(image.contents[0], image.source, self._data) for image in images]
+        scaled = ImageOps.fit if self._family.crops_images else Image.Image.resize
+        pictures = [scaled(image, size, Image.Resampling.LANCZOS) for image in whole]
+        shape, pixels = Denoising.of(self._flow).size, np.stack([np.asarray(picture) for picture in pictures])
+        return pictures, self._family.encode_conditions(self._pipeline, self._loaded_codec(), pixels, shape)
 
     def _report(self, text: str, num_cut: int) -> None:
         """Logs the first, second, fourth, eighth, ... truncated text."""

@@ -160,7 +160,7 @@ class ImageModality(Modality[ImageSource, Size]):
     def process(self, medium: LoadedMedium[ImageSource, Size]) -> ProcessedMedia:
         image = decode_image(medium.contents[0], medium.source, self._model.data)
         files = medium.contents if self._model.keeps_files else ()
-        return ProcessedMedia("image", self._family.process(self._model.processor, image), _thumbnail(image), files)
+        return ProcessedMedia("image", self._family.process(self._model.processor, image), thumbnail(image), files)
 
     def expansion(self, measure: Size) -> np.ndarray:
         return self._expansion(measure)
@@ -204,7 +204,7 @@ class VideoModality(Modality[Video, Clip]):
         frames = decode_video(medium, data)
         images = [Image.fromarray(frame) for frame in (frames if is_kept else frames[:1])]
         inputs = self._family.process_video(self._model.processor, frames, medium.measure, data.video)
-        return ProcessedMedia("video", inputs, _thumbnail(images[0]), tuple(map(_png, images)) if is_kept else ())
+        return ProcessedMedia("video", inputs, thumbnail(images[0]), tuple(map(_png, images)) if is_kept else ())
 
     def expansion(self, measure: Clip) -> np.ndarray:
         return self._family.video_expansion(self._model.processor, measure, self._model.data.video)
@@ -251,7 +251,7 @@ class SoundModality(Modality[Audio, int]):
         return content_key(medium.contents[0], f"{self._model.fingerprint} audio")
 
 
-def _thumbnail(image: Image.Image) -> bytes:
+def thumbnail(image: Image.Image) -> bytes:
     small = image.copy()
     small.thumbnail(THUMBNAIL_SIZE)
     return _png(small)

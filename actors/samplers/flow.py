@@ -18,7 +18,7 @@ from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.families import Schedule
+from mobula.learner.policies.flow.family import Schedule
 from mobula.learner.policies.flow.policy import Denoising, FlowPolicy, StepRescoring, collate_latents, velocities
 from mobula.learner.policies.loading import DTYPES
 from mobula.learner.policies.sde import KERNELS, FlowStep
@@ -54,7 +54,7 @@ class DenoisingSampler(ImageSampler):
         *,
         is_stochastic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Takes all steps from the noise `latents` [n, ...].
+        """Takes all steps from the first one of `how` on, where the latents are `latents` [n, ...].
 
         Args:
             velocity: (latents, times [n]) -> noise minus image, float32 [n, ...].
@@ -68,7 +68,7 @@ class DenoisingSampler(ImageSampler):
 
         sigmas = schedule.sigmas
         kept, logprobs = [], []
-        for i in range(how.num_steps):
+        for i in range(how.first_step, how.num_steps):
             moved = velocity(latents, alike(schedule.timesteps[i]))
             step = FlowStep(latents, moved, *(alike(sigmas[k]) for k in (i, i + 1, 1)))
             is_decision = how.window_start <= i < how.window_end
@@ -139,7 +139,9 @@ class FlowSampler(DenoisingSampler):
             return velocities(self._model, self._family, latents, times, *conditions, how.guidance)
 
         is_stochastic = first.settings.temperature > 0 and how.kernel != "ddim"
-        start = self._rounded(self._schedules[how.num_steps].initial_std * noise())
+        schedule = self._schedules[how.num_steps]
+        first_sigma = schedule.sigmas[how.first_step].to(self._device)
+        start = self._rounded(self._family.first_latents(schedule.initial_std * noise(), first_sigma, given))
         latents, kept, logprobs = self._denoised(how, start, velocity, noise, is_stochastic=is_stochastic)
         self._refuse_infinite(latents, how, first.prompt)
         images = self._family.decode(self._vae, latents)

@@ -28,7 +28,8 @@ GAP = 2  # pixels between images
 
 
 class ContactSheets:
-    """Writes `<folder>/<suite>-<version>.png`, prompt by prompt, and its SHA-256 into `sheets.json`."""
+    """Writes `<folder>/<suite>-<version>.png`, prompt by prompt, and its SHA-256 into `sheets.json`. Condition images
+    stand before the images that were made of them."""
 
     def __init__(self, folder: Path, *, timeout_s: float) -> None:
         """`timeout_s` bounds the fetch of one prompt's images from the object store."""
@@ -57,7 +58,8 @@ class ContactSheets:
 
     def _images(self, scored: ScoredPrompt) -> list[bytes]:
         responses = _responses(scored, "images", self._timeout_s)
-        return [response.images[0] for response in responses if response.images]
+        images = [response.images[0] for response in responses if response.images]
+        return [*_thumbnails(scored, self._timeout_s), *images] if images else []
 
 
 def contact_sheet(images: Sequence[bytes], columns: int) -> bytes:
@@ -143,13 +145,18 @@ class FirstAnswers:
         found = []
         for scored in prompts:
             prompt, responses = scored.prompt, _responses(scored, "answers", self.timeout_s)
-            handles, what = [handle.reference for handle in prompt.media], f"the images of {prompt.prompt_id}"
-            media: list[ProcessedMedia] = fetch(handles, timeout_s=self.timeout_s, what=what) if handles else []
-            images = tuple(medium.thumbnail for medium in media if medium.thumbnail)
+            images = _thumbnails(scored, self.timeout_s)
             reward = next((reward.value for reward in scored.rewards if reward is not None), None)
             text = responses[0].text if responses else ""
             found.append(HeldOutAnswer(prompt.sample_id, prompt.text, prompt.references, images, text, reward))
         write_answers(self.folder, version, found)
+
+
+def _thumbnails(scored: ScoredPrompt, timeout_s: float) -> tuple[bytes, ...]:
+    """Images of the prompt."""
+    handles, what = [h.reference for h in scored.prompt.media], f"the images of {scored.prompt.prompt_id}"
+    media: list[ProcessedMedia] = fetch(handles, timeout_s=timeout_s, what=what) if handles else []
+    return tuple(medium.thumbnail for medium in media if medium.thumbnail)
 
 
 def _responses(scored: ScoredPrompt, kind: str, timeout_s: float) -> Sequence[Response]:

@@ -27,6 +27,7 @@ WEIGHT_FILES = (
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
 )
+NETWORKS = ("transformer", "transformer_2")  # folders of a pipeline whose two networks are trained as one model
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Payload = Literal["weights", "adapters", "delta"]
@@ -150,12 +151,16 @@ def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    return {name: tensor for file in checkpoint_files(folder) for name, tensor in _header(file).items()}
+    """Returns name -> tensor; names of a pipeline with two networks begin with their folder."""
+    files = {file: name_prefix(folder, file) for file in checkpoint_files(folder)}
+    return {f"{prefix}{name}": tensor for file, prefix in files.items() for name, tensor in _header(file).items()}
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Returns the weight files that transformers or diffusers loads. Other files in the directory (of another format
-    or an earlier save, adapters) are not part of the model."""
+    or an earlier save, adapters) are not part of the model. Of a pipeline, returns the files of both networks."""
+    if all((folder / name).is_dir() for name in NETWORKS):
+        return [file for name in NETWORKS for file in checkpoint_files(folder / name)]
     first = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if first is None:
         raise PreflightError(
@@ -174,6 +179,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
             f"{first} names {missing[0]} and {len(missing) - 1} more files that the folder does not have: download them"
         )
     return [folder / shard for shard in shards]
+
+
+def name_prefix(folder: Path, file: Path) -> str:
+    """Returns the prefix of the names in `file`, one of the weight files of `folder`."""
+    return "" if file.parent == folder else f"{file.parent.name}."
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mobula.configs.rules.row import Rule, RuleRow
 from mobula.configs.schema.algorithm import PREDICTIVE
 from mobula.configs.schema.data import DataKind
+from mobula.configs.schema.rollout import first_step
 from mobula.configs.schema.run import RunConfig
 
 
@@ -99,11 +100,13 @@ def _adapters_are_named(config: RunConfig) -> str | None:
 def _window_lies_in_the_schedule(config: RunConfig) -> str | None:
     flow = config.sampler.flow
     last = flow.num_steps - 1 if flow.kernel == "cps" else flow.num_steps  # the last step of cps adds no noise
-    if not config.sampler.denoises or flow.window_start < flow.window_end <= last:
+    first = first_step(flow.num_steps, flow.strength)
+    if not config.sampler.denoises or first <= flow.window_start < flow.window_end <= last:
         return None
     return (
         f"sampler.flow.window_start={flow.window_start} and sampler.flow.window_end={flow.window_end} are not the "
-        f"bounds of steps within the first {last} of {flow.num_steps}: set window_start < window_end <= {last}"
+        f"bounds of steps from {first} to {last} of {flow.num_steps}: set {first} <= window_start < window_end <= "
+        f"{last}"
     )
 
 
@@ -176,7 +179,6 @@ def _nothing_reads_tokens(config: RunConfig) -> str | None:
         "algorithm.advantage of a critic": (algorithm.critic.is_on, "algorithm.advantage=grpo"),
         "algorithm.distillation.teacher": (algorithm.distillation.is_on, "no teacher"),
         **_unused_by_steps(config),
-        "policy.freeze": (bool(config.policy.freeze), "policy.freeze=[]"),
         "environment.name": (config.environment.is_on, "environment=none"),
         "offline.job": (config.offline.job not in ("none", "dpo"), "offline.job=none or dpo"),
         "resources.reference.num_workers": (

@@ -53,7 +53,8 @@ class PolicyConfig(Section):
     log-probs that were sampled; with dropout, ratios of on-policy tokens differ from 1."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: by the start of their name in the checkpoint, e.g. `visual.`, or a part of the
-    model: `vision` (the tower), `connector`, `language`."""
+    model: `vision` (the tower), `connector`, `language`. Of a flow model with two transformers (Wan 2.2),
+    `transformer.` or `transformer_2.`."""
     lora: LoRAConfig = LoRAConfig()
     """Adapters instead of full training."""
     quantisation: Literal["none", "nf4", "int8"] = "none"
@@ -146,6 +147,12 @@ class FlowConfig(Section):
     """The negative prompt of classifier-free guidance."""
     max_text_tokens: PositiveInt = 128
     """Most tokens of a prompt in the longest text encoder; longer prompts are truncated."""
+    num_images: Annotated[int, Field(ge=0)] = 0
+    """Condition images of each prompt, for models that edit images. Rows with another number are skipped. Images are
+    read within the limits of `data`, and scaled to `width` and `height`."""
+    strength: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the denoising steps that are computed, from the condition image with noise on, for models that start
+    from an image (Stable Diffusion 3); 1 starts from noise. The first step is `num_steps * (1 - strength)`."""
     kernel: Literal["flow_grpo", "sde", "dance", "cps", "langevin", "vrl", "ddim"] = "flow_grpo"
     """The stochastic step, see docs/algorithms.md; `ddim` follows the ODE throughout, for losses that need no
     likelihood; `vrl`, with `sampler.kind=image_patches`, adds noise in the last step and sums log-probs over numbers.
@@ -171,6 +178,11 @@ class FlowConfig(Section):
     divergence: Literal["exact", "per_time"] = "per_time"
     """The KL divergence of a step: `exact` of the two Gaussians; `per_time` divided by the length of the step, as in
     Flow-GRPO."""
+
+
+def first_step(num_steps: int, strength: float) -> int:
+    """The first computed step of a schedule. Source: `get_timesteps` of diffusers' image-to-image pipelines."""
+    return int(max(num_steps - num_steps * strength, 0))
 
 
 class ImageTokensConfig(Section):

@@ -66,7 +66,7 @@ from mobula.learner.policies.families import (
     model_type_at,
     unequal_window,
 )
-from mobula.learner.policies.flow.families import INDEX, TRANSFORMER
+from mobula.learner.policies.flow.families import INDEX
 from mobula.learner.policies.flow.policy import Denoising
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.flow.tiny.patches import TINY_PATCHES, write_tiny_patches
@@ -275,8 +275,7 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
     if config.sampler.is_flow:
         checkpoint = checkpoint_manifest(model_folder, dtype)
         flow_checkpoint(config).latent_shape(Denoising.of(config.sampler.flow))
-        if config.policy.lora.is_on:
-            adapted_modules(checkpoint, config.policy)
+        _check_trained(checkpoint, config.policy, {})
     else:
         family_at(config.policy.model)  # names an unsupported model type in its error
         stored = stored_model(model_folder, score_class(model_folder) if config.offline.job == "reward_model" else None)
@@ -291,7 +290,7 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
             )
         _check_window(config)
         _check_answers(config)
-        _check_trained(checkpoint, config.policy)
+        _check_trained(checkpoint, config.policy, family_at(config.policy.model).parts)
         _check_positions(config)
     return LoadedModel(model_folder, checkpoint, make_processor(config, media), stored)
 
@@ -385,9 +384,9 @@ def _check_answers(config: RunConfig) -> None:
         )
 
 
-def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
+def _check_trained(checkpoint: Manifest, policy: PolicyConfig, parts: Mapping[str, tuple[str, ...]]) -> None:
     names = [spec.name for spec in checkpoint.tensors]
-    refuse_unknown_prefixes(policy.freeze, family_at(policy.model).parts, names)
+    refuse_unknown_prefixes(policy.freeze, parts, names)
     if policy.lora.is_on:
         adapted_modules(checkpoint, policy)
     elif all(name.startswith(frozen_prefixes(policy)) for name in names):
@@ -430,7 +429,7 @@ def ensure_model(config: RunConfig) -> Path:
         with _writing("policy.model", folder):
             write(folder)
     if is_flow:
-        return flow_checkpoint(config).folder / TRANSFORMER
+        return flow_checkpoint(config).weights_folder
     return checkpoint_folder("policy.model", policy.model)
 
 

@@ -195,6 +195,7 @@ NAME = "default"  # PEFT's name of the only adapter
 PEFT_PREFIX = "base_model.model."  # prefix of module names in a saved adapter
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 DIFFUSERS_PREFIX = "transformer."  # the pipeline's component with the adapter
+SECOND = "transformer_2"  # the component for low noise levels, in pipelines with two
 Factors = Mapping[tuple[str, str], Tensor]  # (module, A or B) -> factor
 FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
 
@@ -244,7 +245,18 @@ def save_adapters(folder: Path, factors: Factors, config: LoRAConfig, source: st
 
 
 def save_pipeline_adapters(folder: Path, factors: Factors, config: LoRAConfig) -> None:
-    """Writes the adapters of a pipeline's transformer, for `load_lora_weights` of diffusers."""
+    """Writes the adapters of a pipeline's transformer, for `load_lora_weights` of diffusers; those of a second one into
+    the folder transformer_2, for the same with `load_into_transformer_2=True`."""
+    networks: dict[str, dict[tuple[str, str], Tensor]] = {}
+    for (module, factor), tensor in factors.items():
+        network = SECOND if module.startswith(f"{SECOND}.") else ""
+        name = module.removeprefix(f"{network}." if network else DIFFUSERS_PREFIX)
+        networks.setdefault(network, {})[name, factor] = tensor
+    for network, own in networks.items():
+        _save_network_adapters(folder / network, own, config)
+
+
+def _save_network_adapters(folder: Path, factors: Factors, config: LoRAConfig) -> None:
     settings = _peft_config(config, sorted({module for module, _ in factors})).to_dict().items()
     described = {f"{DIFFUSERS_PREFIX}{k}": sorted(v) if isinstance(v, set) else v for k, v in settings}  # sets: no JSON
     text = json.dumps(described, indent=2, sort_keys=True)

@@ -30,6 +30,7 @@ from mobula.cluster.weight_sync.manifest import (
     StoredTensor,
     TensorSpec,
     checkpoint_files,
+    name_prefix,
     stored_tensors,
 )
 from mobula.configs.schema import PolicyConfig, RunConfig
@@ -229,10 +230,11 @@ def broken_ties(folder: Path, stored: StoredModel) -> list[tuple[str, str]]:
 
 def _read(folder: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
     for file in checkpoint_files(folder):
+        prefix = name_prefix(folder, file)
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():
-                if name in wanted:
-                    yield name, tensors.get_tensor(name)
+                if f"{prefix}{name}" in wanted:
+                    yield f"{prefix}{name}", tensors.get_tensor(name)
 
 
 EXPERTS = ".experts."
@@ -283,10 +285,12 @@ class StoredWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Rows]]:
         for file in checkpoint_files(self.folder):
+            prefix = name_prefix(self.folder, file)
             # `pread` and not `mmap`: mapped pages would count as memory of this process.
             with safe_open(file, framework="pt", backend="pread") as tensors:
-                for name in filter(self.names.__contains__, tensors.keys()):
-                    yield self.names[name], _StoredRows(self.model, self.names[name], tensors.get_slice(name))
+                for key in tensors.keys():
+                    if (name := self.names.get(f"{prefix}{key}")) is not None:
+                        yield name, _StoredRows(self.model, name, tensors.get_slice(key))
 
 
 @dataclass(frozen=True)
@@ -420,7 +424,12 @@ ALIGNMENT = 8  # bytes
 
 
 def write_weights(
-    folder: Path, stem: str, described: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], max_file_size: str
+    folder: Path,
+    stem: str,
+    described: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_size: str,
+    networks: Sequence[str] = ("",),
 ) -> None:
     """Writes `STEM.safetensors`, or several files and their index, byte for byte as `save_pretrained` does.
 
@@ -428,14 +437,23 @@ def write_weights(
         described: name -> tensor on the meta device, with the shape and dtype to write.
         tensors: (name, tensor) of every entry of `described`, in any order.
         max_file_size: in the format of huggingface_hub, such as 50GB.
+        networks: subfolders of networks that are one model; their names begin with `NETWORK.`.
     """
     pattern = f"{stem}{{suffix}}.safetensors"
-    split = split_torch_state_dict_into_shards(dict(described), filename_pattern=pattern, max_shard_size=max_file_size)
     with ExitStack() as stack:
         offsets: dict[str, tuple[BinaryIO, int]] = {}
-        for name, keys in split.filename_to_tensors.items():
-            file = stack.enter_context((folder / name).open("wb"))
-            offsets |= {key: (file, offset) for key, offset in write_header(file, described, keys).items()}
+        for network in networks:
+            prefix = network and f"{network}."
+            own = {name.removeprefix(prefix): tensor for name, tensor in described.items() if name.startswith(prefix)}
+            split = split_torch_state_dict_into_shards(own, filename_pattern=pattern, max_shard_size=max_file_size)
+            for name, keys in split.filename_to_tensors.items():
+                file = stack.enter_context((folder / network / name).open("wb"))
+                offsets |= {f"{prefix}{key}": (file, offset) for key, offset in write_header(file, own, keys).items()}
+            if split.is_sharded:
+                metadata = {"total_parameters": sum(tensor.numel() for tensor in own.values()), **split.metadata}
+                index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+                (folder / network / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
         for key, tensor in tensors:
             target, offset = offsets.pop(key)
             assert (tensor.shape, tensor.dtype) == (described[key].shape, described[key].dtype), key
@@ -443,11 +461,6 @@ def write_weights(
             target.write(content(tensor))
         if offsets:
             raise ValueError(f"{folder} lacks {len(offsets)} tensors, such as {next(iter(offsets))}")
-    if split.is_sharded:
-        metadata = {"total_parameters": sum(tensor.numel() for tensor in described.values()), **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def content(tensor: Tensor) -> memoryview:

@@ -28,7 +28,7 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema.rollout import ImagePatchesConfig, SamplerConfig
 from mobula.learner.policies.base import on_device
 from mobula.learner.policies.batch import column
-from mobula.learner.policies.flow.families import ImageSize, Schedule, fit
+from mobula.learner.policies.flow.family import ImageSize, Schedule, filled, fit
 from mobula.learner.policies.flow.policy import (
     CleanSequence,
     Denoising,
@@ -47,8 +47,7 @@ from mobula.learner.policies.sde import KERNELS, FlowStep, Transition, guided
 NUM_LEVELS = 1000  # noise levels of a nearly continuous schedule
 VRL = "vrl"
 PatchModel = NextStep
-# Few rows, and rows of attention with a remainder, are computed by other kernels, and a row would depend on the others.
-MIN_ROWS = 16  # of a pass of the flow head; fewer are filled with copies
+# Rows of attention with a remainder are computed by other kernels, and a row would depend on the others.
 ALIGNMENT = 32  # the decoder's rows are padded to a multiple of it
 
 
@@ -132,15 +131,8 @@ def head_velocities(
     unconditional: Tensor | None,
     guidance: float,
 ) -> Tensor:
-    """float32 [N, D]: noise minus token at `latents` [N, D]; with guidance in one pass of 2N rows.
-
-    A pass of few rows is filled with copies, so that a row does not depend on their number.
-    """
+    """float32 [N, D]: noise minus token at `latents` [N, D]; with guidance in one pass of 2N rows."""
     num = len(latents)
-
-    def filled(tensor: Tensor) -> Tensor:
-        return tensor if num >= MIN_ROWS else tensor[torch.arange(MIN_ROWS, device=tensor.device) % num]
-
     x, t, c = filled(latents), filled(times), filled(conditional)
     if unconditional is None:
         return -model.velocity(x, t, c)[:num]

@@ -78,6 +78,8 @@ def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
         transformer, weights = flow_checkpoint(config).unread_transformer()
         if not config.policy.dropout:
             disable_dropout(transformer)
+        for name, parameter in transformer.named_parameters():
+            parameter.requires_grad_(not name.startswith(config.policy.freeze))
         return transformer, weights
     model, weights = unread_policy_model(config.policy, dtype)
     quantise_base(model, config)
@@ -130,7 +132,8 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         canary_row = partial(checkpoint.canary, denoising=proof)
         sigmas, timesteps = _tables(checkpoint, denoising)
         num = max(1, len(timesteps) - 1)  # the sampler's noise levels, except the last
-        noising = Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
+        computed = slice(min(denoising.first_step, num - 1), num)
+        noising = Noising(sigmas[computed], timesteps[computed], "uniform", config.algorithm.losses.nft.num_draws)
         clean = partial(CleanSequence.of_response, noising)
         row = row_of if config.algorithm.has_likelihood else clean
         return Scoring(training, canary, canary_row, row)
@@ -144,7 +147,7 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
 
 def teaching_noising(config: RunConfig, num_draws: int) -> Noising:
     """The noise levels for images of a dataset: the checkpoint's whole schedule."""
-    continuous = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS)
+    continuous = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS, strength=1.0)
     sigmas, timesteps = _tables(flow_checkpoint(config), continuous)
     return Noising(sigmas[: len(timesteps)], timesteps, "logit_normal", num_draws)
 

@@ -27,6 +27,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "format": "mobula.rewards.functions.response_form:Format",
     "grounding": "mobula.rewards.functions.grounding:Grounding",
     "http": "mobula.rewards.http.client:HttpReward",
+    "image_change": "mobula.rewards.functions.images:ImageChange",
     "iou": "mobula.rewards.functions.grounding:Iou",
     "jpeg_size": "mobula.rewards.functions.response_form:JpegSize",
     "judge": "mobula.rewards.models.server_judge:Judge",
@@ -41,6 +42,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "relaxed_accuracy": "mobula.rewards.functions.short_answers:RelaxedAccuracy",
     "reward_model": "mobula.rewards.models.reward_model:RewardModel",
     "script_share": "mobula.rewards.functions.response_form:ScriptShare",
+    "shapes_check": "mobula.rewards.functions.images:ShapesCheck",
     "true_false": "mobula.rewards.functions.short_answers:TrueFalse",
     "vllm_judge": "mobula.rewards.models.vllm_judge:VllmJudge",
 }

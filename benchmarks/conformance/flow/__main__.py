@@ -19,7 +19,7 @@ from mobula.learner.policies.flow.tiny import TINY_FLOW
 
 PAGE = Path(__file__).parents[3] / "docs" / "flow_models.md"
 TIMEOUT_S = 300  # of one model
-MEASURED = [name for name in TINY_FLOW if name != "sd3_glyphs"]  # sd3 covers its family
+MEASURED = [name for name in TINY_FLOW if name not in ("sd3_glyphs", "flux-kontext-letters")]  # of measured families
 
 log = logging.getLogger(__name__)
 

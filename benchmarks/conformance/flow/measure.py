@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from diffusers import AutoModel
 from PIL import Image
 from torch import nn
 
-from benchmarks.conformance.flow.plain import plain_frames
+from benchmarks.conformance.flow.plain import PlainPrompt, plain_frames
 from mobula.actors.rollout.actor import RolloutActor
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.partial_response import Attempt
@@ -32,7 +33,7 @@ from mobula.deploy.wiring.roles import engine_settings
 from mobula.learner.learner import Learner
 from mobula.learner.policies.adapters import adapted_modules
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.families import TRANSFORMER, pipeline_index
+from mobula.learner.policies.flow.families import pipeline_index
 from mobula.learner.policies.flow.policy import Denoising
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.learner.policy_weights import export_state
@@ -41,6 +42,16 @@ REPORT = "report.json"
 TEXTS = ("a red cube", "71")
 BUCKET_BYTES = 1 << 24
 DEVIATION = 0.08  # of the tiny model's matrices: a text and a noise level then matter
+DEVIATIONS = {"flux2": 0.2}  # it has no biases: with smaller matrices, the gates of its blocks are nearly 0
+SIDE = 32  # pixels
+EDITING: dict[str, tuple[str, ...]] = {  # models measured with as many condition images as they take -> settings
+    "sd3-img2img": ("sampler.flow.strength=0.5", "sampler.flow.window_start=2"),
+    "flux-kontext": (),
+    "flux2": (),
+    "qwen-image-edit": ("sampler.flow.max_text_tokens=512",),
+    "wan-i2v": ("sampler.flow.max_text_tokens=512",),
+}
+MOST_IMAGES = 2  # of a prompt
 WORDS = (
     "sampler=flow",
     "learner=single",
@@ -49,8 +60,8 @@ WORDS = (
     "algorithm.kl.coef=0",
     f"algorithm.prompts_per_step={len(TEXTS)}",
     "algorithm.samples_per_prompt=4",
-    "sampler.flow.height=32",
-    "sampler.flow.width=32",
+    f"sampler.flow.height={SIDE}",
+    f"sampler.flow.width={SIDE}",
     "sampler.flow.num_steps=4",
     "sampler.flow.window_end=3",
     "sampler.flow.max_text_tokens=128",
@@ -154,26 +165,30 @@ class Measurement:
         assert isinstance(own.actions, LatentActions)
         first = torch.from_numpy(own.actions.latents[:1].copy()) / checkpoint.schedule(denoising).initial_std
         pipeline, adapters = (checkpoint.folder, out) if is_adapter else (out, None)
-        plain = plain_frames(pipeline, self._prompts[0].text, first, denoising, flow.max_text_tokens, adapters)
+        prompt = PlainPrompt(self._prompts[0].text, _condition_images(config.data.path)[: flow.num_images])
+        plain = plain_frames(pipeline, prompt, first, denoising, flow.max_text_tokens, adapters)
         return int(np.abs(plain.astype(int) - frames.astype(int)).max())
 
 
 def measure(name: str, folder: Path) -> FlowReport:
     """Measures the family of a tiny model; `folder` must be new."""
     model = write_tiny_flow(name, folder / "model")
-    _make_loud(model)
-    _write_texts(folder / "texts")
+    _make_loud(model, DEVIATIONS.get(name, DEVIATION))
     checkpoint = FlowCheckpoint(str(model))
+    num_images = min(MOST_IMAGES, checkpoint.family.num_images[-1]) if name in EDITING else 0
+    _write_rows(folder / "texts", num_images)
     own = (
         f"policy=tiny_{name.replace('-', '_').replace('.', '_')}",
         f"policy.model={model}",
         f"data.path={folder / 'texts'}",
         f"folder={folder / 'runs'}",
         f"sampler.flow.num_frames={5 if checkpoint.family.is_video else 1}",
+        f"sampler.flow.num_images={num_images}",
     )
-    weights = Measurement(load_config([*WORDS, *own]), folder / "weights")
+    words = overridden(WORDS, EDITING.get(name, ()))
+    weights = Measurement(load_config([*words, *own]), folder / "weights")
     trained_weights = asyncio.run(weights.run())
-    config = load_config(overridden([*WORDS, *own], ADAPTERS))
+    config = load_config(overridden([*words, *own], ADAPTERS))
     adapters = Measurement(config, folder / "adapters")
     return FlowReport(
         name,
@@ -197,20 +212,31 @@ def _frames(images: tuple[bytes, ...]) -> np.ndarray:
     return np.stack([np.asarray(Image.open(io.BytesIO(image))) for image in images])
 
 
-def _make_loud(folder: Path) -> None:
-    model = FlowCheckpoint(str(folder)).transformer(torch.float32)
+def _make_loud(folder: Path, deviation: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=DEVIATION, generator=generator)
-    model.save_pretrained(folder / TRANSFORMER)
+    for name in FlowCheckpoint(str(folder)).networks:
+        model = AutoModel.from_pretrained(str(folder), subfolder=name, trust_remote_code=False)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=deviation, generator=generator)
+        model.save_pretrained(folder / name)
 
 
-def _write_texts(folder: Path) -> None:
+def _write_rows(folder: Path, num_images: int) -> None:
     folder.mkdir(parents=True)
-    rows = "\n".join(json.dumps({"id": f"t{n}", "question": t, "answer": t}) for n, t in enumerate(TEXTS))
+    generator = np.random.default_rng(0)
+    names = [f"{n}.png" for n in range(num_images)]
+    for name in names:
+        Image.fromarray(generator.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(folder / name)
+    own = {"images": names} if names else {}
+    texts = ("<image>" * num_images + text for text in TEXTS)
+    rows = "\n".join(json.dumps({"id": f"t{n}", "question": t, "answer": t, **own}) for n, t in enumerate(texts))
     for split in ("train", "validation", "test"):
         (folder / f"{split}.jsonl").write_text(rows, encoding="utf-8")
+
+
+def _condition_images(folder: Path) -> list[Image.Image]:
+    return [Image.open(file).convert("RGB") for file in sorted(folder.glob("*.png"))]
 
 
 def main() -> None:

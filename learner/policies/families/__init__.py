@@ -295,7 +295,8 @@ def takes_images(source: str, key: str = "policy.model") -> bool:
 
 def frozen_prefixes(policy: PolicyConfig) -> tuple[str, ...]:
     """Returns `policy.freeze` as prefixes of checkpoint names."""
-    return family_at(policy.model).starts(policy.freeze) if policy.freeze else ()
+    names_part = not PART_NAMES.isdisjoint(policy.freeze)
+    return family_at(policy.model).starts(policy.freeze) if names_part else policy.freeze
 
 
 def max_positions(source: str) -> int | None:

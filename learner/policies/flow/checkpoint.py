@@ -19,14 +19,40 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from torch import Tensor, nn
 
 from mobula.cluster.records.trajectory import Prompt
-from mobula.cluster.weight_sync.manifest import stored_tensors
+from mobula.cluster.weight_sync.manifest import NETWORKS, stored_tensors
 from mobula.learner.policies.checkpoint import SavedDtypes, StoredWeights, write_weights
-from mobula.learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
+from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at, pipeline_index
+from mobula.learner.policies.flow.family import Config, Schedule, filled
 from mobula.learner.policies.flow.policy import Denoising, LatentSequence, canary_actions
 
 VAE, SCHEDULER = "vae", "scheduler"
 WEIGHTS_STEM, MAX_FILE_SIZE = "diffusion_pytorch_model", "10GB"  # as in diffusers
-DENOISING = (TRANSFORMER, VAE, SCHEDULER)  # parts for sampling: prompts come encoded
+DENOISING = (*NETWORKS, VAE, SCHEDULER)  # parts for sampling: prompts come encoded
+
+
+class TwoTransformers(nn.Module):
+    """The two networks of Wan 2.2: one for times from `boundary` on, and one for times below. A pass may have both."""
+
+    def __init__(self, networks: Mapping[str, ModelMixin], boundary: float) -> None:
+        super().__init__()
+        for name, network in networks.items():
+            self.add_module(name, network)
+        self.config: Config = networks[TRANSFORMER].config
+        self._no_split_modules = networks[TRANSFORMER]._no_split_modules
+        self._boundary = boundary
+
+    def forward(self, *, return_dict: bool, **inputs: Tensor) -> tuple[Tensor]:
+        """In training mode both networks are called, since ranks that share parameters gather them together."""
+        is_high = inputs["timestep"] >= self._boundary
+        outputs, order = [], []
+        for name, chosen in zip(NETWORKS, (is_high, ~is_high), strict=True):
+            rows = chosen.nonzero()[:, 0]
+            if len(rows) or self.training:
+                used = filled(rows if len(rows) else rows.new_zeros(1))
+                given = {key: value[used] for key, value in inputs.items()}
+                outputs.append(self.get_submodule(name)(**given, return_dict=return_dict)[0][: len(rows)])
+                order.append(rows)
+        return (torch.cat(outputs)[torch.cat(order).argsort()],)
 
 
 class FlowCheckpoint:
@@ -36,6 +62,8 @@ class FlowCheckpoint:
         self.folder = Path(source) if Path(source).is_dir() else _downloaded(source)
         self.family = flow_family_at(self.folder)
         self._index = pipeline_index(self.folder)
+        self._boundary: float | None = self._index.get("boundary_ratio")  # noise level where the first network ends
+        self.networks = NETWORKS if self._boundary is not None else (TRANSFORMER,)
         needed = [name for name in self._parts() if name not in self.family.placeholders]
         missing = [name for name in needed if not (self.folder / name).is_dir()]
         if missing:
@@ -44,21 +72,36 @@ class FlowCheckpoint:
                 "copy or download the whole checkpoint"
             )
 
-    def unread_transformer(self) -> tuple[ModelMixin, StoredWeights]:
+    @property
+    def weights_folder(self) -> Path:
+        """The folder of the trained network; of two networks, the one that has their folders."""
+        return self.folder if self._boundary is not None else self.folder / TRANSFORMER
+
+    def unread_transformer(self) -> tuple[nn.Module, StoredWeights]:
         """Returns the trained network, with parameters on the meta device in float32, and its weights."""
-        network = getattr(diffusers, self._index[TRANSFORMER][1])
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            model = network.from_config(self._config(TRANSFORMER))
-        folder = self.folder / TRANSFORMER
+            model = self._joined({name: self._unread(name) for name in self.networks})
+        folder = self.weights_folder
         return model.eval(), StoredWeights(folder, {name: name for name in stored_tensors(folder)}, model)
 
-    def transformer(self, dtype: torch.dtype) -> ModelMixin:
-        """The network with its weights, on the CPU."""
-        return AutoModel.from_pretrained(str(self.folder), subfolder=TRANSFORMER, dtype=dtype, trust_remote_code=False)
+    def transformer(self, dtype: torch.dtype) -> nn.Module:
+        """The trained network with its weights, on the CPU."""
+        return self._joined({name: self._part(name, dtype) for name in self.networks})
+
+    def _joined(self, networks: Mapping[str, ModelMixin]) -> nn.Module:
+        if self._boundary is None:
+            return networks[TRANSFORMER]
+        return TwoTransformers(networks, float(self.family.times(torch.tensor(self._boundary))))
+
+    def _unread(self, name: str) -> ModelMixin:
+        return getattr(diffusers, self._index[name][1]).from_config(self._config(name))
+
+    def _part(self, name: str, dtype: torch.dtype) -> ModelMixin:
+        return AutoModel.from_pretrained(str(self.folder), subfolder=name, dtype=dtype, trust_remote_code=False)
 
     def vae(self, dtype: torch.dtype) -> ModelMixin:
         """The VAE that decodes latents, on the CPU."""
-        return AutoModel.from_pretrained(str(self.folder), subfolder=VAE, dtype=dtype, trust_remote_code=False)
+        return self._part(VAE, dtype)
 
     def encoder(self) -> Any:
         """A pipeline without the parts that denoise and decode, in float32."""
@@ -67,8 +110,7 @@ class FlowCheckpoint:
         without |= {name: nn.Identity() for name in self.family.placeholders}
         if self.family.reads_shape:
             with torch.device("meta"):
-                network = getattr(diffusers, self._index[TRANSFORMER][1])
-                without[TRANSFORMER] = network.from_config(self._config(TRANSFORMER))
+                without[TRANSFORMER] = self._unread(TRANSFORMER)
         return DiffusionPipeline.from_pretrained(str(self.folder), dtype=torch.float32, **without)
 
     def schedule(self, denoising: Denoising) -> Schedule:
@@ -93,7 +135,28 @@ class FlowCheckpoint:
                 f"sampler.flow.num_frames={denoising.num_frames}, and policy.model={self.folder} is a "
                 f"{self._index['_class_name']}, which makes images: set sampler.flow.num_frames=1"
             )
+        self._check_images(denoising)
         return self.family.latent_shape(self._config(TRANSFORMER), self._config(VAE), denoising.size)
+
+    def _check_images(self, denoising: Denoising) -> None:
+        num, known, kind = denoising.num_images, self.family.num_images, self._index["_class_name"]
+        if num not in known:
+            raise ValueError(
+                f"sampler.flow.num_images={num}, and policy.model={self.folder} is a {kind}, which takes "
+                f"{known[0]} to {known[-1]} condition images: set sampler.flow.num_images to one of these"
+            )
+        starts_from_image = self.family.starts_from_image and num > 0
+        if denoising.strength < 1 and not starts_from_image:
+            raise ValueError(
+                f"sampler.flow.strength={denoising.strength:g}, and denoising of policy.model={self.folder}, a {kind}, "
+                f"with sampler.flow.num_images={num} starts from no image: set sampler.flow.strength=1"
+            )
+        if starts_from_image and 0 in (denoising.first_step, denoising.without_noise.first_step):
+            least = min(denoising.num_steps, denoising.without_noise.num_steps)
+            raise ValueError(
+                f"sampler.flow.strength={denoising.strength:g} starts {least} steps from noise, without the condition "
+                f"image: set sampler.flow.strength to {1 - 1 / least:.3g} or less, or sampler.flow.num_images=0"
+            )
 
     def takes_negatives(self, guidance: float) -> bool:
         return guidance != 1 and not self.family.embeds_guidance(self._config(TRANSFORMER))
@@ -121,12 +184,15 @@ class FlowCheckpoint:
             described: state-dict name -> tensor with the shape of the whole tensor; values are not read.
             tensors: (state-dict name, whole tensor) of each.
         """
-        shutil.copytree(self.folder, folder, ignore=shutil.ignore_patterns(TRANSFORMER), dirs_exist_ok=True)
-        self.unread_transformer()[0].save_config(folder / TRANSFORMER)
-        dtypes = SavedDtypes.of_files(self.folder / TRANSFORMER, dtype)
+        shutil.copytree(self.folder, folder, ignore=shutil.ignore_patterns(*self.networks), dirs_exist_ok=True)
+        for name in self.networks:
+            with torch.device("meta"):
+                self._unread(name).save_config(folder / name)
+        dtypes = SavedDtypes.of_files(self.weights_folder, dtype)
         files = {name: dtypes.described(name, tensor) for name, tensor in described.items()}
         cast = ((name, dtypes.cast(name, tensor)) for name, tensor in tensors)
-        write_weights(folder / TRANSFORMER, WEIGHTS_STEM, files, cast, MAX_FILE_SIZE)
+        target = folder / self.weights_folder.relative_to(self.folder)
+        write_weights(target, WEIGHTS_STEM, files, cast, MAX_FILE_SIZE, self.networks if self._boundary else ("",))
 
     def _slots(self) -> list[str]:
         return [name for name, value in self._index.items() if isinstance(value, list)]

@@ -13,7 +13,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from mobula.learner.policies.flow.families import decoded, encoded
+from mobula.learner.policies.flow.family import decoded, encoded, packed, unpacked
 
 RELEASED = "checkpoint.pt"
 EPSILON = 1e-6  # of layer norms
@@ -22,20 +22,6 @@ EPSILON = 1e-6  # of layer norms
 def normalised(tokens: Tensor) -> Tensor:
     """Layer norm without parameters over the numbers of each token [..., D]."""
     return layer_norm(tokens, tokens.shape[-1:], eps=EPSILON)
-
-
-def patches(latents: Tensor, side: int) -> Tensor:
-    """[N, C, H, W] as tokens [N, L, C * side * side], row by row."""
-    num, channels, height, width = latents.shape
-    tiles = latents.reshape(num, channels, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
-    return tiles.reshape(num, -1, channels * side * side)
-
-
-def from_patches(tokens: Tensor, side: int, rows: int) -> Tensor:
-    """Inverse of `patches`, [N, C, H, W]; `rows` is the number of rows of tokens."""
-    num, length, size = tokens.shape
-    tiles = tokens.reshape(num, rows, length // rows, size // side**2, side, side).permute(0, 3, 1, 4, 2, 5)
-    return tiles.reshape(num, size // side**2, rows * side, length // rows * side)
 
 
 class ImageCodec:
@@ -52,18 +38,19 @@ class ImageCodec:
     @torch.no_grad()
     def decode(self, tokens: Tensor, rows: int) -> np.ndarray:
         """uint8 [N, H, W, 3]: of tokens [N, L, D] in `rows` rows."""
-        return decoded(self.vae, from_patches(tokens, self._side, rows))[:, 0]
+        height, width = rows * self._side, tokens.shape[1] // rows * self._side
+        return decoded(self.vae, unpacked(tokens, height, width, self._side))[:, 0]
 
     @torch.no_grad()
     def encode(self, pixels: np.ndarray) -> Tensor:
         """float32 [N, L, D]: of images, uint8 [N, H, W, 3]."""
         latents = encoded(self.vae, pixels, self._normalised if self._normalised_side else None)
-        return patches(latents.float(), self._side)
+        return packed(latents.float(), self._side)
 
     def _normalised(self, latents: Tensor) -> Tensor:
         """Layer norm over the numbers of each patch, as the released encoder does with `encoder_norm`."""
         side = self._normalised_side
-        return from_patches(normalised(patches(latents, side)), side, latents.shape[-2] // side)
+        return unpacked(normalised(packed(latents, side)), latents.shape[-2], latents.shape[-1], side)
 
 
 def released_vae(folder: Path, settings: dict[str, Any]) -> diffusers.AutoencoderKL:

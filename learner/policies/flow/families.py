@@ -3,221 +3,40 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from mobula.cluster.weight_sync.manifest import NETWORKS
+from mobula.learner.policies.flow.family import (
+    ATTENTION_TARGETS,
+    IMAGES,
+    MMDIT_TARGETS,
+    Conditions,
+    Config,
+    FlowFamily,
+    ImageSize,
+    PackedFamily,
+    Schedule,
+    VideoVaeFamily,
+    config_of,
+    fit,
+    levels,
+    of_levels,
+    packed,
+    statistics,
+    unpacked,
+    with_images,
+)
 from mobula.learner.policies.sde import flow_level, guided
 
-Conditions = Mapping[str, Tensor]  # forward() argument -> [N, ...]
-Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ImageSize:
-    """Size of a denoised image, or of a video of several frames."""
-
-    height: int
-    width: int
-    num_frames: int = 1
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Noise levels of the S denoising steps, the model's times there, and the standard deviation of the first noise."""
-
-    sigmas: Tensor  # float32 [S + 1], falling, within 0 .. 1
-    timesteps: Tensor  # float32 [S]
-    initial_std: float = 1.0
-
-
-class FlowFamily(ABC):
-    """A family of flow models of diffusers. Its latents are (1 - sigma) image + sigma noise."""
-
-    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")  # linear layers that usually get adapters
-    is_video = False  # whether the family denoises videos; other families take one frame
-    encoder_parts: tuple[str, ...] = ()  # parts required to encode a prompt, besides tokenizers and text encoders
-    is_exact = True  # whether a row is bit-identical for any number of rows in a forward pass; convolutions are not
-    reads_shape = False  # whether encoding reads sizes from the pipeline's transformer
-    placeholders: tuple[str, ...] = ()
-    """Parts that the pipeline's constructor requires and that neither encoding nor denoising uses."""
-
-    @abstractmethod
-    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
-        """forward() argument -> the encoded prompt, one row [1, ...] each; a long prompt is cut at `max_tokens`.
-
-        Every prompt has the same shapes.
-        """
-
-    def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
-        """Tokens at the end of a text that even the encoder with the longest limit leaves out."""
-        return max(0, len(pipeline.tokenizer(text).input_ids) - max_tokens)
-
-    @abstractmethod
-    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
-        """Returns the shape of the latents of one image or video, from the configurations of transformer and VAE.
-        Raises: ValueError: the family does not support this size."""
-
-    def velocity(
-        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
-    ) -> Tensor:
-        """Returns [N, ...]: noise minus image, predicted for `latents` [N, ...].
-
-        Only models that take the guidance as an input (`embeds_guidance`) read `guidance`.
-        """
-        return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
-
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        """uint8 [N, F, H, W, 3]: the frames of clean latents; one of an image. The VAE has one scale and shift."""
-        return decoded(vae, latents)
-
-    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        """[N, ...]: clean latents of images, uint8 [N, H, W, 3]; `decode` gives the images again. Of a family of
-        videos they are those of videos of one frame."""
-        return encoded(vae, pixels)
-
-    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Returns the schedule of a pipeline's scheduler, for latents of `shape`."""
-        scheduler.set_timesteps(num_steps)
-        return Schedule(scheduler.sigmas, scheduler.timesteps.float())
-
-    def times(self, sigmas: Tensor) -> Tensor:
-        """The model's times at any noise levels."""
-        return 1000 * sigmas
-
-    def embeds_guidance(self, model: Config) -> bool:
-        """Whether the guidance is an input of the model. Then there is no pass with a negative prompt."""
-        return False
-
-    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Returns float32: the guided velocity from the velocities of prompt and negative prompt."""
-        return guided(conditional, unconditional, scale)
-
-
-MMDIT_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-"""Linear layers of blocks that attend over text and image together."""
-
-
-class PackedFamily(FlowFamily):
-    """A family whose latents become tokens of 2 x 2, and whose noise levels depend on how many there are."""
-
-    lora_targets = MMDIT_TARGETS
-
-    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
-        return with_dynamic_shift(scheduler, num_steps, shape[-2] // 2 * (shape[-1] // 2))
-
-    def embeds_guidance(self, model: Config) -> bool:
-        return bool(model.get("guidance_embeds"))
-
-
-class VideoVaeFamily(FlowFamily):
-    """A family whose VAE takes videos, and has a mean and a deviation for each channel. Latents: [N, C, F, H, W]."""
-
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        mean, std = _statistics(vae, latents.device)
-        return levels(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0])
-
-    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        latents = vae.encode(_of_levels(vae, pixels).unsqueeze(2)).latent_dist.mode()
-        mean, std = _statistics(vae, latents.device)
-        return (latents - mean) / std
-
-
-def config_of(model: nn.Module) -> Config:
-    """The configuration of a network of diffusers; nn.Module's types have parameters and submodules alone."""
-    config = getattr(model, "config", None)
-    if not isinstance(config, Mapping):
-        raise TypeError(f"{type(model).__name__} is no network of diffusers: it has no configuration")
-    return config
-
-
-def fit(size: ImageSize, multiple: int, most: int | None = None) -> None:
-    """Raises: ValueError: a side of the image is no multiple of `multiple` or exceeds `most`."""
-    sides = (size.height, size.width)
-    limit = "" if most is None else f" and at most {most}"
-    if any(side % multiple for side in sides) or (most is not None and max(sides) > most):
-        raise ValueError(
-            f"images of {size.height} x {size.width}: each side must be a multiple of {multiple}{limit}: "
-            "set sampler.flow.height and sampler.flow.width"
-        )
-
-
-def fit_frames(size: ImageSize, per_latent: int, most: int) -> int:
-    """Returns the number of latent frames. Raises: ValueError: the number of frames is not supported."""
-    if size.num_frames % per_latent != 1 % per_latent or size.num_frames > most * per_latent:
-        raise ValueError(
-            f"sampler.flow.num_frames={size.num_frames}: a video has a multiple of {per_latent} frames and one more, "
-            f"at most {(most - 1) * per_latent + 1}"
-        )
-    return (size.num_frames - 1) // per_latent + 1
-
-
-def with_dynamic_shift(scheduler: Any, num_steps: int, num_places: int) -> Schedule:
-    """The schedule of a model whose noise levels depend on how many tokens an image has.
-
-    Source: FluxPipeline of diffusers.
-    """
-    own = scheduler.config
-    low, high = own.get("base_image_seq_len", 256), own.get("max_image_seq_len", 4096)
-    slope = (own.get("max_shift", 1.15) - own.get("base_shift", 0.5)) / (high - low)
-    shift = own.get("base_shift", 0.5) + slope * (num_places - low)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=shift)
-    return Schedule(scheduler.sigmas, scheduler.timesteps.float())
-
-
-def packed(latents: Tensor) -> Tensor:
-    """[N, C, H, W] as tokens [N, H/2 * W/2, 4 C]: one for each 2 x 2."""
-    num, channels, height, width = latents.shape
-    tiles = latents.reshape(num, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return tiles.reshape(num, height // 2 * (width // 2), 4 * channels)
-
-
-def unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of `packed`, [N, C, H, W]."""
-    num, channels = len(tokens), tokens.shape[-1] // 4
-    tiles = tokens.reshape(num, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return tiles.reshape(num, channels, height, width)
-
-
-def decoded(vae: Any, latents: Tensor) -> np.ndarray:
-    """uint8 [N, F, H, W, 3]: the images of clean latents, by a VAE of one scale and shift."""
-    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
-    return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
-
-
-def encoded(vae: Any, pixels: np.ndarray, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Inverse of `decoded`; `finish` changes the VAE's latents before they are scaled."""
-    found = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
-    latents = found if isinstance(found, Tensor) else found.mode()
-    latents = latents if finish is None else finish(latents)
-    return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
-
-
-def levels(pixels: Tensor) -> np.ndarray:
-    """uint8 [N, F, H, W, 3] of [N, 3, F, H, W] in -1 .. 1."""
-    found = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-    return found.permute(0, 2, 3, 4, 1).cpu().numpy()
-
-
-def _statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel, [1, C, 1, 1, 1]."""
-    mean, std = (
-        torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return mean, std
-
-
-def _of_levels(vae: Any, pixels: np.ndarray) -> Tensor:
-    """[N, 3, H, W] in -1 .. 1 of uint8 [N, H, W, 3]."""
-    return torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).to(vae.device, vae.dtype) / 127.5 - 1
+CAPTION, CAPTION_MASK = "cap_feats", "cap_mask"
 
 
 class StableDiffusion3(FlowFamily):
@@ -225,6 +44,8 @@ class StableDiffusion3(FlowFamily):
 
     lora_targets = MMDIT_TARGETS
     reads_shape = True  # for the zeros in the place of a T5 that is left out
+    num_images = range(2)
+    starts_from_image = True
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         embeds, _, pooled, _ = pipeline.encode_prompt(
@@ -250,6 +71,11 @@ class StableDiffusion3(FlowFamily):
         fit(size, multiple, multiple * model["pos_embed_max_size"])
         return (model["in_channels"], size.height // factor, size.width // factor)
 
+    def first_latents(self, noise: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
+        """Source: StableDiffusion3Img2ImgPipeline of diffusers, with the mode of the encoded image."""
+        image = conditions.get(IMAGES)
+        return noise if image is None else sigma * noise + (1 - sigma) * image[:, 0]
+
 
 class Flux(PackedFamily):
     """A CLIP and a T5; Flux.1 dev takes its guidance as an input, schnell takes a negative prompt or none."""
@@ -271,19 +97,26 @@ class Flux(PackedFamily):
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
         height, width = latents.shape[-2:]
-        image_ids = torch.zeros(height // 2, width // 2, 3, device=latents.device, dtype=latents.dtype)
-        image_ids[..., 1] += torch.arange(height // 2, device=latents.device)[:, None]
-        image_ids[..., 2] += torch.arange(width // 2, device=latents.device)
-        tokens = model(
-            hidden_states=packed(latents),
+        parts, others = with_images(latents, conditions)
+        tokens = torch.cat([packed(part) for part in parts], 1)
+        sides = (range(len(parts)), range(height // 2), range(width // 2))
+        image_ids = torch.cartesian_prod(*(torch.tensor(side, device=latents.device) for side in sides))
+        output = model(
+            hidden_states=tokens,
             timestep=(timesteps / 1000).to(latents.dtype),
             guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(config_of(model)) else None,
-            txt_ids=latents.new_zeros(conditions["encoder_hidden_states"].shape[1], 3),
-            img_ids=image_ids.reshape(-1, 3),
+            txt_ids=latents.new_zeros(others["encoder_hidden_states"].shape[1], 3),
+            img_ids=image_ids.to(latents.dtype),
             return_dict=False,
-            **conditions,
+            **others,
         )[0]
-        return unpacked(tokens, height, width)
+        return unpacked(output[:, : height // 2 * (width // 2)], height, width)
+
+
+class FluxKontext(Flux):
+    """Flux with a condition image as further tokens; without one it is Flux."""
+
+    num_images = range(2)
 
 
 QWEN_IMAGE_MASK = "encoder_hidden_states_mask"
@@ -313,15 +146,16 @@ class QwenImage(PackedFamily, VideoVaeFamily):
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
         height, width = latents.shape[-2:]
+        parts, others = with_images(latents, conditions)
         tokens = model(
-            hidden_states=packed(latents),
+            hidden_states=torch.cat([packed(part) for part in parts], 1),
             timestep=timesteps / 1000,
             guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(config_of(model)) else None,
-            img_shapes=[[(1, height // 2, width // 2)]] * len(latents),
+            img_shapes=[[(1, height // 2, width // 2)] * len(parts)] * len(latents),
             return_dict=False,
-            **{**conditions, QWEN_IMAGE_MASK: conditions[QWEN_IMAGE_MASK].bool()},
+            **{**others, QWEN_IMAGE_MASK: others[QWEN_IMAGE_MASK].bool()},
         )[0]
-        return unpacked(tokens, height, width)
+        return unpacked(tokens[:, : height // 2 * (width // 2)], height, width)
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """u + g (c - u), each token as long as that of the prompt alone. Source: QwenImagePipeline of diffusers."""
@@ -334,6 +168,122 @@ class QwenImage(PackedFamily, VideoVaeFamily):
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         return super().decode(vae, latents.unsqueeze(2))
+
+
+class QwenImageEdit(QwenImage):
+    """The text encoder reads the condition image before the text. Its tokens do not count as tokens of the text."""
+
+    num_images = range(1, 2)
+
+    def encode_with(
+        self, pipeline: Any, text: str, images: Sequence[Image.Image], max_tokens: int
+    ) -> dict[str, Tensor]:
+        processor = pipeline.processor.image_processor
+        grid = processor(images=list(images), return_tensors="np")["image_grid_thw"]
+        most = max_tokens + int(grid.prod(-1).sum()) // processor.merge_size**2
+        embeds = pipeline.encode_prompt(prompt=[text], image=list(images))[0][:, :most]
+        missing = most - embeds.shape[1]
+        mask = pad(embeds.new_ones(embeds.shape[:2]), (0, missing))
+        return {"encoder_hidden_states": pad(embeds, (0, 0, 0, missing)), QWEN_IMAGE_MASK: mask}
+
+
+class ZImage(PackedFamily):
+    """Captions have their own lengths. `guidance` is the pipeline's `guidance_scale`, c + g (c - u), and 1 is none."""
+
+    lora_targets = ATTENTION_TARGETS
+
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        [embeds], _ = pipeline.encode_prompt([text], do_classifier_free_guidance=False, max_sequence_length=max_tokens)
+        missing = max_tokens - len(embeds)
+        mask = pad(embeds.new_ones(1, len(embeds)), (0, missing))
+        return {CAPTION: pad(embeds, (0, 0, 0, missing)).unsqueeze(0), CAPTION_MASK: mask}
+
+    def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
+        return super().num_cut(pipeline, in_chat(pipeline, text, enable_thinking=True), max_tokens)
+
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
+        fit(size, 2 * factor)
+        return (model["in_channels"], size.height // factor, size.width // factor)
+
+    def velocity(
+        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
+    ) -> Tensor:
+        pairs = zip(conditions[CAPTION], conditions[CAPTION_MASK].bool(), strict=True)
+        captions = [embeds[mask] for embeds, mask in pairs]
+        images = list(latents.unsqueeze(2).unbind())
+        return -torch.stack(model(images, 1 - timesteps / 1000, captions, return_dict=False)[0]).squeeze(2)
+
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        return guided(conditional, unconditional, 1 + scale)
+
+
+class Flux2(PackedFamily):
+    """FLUX.2 klein; a distilled one takes no negative prompt, so its guidance is 1. Condition images are further tokens
+    with other times. Latents are tiles of 2 x 2: [4 C, H/2, W/2]."""
+
+    num_images = range(11)
+    crops_images = True
+
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        embeds, _ = pipeline.encode_prompt(prompt=text, max_sequence_length=max_tokens)
+        return {"encoder_hidden_states": embeds}
+
+    def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
+        return super().num_cut(pipeline, in_chat(pipeline, text, enable_thinking=False), max_tokens)
+
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
+        factor = 2 ** len(vae["block_out_channels"])
+        fit(size, factor)
+        return (model["in_channels"], size.height // factor, size.width // factor)
+
+    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+        shift = compute_empirical_mu(image_seq_len=shape[-2] * shape[-1], num_steps=num_steps)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=shift)
+        return Schedule(scheduler.sigmas, scheduler.timesteps.float())
+
+    def velocity(
+        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
+    ) -> Tensor:
+        parts, others = with_images(latents, conditions)
+        sides = [torch.arange(side, device=latents.device) for side in (*latents.shape[-2:], 1)]
+        ids = torch.cat([torch.cartesian_prod(sides[0].new_tensor([10 * n]), *sides) for n in range(len(parts))])
+        text = torch.arange(others["encoder_hidden_states"].shape[1], device=latents.device)
+        text_ids = torch.stack([torch.zeros_like(text)] * 3 + [text], 1)
+        tokens = model(
+            hidden_states=torch.cat([part.flatten(2).transpose(1, 2) for part in parts], 1),
+            timestep=(timesteps / 1000).to(latents.dtype),
+            txt_ids=text_ids.expand(len(latents), -1, -1),
+            img_ids=ids.expand(len(latents), -1, -1),
+            return_dict=False,
+            **others,
+        )[0]
+        return tokens[:, : latents[0, 0].numel()].transpose(1, 2).reshape_as(latents)
+
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        mean, std = _normalisation(vae)
+        tiles = nn.functional.pixel_shuffle(latents * std + mean, 2)
+        return levels(vae.decode(tiles.to(vae.dtype), return_dict=False)[0].unsqueeze(2))
+
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        mean, std = _normalisation(vae)
+        tiles = nn.functional.pixel_unshuffle(vae.encode(of_levels(vae, pixels)).latent_dist.mode(), 2)
+        return (tiles - mean) / std
+
+
+def _normalisation(vae: Any) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel of tiles, [1, 4 C, 1, 1]."""
+    norm = vae.bn
+    variance = norm.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps
+    return norm.running_mean.view(1, -1, 1, 1), variance.sqrt()
+
+
+def in_chat(pipeline: Any, text: str, **own: Any) -> str:
+    """A text as the question of a chat, for pipelines whose text encoder is a language model."""
+    asked = [{"role": "user", "content": text}]
+    return pipeline.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **own)
 
 
 SANA_MASK = "encoder_attention_mask"
@@ -372,18 +322,45 @@ class Wan(VideoVaeFamily):
 
     is_video = True
 
-    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
-        embeds, _ = pipeline.encode_prompt(
-            prompt=[text], do_classifier_free_guidance=False, max_sequence_length=max_tokens
-        )
-        return {"encoder_hidden_states": embeds}
 
-    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
-        factor = 2 ** len(vae["temperal_downsample"])
-        patch, most = model["patch_size"], model["rope_max_seq_len"]
-        fit(size, factor * max(patch[1:]), factor * min(patch[1:]) * most)
-        num_frames = fit_frames(size, 2 ** sum(vae["temperal_downsample"]), most)
-        return (model["in_channels"], num_frames, size.height // factor, size.width // factor)
+WAN_CONDITION, WAN_TEXT_TOKENS = "condition_video", 512
+
+
+class WanImageToVideo(Wan):
+    """The condition image is the first frame, as further channels, and for Wan 2.1 also encoded by a CLIP."""
+
+    num_images = range(1, 2)
+
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        """The attention of Wan 2.1 separates text and image behind 512 tokens, whatever `max_tokens` is. The text
+        pipeline encodes the same, also without the package ftfy."""
+        from diffusers import WanPipeline
+
+        parts = {"tokenizer": pipeline.tokenizer, "text_encoder": pipeline.text_encoder}
+        return super().encode(WanPipeline(**parts, vae=None, scheduler=None), text, WAN_TEXT_TOKENS)
+
+    def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
+        return super().num_cut(pipeline, text, WAN_TEXT_TOKENS)
+
+    def encode_conditions(self, pipeline: Any, vae: Any, images: np.ndarray, size: ImageSize) -> dict[str, Tensor]:
+        """[1, 4 + C, F, H, W]: which frames are given, and the latents of the image followed by grey frames."""
+        frame = of_levels(vae, images).unsqueeze(2)
+        video = torch.cat([frame, frame.new_zeros(1, 3, size.num_frames - 1, *frame.shape[-2:])], 2)
+        mean, std = statistics(vae, frame.device)
+        latents = (vae.encode(video).latent_dist.mode() - mean) / std
+        is_given = latents.new_zeros(1, 2 ** sum(vae.config.temperal_downsample), *latents.shape[2:])
+        is_given[:, :, 0] = 1
+        found = {WAN_CONDITION: torch.cat([is_given, latents], 1)}
+        if pipeline.image_encoder is not None:
+            found["encoder_hidden_states_image"] = pipeline.encode_image(Image.fromarray(images[0]))
+        return found
+
+    def velocity(
+        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
+    ) -> Tensor:
+        others = {name: value for name, value in conditions.items() if name != WAN_CONDITION}
+        inputs = torch.cat([latents, conditions[WAN_CONDITION]], 1)
+        return super().velocity(model, inputs, timesteps, others, guidance)
 
 
 # Cosmos Predict 2 (images) and 2.5 (videos), from a text.
@@ -402,22 +379,6 @@ class CosmosPredict2(VideoVaeFamily):
     """
 
     placeholders = (SAFETY,)
-
-    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
-        embeds, _ = pipeline.encode_prompt(
-            prompt=[text],
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_tokens,
-            device=pipeline.text_encoder.device,
-        )
-        return {"encoder_hidden_states": embeds}
-
-    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
-        factor = 2 ** len(vae["temperal_downsample"])
-        patch, most = model["patch_size"], model["max_size"]
-        fit(size, factor * max(patch[1:]), factor * min(most[1:]))
-        num_frames = fit_frames(size, 2 ** sum(vae["temperal_downsample"]), most[0])
-        return (vae["z_dim"], num_frames, size.height // factor, size.width // factor)
 
     def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
         """The levels of EDM by Karras et al., and 0 at the end, where the pipeline stays at the lowest."""
@@ -464,27 +425,32 @@ class CosmosPredict25(CosmosPredict2):
 
 
 INDEX = "model_index.json"
-TRANSFORMER = "transformer"  # the folder of the network that is trained, and its name in a pipeline
+TRANSFORMER, _ = NETWORKS  # the folder of the network that is trained, and its name in a pipeline
 
 FAMILIES: dict[str, FlowFamily] = {
     "StableDiffusion3Pipeline": StableDiffusion3(),
+    "StableDiffusion3Img2ImgPipeline": StableDiffusion3(),
     "FluxPipeline": Flux(),
+    "FluxKontextPipeline": FluxKontext(),
+    "Flux2KleinPipeline": Flux2(),
     "QwenImagePipeline": QwenImage(),
+    "QwenImageEditPipeline": QwenImageEdit(),
+    "ZImagePipeline": ZImage(),
     "SanaPipeline": Sana(),
     "WanPipeline": Wan(),
+    "WanImageToVideoPipeline": WanImageToVideo(),
     "Cosmos2TextToImagePipeline": CosmosPredict2(),
     "Cosmos2_5_PredictBasePipeline": CosmosPredict25(),
 }
 
-_TAKES_IMAGES = "it is conditioned on an image or video as well, and a row of a flow model has a text alone"
+_TAKES_VIDEOS = "it is conditioned on a video, and a row of a flow model has a text and images"
 REFUSED: dict[str, str] = {
-    "WanImageToVideoPipeline": _TAKES_IMAGES,
-    "WanVideoToVideoPipeline": _TAKES_IMAGES,
-    "WanVACEPipeline": _TAKES_IMAGES,
-    "FluxKontextPipeline": _TAKES_IMAGES,
-    "QwenImageEditPipeline": _TAKES_IMAGES,
-    "Cosmos2VideoToWorldPipeline": _TAKES_IMAGES,
+    "WanVideoToVideoPipeline": _TAKES_VIDEOS,
+    "WanVACEPipeline": _TAKES_VIDEOS,
+    "Cosmos2VideoToWorldPipeline": _TAKES_VIDEOS,
     "CosmosTextToWorldPipeline": "Cosmos Predict 1 predicts noise on EDM levels; use Cosmos Predict 2 or 2.5",
+    "Flux2Pipeline": "its text encoder, a Mistral 3 of 30 layers or more, was not measured; use FLUX.2 klein",
+    "QwenImageEditPlusPipeline": "it scales each image by two rules of its own, which are not computed here",
     "SanaSprintPipeline": "a model of one or two distilled steps has no schedule of stochastic steps",
     "StableDiffusionPipeline": "it predicts noise and is no flow model",
     "StableDiffusionXLPipeline": "it predicts noise and is no flow model",
@@ -502,11 +468,6 @@ def flow_family_at(folder: Path) -> FlowFamily:
         raise ValueError(
             f"policy.model={folder} is a {name}, which is not supported{reason}: choose a checkpoint of "
             f"{', '.join(sorted(FAMILIES))}"
-        )
-    if any(index.get("transformer_2", ())):
-        raise ValueError(
-            f"policy.model={folder} has two transformers, one for each half of the noise levels (Wan 2.2), of which a "
-            "policy can train one: choose a checkpoint of Wan 2.1"
         )
     return FAMILIES[name]
 

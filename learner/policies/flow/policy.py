@@ -18,13 +18,11 @@ from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.seeds import derived_seed
-from mobula.configs.schema.rollout import FlowConfig
+from mobula.configs.schema.rollout import FlowConfig, first_step
 from mobula.learner.policies.adapters import has_adapters, without_adapters
 from mobula.learner.policies.base import Moves, Policy, PolicyOutput, Velocities, on_device
-from mobula.learner.policies.flow.families import FlowFamily, ImageSize
+from mobula.learner.policies.flow.family import FlowFamily, ImageSize, filled
 from mobula.learner.policies.sde import KERNELS, FlowStep, Transition, gaussian_kl
-
-MIN_ROWS = 4  # of a forward pass; fewer are multiplied by other kernels, and a row would depend on how many there are
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,14 @@ class Denoising:
     window_interval: int = 1  # weight versions between two moves of a progressive window
     num_frames: int = 1  # of a video
     evaluation_steps: int = 0  # at temperature 0; 0: num_steps
+    num_images: int = 0  # condition images of a prompt
+    strength: float = 1.0  # share of the schedule that is denoised, from the condition image on
 
     def __post_init__(self) -> None:
-        if not 0 <= self.window_start < self.window_end <= self.num_steps:
+        if not self.first_step <= self.window_start < self.window_end <= self.num_steps:
             raise ValueError(
-                f"the stochastic steps [{self.window_start}, {self.window_end}) are not within the {self.num_steps} "
-                "steps of the schedule"
+                f"the stochastic steps [{self.window_start}, {self.window_end}) are not within the steps "
+                f"[{self.first_step}, {self.num_steps}) of the schedule"
             )
         if self.kernel == "cps" and self.window_end == self.num_steps:
             raise ValueError("the last step of cps adds no noise and cannot be scored: let the window end before it")
@@ -69,11 +69,16 @@ class Denoising:
         return ImageSize(self.height, self.width, self.num_frames)
 
     @property
+    def first_step(self) -> int:
+        return first_step(self.num_steps, self.strength)
+
+    @property
     def proof(self) -> Denoising:
         """Returns the denoising that verifies a weight push: stochastic steps, even if sampling has none."""
         if self.kernel != "ddim":
             return self
-        return replace(self, kernel="sde", window_start=0, window_end=max(1, self.num_steps - 1))
+        first = self.first_step
+        return replace(self, kernel="sde", window_start=first, window_end=max(first + 1, self.num_steps - 1))
 
     @property
     def without_noise(self) -> Denoising:
@@ -131,10 +136,6 @@ def velocities(
     other batches than the sampler's gives the same numbers on the same backend.
     """
     num, dtype = len(latents), next(model.parameters()).dtype
-
-    def filled(tensor: Tensor) -> Tensor:
-        return tensor if num >= MIN_ROWS else tensor[torch.arange(MIN_ROWS, device=tensor.device) % num]
-
     x, t = filled(latents).to(dtype), filled(timesteps)
     given = {name: filled(tensor).to(dtype) for name, tensor in conditions.items()}
     if negatives is None:

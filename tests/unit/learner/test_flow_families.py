@@ -16,18 +16,26 @@ from huggingface_hub.errors import GatedRepoError
 from PIL import Image
 
 from benchmarks.conformance.flow.plain import CALLS
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
+from mobula.learner.policies.adapters import adapted_modules
+from mobula.learner.policies.checkpoint import pushed_manifest
 from mobula.learner.policies.flow import checkpoint as checkpoint_module
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.families import FAMILIES, REFUSED, ImageSize, flow_family_at, packed, unpacked
+from mobula.learner.policies.flow.families import FAMILIES, REFUSED, flow_family_at
+from mobula.learner.policies.flow.family import ImageSize, packed, unpacked
+from mobula.learner.policies.flow.policy import velocities
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.sde import KERNELS, FlowStep, flow_level
+from mobula.learner.policies.trained import unread_trained_model
 
+TASKS = ("sd3_glyphs", "flux-kontext-letters", "wan2.2")  # models of families that have another tiny model
 NO_REFERENCE = ("algorithm.kl.coef=0", "resources.reference.num_workers=0")
 VAE = {"block_out_channels": [1, 1, 1, 1], "temperal_downsample": [False, True, True], "z_dim": 16}
 VAE |= {"encoder_block_out_channels": [1] * 6}
 MODEL = {"patch_size": 2, "in_channels": 64, "pos_embed_max_size": 96}
-VIDEO = MODEL | {"patch_size": [1, 2, 2], "in_channels": 16, "rope_max_seq_len": 1024, "max_size": [128, 240, 240]}
+VIDEO = MODEL | {"patch_size": [1, 2, 2], "in_channels": 16, "rope_max_seq_len": 1024}
+COSMOS = MODEL | {"patch_size": [1, 2, 2], "max_size": [128, 240, 240]}
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +48,20 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("StableDiffusion3Pipeline", ImageSize(512, 768), (64, 64, 96)),
         ("FluxPipeline", ImageSize(512, 768), (16, 64, 96)),
+        ("Flux2KleinPipeline", ImageSize(512, 768), (64, 32, 48)),
+        ("ZImagePipeline", ImageSize(512, 768), (64, 64, 96)),
         ("QwenImagePipeline", ImageSize(512, 768), (16, 64, 96)),
         ("SanaPipeline", ImageSize(512, 768), (64, 16, 24)),
         ("WanPipeline", ImageSize(480, 832, 81), (16, 21, 60, 104)),
+        ("WanImageToVideoPipeline", ImageSize(480, 832, 81), (16, 21, 60, 104)),
         ("Cosmos2TextToImagePipeline", ImageSize(768, 1360), (16, 1, 96, 170)),
         ("Cosmos2_5_PredictBasePipeline", ImageSize(704, 1280, 93), (16, 24, 88, 160)),
     ],
 )
 def test_latents_have_the_shape_of_the_released_models(pipeline: str, size: ImageSize, expected: tuple) -> None:
     family = FAMILIES[pipeline]
-    model = VIDEO if len(expected) == 4 else MODEL | {"patch_size": 1 if pipeline == "SanaPipeline" else 2}
+    video = COSMOS if pipeline.startswith("Cosmos") else VIDEO
+    model = video if len(expected) == 4 else MODEL | {"patch_size": 1 if pipeline == "SanaPipeline" else 2}
     assert family.latent_shape(model, VAE, size) == expected
     with pytest.raises(ValueError, match="each side must be a multiple of"):
         family.latent_shape(model, VAE, replace(size, height=size.height + 1))
@@ -63,7 +75,7 @@ def test_a_video_has_a_multiple_of_four_frames_and_one_more(num_frames: int) -> 
 
 def test_each_family_has_a_tiny_model_a_preset_and_a_plain_call() -> None:
     assert CALLS.keys() == FAMILIES.keys() and not FAMILIES.keys() & REFUSED.keys()
-    names = [name for name in TINY_FLOW if name != "sd3_glyphs"]
+    names = [name for name in TINY_FLOW if name not in TASKS]
     for name, family in zip(names, FAMILIES.values(), strict=True):
         preset = f"policy=tiny_{name.replace('-', '_').replace('.', '_')}"
         policy = load_config([preset, "sampler=flow", *NO_REFERENCE], is_complete=False).policy
@@ -98,7 +110,7 @@ def test_schedulers_of_released_checkpoints_give_levels_of_a_flow(scheduler: obj
     torch.testing.assert_close(found.timesteps, 1000 * found.sigmas[:-1], rtol=0, atol=1.0)
 
 
-@pytest.mark.parametrize("name", [name for name in TINY_FLOW if name != "sd3_glyphs"])
+@pytest.mark.parametrize("name", [name for name in TINY_FLOW if name not in TASKS])
 def test_latents_of_images_are_those_of_plain_diffusers_and_are_decoded_as_by_it(name: str, tmp_path: Path) -> None:
     checkpoint = FlowCheckpoint(str(write_tiny_flow(name, tmp_path / name)))
     own, vae = checkpoint.family, checkpoint.vae(torch.float32).eval()
@@ -106,8 +118,12 @@ def test_latents_of_images_are_those_of_plain_diffusers_and_are_decoded_as_by_it
     given = diffusers.image_processor.VaeImageProcessor().preprocess(list(map(Image.fromarray, pixels)))
     with torch.no_grad():
         latents = own.encode_images(vae, pixels)
-        assert latents.shape == (2, *checkpoint.latent_shape(replace(DENOISING, num_frames=1)))
-        if hasattr(vae.config, "scaling_factor") and getattr(vae.config, "latents_mean", None) is None:
+        assert latents.shape == (2, *checkpoint.latent_shape(replace(DENOISING, num_images=own.num_images[0])))
+        if hasattr(vae, "bn"):  # of FLUX.2, with a normalisation of tiles
+            raw = vae.encode(given).latent_dist.mode()
+            tiles = diffusers.Flux2KleinPipeline._patchify_latents(raw)
+            expected = tiles / np.sqrt(1 + vae.config.batch_norm_eps)
+        elif hasattr(vae.config, "scaling_factor") and getattr(vae.config, "latents_mean", None) is None:
             found, shift = vae.encode(given), vae.config.get("shift_factor") or 0
             raw = found.latent if hasattr(found, "latent") else found.latent_dist.mode()
             expected = (raw - shift) * vae.config.scaling_factor
@@ -208,13 +224,65 @@ def test_a_known_pipeline_that_cannot_be_trained_is_refused_with_its_reason(tmp_
     assert REFUSED[name] in str(error.value)
 
 
-def test_two_transformers_are_refused(tmp_path: Path) -> None:
-    index = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"two transformers.*choose a checkpoint of Wan 2\.1"):
-        flow_family_at(tmp_path)
-    (tmp_path / "model_index.json").write_text(json.dumps(index | {"transformer_2": [None, None]}))
-    assert flow_family_at(tmp_path) is FAMILIES["WanPipeline"]
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["flux", "z-image"])
+def test_a_row_does_not_depend_on_how_many_there_are(name: str, tmp_path: Path) -> None:
+    checkpoint = FlowCheckpoint(str(write_tiny_flow(name, tmp_path / name)))
+    model, shape = checkpoint.transformer(torch.float32).eval(), checkpoint.latent_shape(DENOISING)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.08)
+    latents, times = torch.randn(24, *shape), torch.full((24,), 500.0)
+    with torch.no_grad():
+        given = checkpoint.family.encode(checkpoint.encoder(), "a red cube", 32)
+
+        def of(num: int) -> torch.Tensor:
+            conditions = {key: value.expand(num, *value.shape[1:]) for key, value in given.items()}
+            return velocities(model, checkpoint.family, latents[:num], times[:num], conditions, None, 1.0)
+
+        for num in (1, 4, 7, 11, 13):
+            assert torch.equal(of(num), of(24)[:num])
+
+
+@pytest.fixture(scope="module")
+def wan2_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_flow("wan2.2", tmp_path_factory.mktemp("wan2.2") / "model")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("times", [(999.0, 875.0, 874.0, 500.0), (1.0,) * 4, (900.0,) * 4], ids=str)
+def test_each_row_is_computed_by_the_transformer_of_its_noise_level(wan2_2: Path, times: tuple) -> None:
+    both = FlowCheckpoint(str(wan2_2)).transformer(torch.float32).train()
+    latents, text = torch.randn(4, 16, 1, 4, 4), torch.randn(4, 8, 32)
+    found = both(hidden_states=latents, timestep=torch.tensor(times), encoder_hidden_states=text, return_dict=False)[0]
+    for n, time in enumerate(times):
+        network = both.get_submodule("transformer" if time >= 875 else "transformer_2")
+        one = slice(n, n + 1)
+        [expected] = network(latents[one], torch.tensor([time]), text[one], return_dict=False)
+        torch.testing.assert_close(found[one], expected)
+    found.sum().backward()
+    missing = [name for name, parameter in both.named_parameters() if parameter.grad is None]
+    assert not [name for name in missing if "norm2" not in name], "ranks gather the parameters of both"
+    both.eval()
+    found = both(hidden_states=latents, timestep=torch.tensor(times), encoder_hidden_states=text, return_dict=False)[0]
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_of_two_transformers_is_trained(wan2_2: Path, rank: int) -> None:
+    words = ["policy=tiny_wan2_2", f"policy.model={wan2_2}", "sampler=flow", *NO_REFERENCE, f"policy.lora.rank={rank}"]
+    config = load_config([*words, "policy.freeze=[transformer_2.]"], is_complete=False)
+    manifest = checkpoint_manifest(FlowCheckpoint(str(wan2_2)).weights_folder, "float32")
+    names = {spec.name for spec in manifest.tensors}
+    model, weights = unread_trained_model(config)
+    assert names == {name for name, _ in weights} == set(model.state_dict())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and trained == {name for name in names if name.startswith("transformer.")}
+    sent = (
+        adapted_modules(manifest, config.policy)
+        if rank
+        else [t.name for t in pushed_manifest(manifest, config).tensors]
+    )
+    assert sent and all(name.startswith("transformer.") for name in sent)
 
 
 def test_a_missing_part_is_named(flux: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from torch.distributions import Normal
 
 from mobula.cluster.records.actions import PatchActions, to_bfloat16
 from mobula.configs.schema.rollout import ImagePatchesConfig
-from mobula.learner.policies.flow.codec import RELEASED, ImageCodec, from_patches, patches
+from mobula.learner.policies.flow.codec import RELEASED, ImageCodec
+from mobula.learner.policies.flow.family import packed, unpacked
 from mobula.learner.policies.flow.policy import Denoising, StepRescoring
 from mobula.learner.policies.flow.tiny.patches import write_tiny_patches
 from mobula.learner.policies.image_patches import (
@@ -106,10 +107,10 @@ def test_the_released_layout() -> None:
 
 def test_tokens_are_tiles_of_channels_row_by_row() -> None:
     latents = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6).float()
-    tokens = patches(latents, 2)
+    tokens = packed(latents, 2)
     assert tokens.shape == (2, 6, 12)
     expected = torch.einsum("nchpwq->nhwcpq", latents.reshape(2, 3, 2, 2, 3, 2)).reshape(2, 6, 12)
-    assert torch.equal(tokens, expected) and torch.equal(from_patches(tokens, 2, 2), latents)
+    assert torch.equal(tokens, expected) and torch.equal(unpacked(tokens, 4, 6), latents)
 
 
 def test_positions_are_sines_of_the_column_and_of_the_row() -> None:

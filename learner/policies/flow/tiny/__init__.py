@@ -9,10 +9,18 @@ import torch
 TINY_FLOW = {
     "sd3": "sd3",
     "sd3_glyphs": "sd3_glyphs",
+    "sd3-img2img": "sd3_img2img",
     "flux": "flux",
+    "flux-kontext": "flux_kontext",
+    "flux-kontext-letters": "flux_kontext_letters",
+    "flux2": "flux2",
     "qwen-image": "qwen_image",
+    "qwen-image-edit": "qwen_image_edit",
+    "z-image": "z_image",
     "sana": "sana",
     "wan": "wan",
+    "wan2.2": "wan2_2",
+    "wan-i2v": "wan_i2v",
     "cosmos2": "cosmos2",
     "cosmos2.5": "cosmos2_5",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -101,6 +102,15 @@ def qwen_encoder(seed: int) -> tuple[hf.PreTrainedModel, hf.Qwen2Tokenizer]:
 
 
 CHANNELS = 16  # of latents
+IMAGE_VAE: dict[str, Any] = {
+    "block_out_channels": (16, 16),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "latent_channels": CHANNELS,
+    "norm_num_groups": 8,
+    "layers_per_block": 1,
+    "sample_size": 32,
+}
 VIDEO_VAE: dict[str, Any] = {
     "base_dim": 8,
     "z_dim": CHANNELS,
@@ -113,17 +123,7 @@ VIDEO_VAE: dict[str, Any] = {
 def image_vae() -> diffusers.AutoencoderKL:
     """One halving; scale and shift are those of Stable Diffusion 3."""
     return diffusers.AutoencoderKL(
-        block_out_channels=(16, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=CHANNELS,
-        norm_num_groups=8,
-        layers_per_block=1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
-        sample_size=32,
+        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.5305, shift_factor=0.0609, **IMAGE_VAE
     )
 
 
@@ -161,6 +161,12 @@ def sd3(seed: int) -> Any:
     SD3.5."""
     transformer = _sd3_transformer(16, 2, CHANNELS, num_layers=2, dual_attention_layers=(0,))
     return _sd3_pipeline(transformer, image_vae(), clip_tokenizer(), clip_encoder)
+
+
+def sd3_img2img(seed: int) -> Any:
+    """The same as a pipeline that starts from an image."""
+    parts = {name: part for name, part in sd3(seed).components.items() if part is not None}
+    return diffusers.StableDiffusion3Img2ImgPipeline(**parts)
 
 
 def _sd3_pipeline(
@@ -202,22 +208,30 @@ FLUX_CLIP_SIZE, FLUX_T5_SIZE = 32, 32
 
 def flux(seed: int) -> Any:
     """Pipeline for images of 32 x 32."""
+    return _flux_pipeline(diffusers.FluxPipeline, image_vae(), CHANNELS)
+
+
+def flux_kontext(seed: int) -> Any:
+    """Pipeline that edits images of 32 x 32."""
+    return _flux_pipeline(diffusers.FluxKontextPipeline, image_vae(), CHANNELS)
+
+
+def _flux_pipeline(pipeline: Any, vae: Any, channels: int, **own: Any) -> Any:
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    return diffusers.FluxPipeline(
+    sizes: dict[str, Any] = {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": True, **own}
+    return pipeline(
         transformer=diffusers.FluxTransformer2DModel(
             patch_size=1,
-            in_channels=4 * CHANNELS,
-            num_layers=1,
-            num_single_layers=1,
+            in_channels=4 * channels,
             attention_head_dim=16,
             num_attention_heads=4,
             joint_attention_dim=FLUX_T5_SIZE,
             pooled_projection_dim=FLUX_CLIP_SIZE,
             axes_dims_rope=(4, 4, 8),
-            guidance_embeds=True,
+            **sizes,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=image_vae(),
+        vae=vae,
         text_encoder=hf.CLIPTextModel(_clip_config(clip, FLUX_CLIP_SIZE)),
         tokenizer=clip,
         text_encoder_2=t5_encoder(t5, FLUX_T5_SIZE),
@@ -225,10 +239,68 @@ def flux(seed: int) -> Any:
     )
 
 
+def flux2(seed: int) -> Any:
+    """FLUX.2 klein for images of 32 x 32; the pipeline reads layers 9, 18 and 27 of its text encoder."""
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    row = replace(TINY["qwen3"], text={**small, "head_dim": 16, "num_hidden_layers": 28})
+    tokenizer = row.new_tokenizer()
+    return diffusers.Flux2KleinPipeline(
+        transformer=diffusers.Flux2Transformer2DModel(
+            in_channels=4 * CHANNELS,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=3 * small["hidden_size"],
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=diffusers.AutoencoderKLFlux2(**IMAGE_VAE),
+        text_encoder=row.new_model(tokenizer, seed=seed),
+        tokenizer=tokenizer,
+    )
+
+
+def z_image(seed: int) -> Any:
+    """Pipeline for images of 32 x 32."""
+    row = TINY["qwen3"]
+    tokenizer = row.new_tokenizer()
+    encoder = row.new_model(tokenizer, seed=seed)
+    return diffusers.ZImagePipeline(
+        transformer=diffusers.ZImageTransformer2DModel(
+            in_channels=CHANNELS,
+            dim=64,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=4,
+            n_kv_heads=4,
+            cap_feat_dim=encoder.config.hidden_size,
+            axes_dims=[4, 6, 6],
+            axes_lens=[1024, 64, 64],
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=image_vae(),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+    )
+
+
 def qwen_image(seed: int) -> Any:
     """Pipeline for images of 32 x 32 and more."""
+    return _qwen_image_pipeline(diffusers.QwenImagePipeline, seed)
+
+
+def qwen_image_edit(seed: int) -> Any:
+    """Pipeline that edits images of 32 x 32 and more."""
+    row = TINY["qwen2.5-vl"]
+    return _qwen_image_pipeline(diffusers.QwenImageEditPipeline, seed, processor=row.new_processor(row.new_tokenizer()))
+
+
+def _qwen_image_pipeline(pipeline: Any, seed: int, **own: Any) -> Any:
     encoder, tokenizer = qwen_encoder(seed)
-    return diffusers.QwenImagePipeline(
+    return pipeline(
         transformer=diffusers.QwenImageTransformer2DModel(
             in_channels=4 * CHANNELS,
             out_channels=CHANNELS,
@@ -242,6 +314,7 @@ def qwen_image(seed: int) -> Any:
         vae=diffusers.AutoencoderKLQwenImage(**VIDEO_VAE),
         text_encoder=encoder,
         tokenizer=tokenizer,
+        **own,
     )
 
 
@@ -278,23 +351,52 @@ WAN_T5_SIZE = 32
 
 def wan(seed: int) -> Any:
     """Pipeline for videos of 32 x 32 and more."""
+    return _wan_pipeline(diffusers.WanPipeline, {})
+
+
+def wan2_2(seed: int) -> Any:
+    """The same with two transformers; that for high noise levels has the first of four steps, or two."""
+    shape = {"in_channels": CHANNELS}
+    return _wan_pipeline(diffusers.WanPipeline, {}, transformer_2=_wan_transformer(shape), boundary_ratio=0.875)
+
+
+def wan_i2v(seed: int) -> Any:
+    """Pipeline that continues an image of 32 x 32 and more."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    clip = hf.CLIPVisionModel(hf.CLIPVisionConfig(image_size=32, patch_size=8, **sizes))
+    images = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    network = {"in_channels": 2 * CHANNELS + 4, "image_dim": sizes["hidden_size"], "added_kv_proj_dim": 4 * 24}
+    return _wan_pipeline(diffusers.WanImageToVideoPipeline, network, image_encoder=clip, image_processor=images)
+
+
+def _wan_pipeline(pipeline: Any, network: dict[str, int], **own: Any) -> Any:
     tokenizer = t5_tokenizer()
-    return diffusers.WanPipeline(
+    return pipeline(
         tokenizer=tokenizer,
         text_encoder=hf.UMT5EncoderModel(hf.UMT5Config(**_t5_sizes(tokenizer, WAN_T5_SIZE))),
         vae=video_vae(),
         scheduler=diffusers.UniPCMultistepScheduler(**FLOW_LEVELS),
-        transformer=diffusers.WanTransformer3DModel(
-            in_channels=CHANNELS,
-            out_channels=CHANNELS,
-            num_attention_heads=4,
-            attention_head_dim=24,
-            text_dim=WAN_T5_SIZE,
-            freq_dim=32,
-            ffn_dim=128,
-            num_layers=2,
-            rope_max_seq_len=64,
-        ),
+        transformer=_wan_transformer({"in_channels": CHANNELS, **network}),
+        **own,
+    )
+
+
+def _wan_transformer(shape: dict[str, int]) -> diffusers.WanTransformer3DModel:
+    return diffusers.WanTransformer3DModel(
+        out_channels=CHANNELS,
+        num_attention_heads=4,
+        attention_head_dim=24,
+        text_dim=WAN_T5_SIZE,
+        freq_dim=32,
+        ffn_dim=128,
+        num_layers=2,
+        rope_max_seq_len=64,
+        **shape,
     )
 
 
@@ -375,40 +477,60 @@ def sd3_glyphs(seed: int) -> Any:
     clip = clip_tokenizer()
     clip.model_max_length = GLYPHS_CLIP_TOKENS
     transformer = _sd3_transformer(SIDE, PATCH, 1, num_layers=3)
-    at_zero = (".norm1.linear.", ".norm1_context.linear.", "norm_out.linear.", "proj_out.")
+    _begin_at_zero(transformer)
+    return _sd3_pipeline(transformer, pixel_codec(1), clip, _loud_clip)
+
+
+def flux_kontext_letters(seed: int) -> Any:
+    """Pipeline of 0.3 M parameters that edits images of 12 x 12, with the same beginning."""
+    pipeline = _flux_pipeline(
+        diffusers.FluxKontextPipeline, pixel_codec(3), 3, num_layers=2, num_single_layers=2, guidance_embeds=False
+    )
+    _begin_at_zero(pipeline.transformer)
+    for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
+        _make_loud(encoder)
+    return pipeline
+
+
+def _begin_at_zero(transformer: nn.Module) -> None:
+    at_zero = (".norm.linear.", ".norm1.linear.", ".norm1_context.linear.", "norm_out.linear.", "proj_out.")
     for name, parameter in transformer.named_parameters():
         if any(part in name for part in at_zero):
             nn.init.zeros_(parameter)
-    return _sd3_pipeline(transformer, grey_codec(), clip, _loud_clip)
 
 
 @torch.no_grad()
-def grey_codec() -> diffusers.AutoencoderTiny:
-    """A VAE whose latents are the grey levels of the pixels, from -1 to 1: one channel, as large as the image."""
+def pixel_codec(channels: int) -> diffusers.AutoencoderTiny:
+    """A VAE whose latents are the levels of the pixels, from -1 to 1, as large as the image: their mean, or all three
+    channels."""
     vae = diffusers.AutoencoderTiny(
-        latent_channels=1,
-        encoder_block_out_channels=(2,),
-        decoder_block_out_channels=(2,),
+        latent_channels=channels,
+        encoder_block_out_channels=(max(2, channels),),
+        decoder_block_out_channels=(2 * channels,),
         num_encoder_blocks=(0,),
         num_decoder_blocks=(0,),
         scaling_factor=1 / SCALE,
     )
-    mean, scaled = vae.encoder.layers  # of pixels from 0 to 1
+    mixed, scaled = vae.encoder.layers  # of pixels from 0 to 1
     signs, _, joined = vae.decoder.layers  # the middle one is a ReLU, so both signs of a number pass it
-    for layer in (mean, scaled, signs, joined):
+    for layer in (mixed, scaled, signs, joined):
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
-    mean.weight[0, :, 1, 1] = 1 / 3
-    scaled.weight[0, 0, 1, 1] = 2 * SCALE
+    same = torch.eye(channels)
+    mixed.weight[:channels, :, 1, 1] = same if channels == 3 else 1 / 3
+    scaled.weight[:, :channels, 1, 1] = 2 * SCALE * same
     scaled.bias.fill_(-SCALE)
-    signs.weight[:, 0, 1, 1] = torch.tensor([1.0, -1.0])
-    joined.weight[:, :, 1, 1] = torch.tensor([1.0, -1.0]) / (2 * SCALE)
+    signs.weight[:, :, 1, 1] = torch.cat([same, -same])
+    joined.weight[:, :, 1, 1] = torch.cat([same, -same], 1).expand(3, -1) / (2 * SCALE)
     joined.bias.fill_(0.5)
     return vae
 
 
 def _loud_clip(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextModelWithProjection:
-    model = clip_encoder(tokenizer, hidden_size)
+    return _make_loud(clip_encoder(tokenizer, hidden_size))
+
+
+def _make_loud(model: Any) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=1.0 if "embedding" in name else 1 / math.sqrt(parameter.shape[-1]))

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from mobula.learner.policies.nextstep.model import AREA, HeadBlock, HeadOutput, NextStep, NextStepConfig
+from mobula.learner.policies.nextstep.model import AREA, NextStep, NextStepConfig
 from mobula.learner.policies.tiny.writing import build_tokenizer, decoder_config, token_id
 
 TINY_PATCHES = "nextstep"  # `mobula init-model` without `tiny-`
@@ -18,7 +19,7 @@ BEGIN, END, PLACEHOLDER = "<|begin_of_image|>", "<|end_of_image|>", "<|image_pla
 def write_tiny_patches(folder: Path, *, seed: int = 0) -> Path:
     """Writes a checkpoint of 0.8 M parameters into `folder`, and returns `folder`."""
     try:
-        from mobula.learner.policies.flow.tiny.models import grey_codec
+        from mobula.learner.policies.flow.tiny.models import pixel_codec
     except ModuleNotFoundError as error:
         if error.name != "diffusers":
             raise
@@ -41,12 +42,10 @@ def write_tiny_patches(folder: Path, *, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = NextStep(config)
-    for module in model.modules():  # a new head predicts 0, and its blocks are the identity
-        if isinstance(module, HeadBlock | HeadOutput):
-            module.adaLN_modulation[-1].weight.data.zero_()
-        if isinstance(module, HeadOutput):
-            module.linear.weight.data.zero_()
+    for name, weight in model.named_parameters():  # a new head predicts 0, and its blocks are the identity
+        if name.endswith(("adaLN_modulation.1.weight", "final_layer.linear.weight")):
+            nn.init.zeros_(weight)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    grey_codec().save_pretrained(folder / "vae")
+    pixel_codec(1).save_pretrained(folder / "vae")
     return folder

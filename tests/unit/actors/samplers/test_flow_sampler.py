@@ -206,7 +206,7 @@ async def test_a_prompt_without_its_negative_is_refused(folder: Path) -> None:
 
 
 def test_a_window_must_lie_in_the_schedule_and_end_before_cps_adds_no_noise() -> None:
-    with pytest.raises(ValueError, match=r"the stochastic steps \[3, 7\) are not within the 6 steps"):
+    with pytest.raises(ValueError, match=r"the stochastic steps \[3, 7\) are not within the steps \[0, 6\)"):
         replace(DENOISING, window_start=3, window_end=7)
     with pytest.raises(ValueError, match="the last step of cps adds no noise"):
         replace(DENOISING, kernel="cps", window_end=6)

@@ -20,6 +20,7 @@ from PIL import Image
 from mobula.cluster.errors import DatasetError, RewardError, RolloutError
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, to_line
 from mobula.cluster.metrics.summary import paired_gains
+from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import (
     Answers,
     Generated,
@@ -270,6 +271,16 @@ async def test_a_sheet_has_all_images_and_the_report_shows_it_with_its_hash(tmp_
     sheet.write_bytes(flat_image(0))
     with pytest.raises(ValueError, match="put the file of the run back"):
         write_report(folder)
+
+
+async def test_a_sheet_shows_condition_images_before_the_images_made_of_them(tmp_path: Path) -> None:
+    shown = scored(0, 100, 200)
+    medium = ProcessedMedia("condition", {}, thumbnail=flat_image(10))
+    handle = MediaHandle("key", "condition", 1, medium, "the text 'make it red'")
+    prompt = replace(shown.prompt, media=(handle,), media_spans=(MediaSpan(0, 0),))
+    await ContactSheets(tmp_path, timeout_s=1).write(HELD_OUT, 0, [replace(shown, prompt=prompt)])
+    pixels = np.asarray(Image.open(tmp_path / "held_out-0.png").convert("L"))
+    assert pixels.shape == (34 + 2, 3 * 34 + 2) and pixels[10, [10, 44, 78]].tolist() == [10, 100, 200]
 
 
 async def test_an_excluded_prompt_has_no_images_and_no_images_no_sheet(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mobula.rewards.contract import (
     evaluate_batch,
 )
 from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.environments import python_of
 from mobula.rewards.tools import Tools
 
 RECIPE = "recipe"  # component name in errors if a response has no recipe, or its sum is not finite
@@ -207,9 +208,10 @@ def response_digest(response: Response) -> bytes:
     return digest.digest()
 
 
-def _build(component: RewardComponent, tools: Tools) -> Component:
+def _build(component: RewardComponent, rewards: RewardsConfig, tools: Tools) -> Component:
     try:
-        function = build_function(component.function, component.options, tools)
+        own = tools.of_python(python_of(component, rewards, tools.start_timeout_s))
+        function = build_function(component.function, component.options, own)
     except ValueError as error:
         raise ValueError(f"rewards.components[{component.name}]: {error}") from error
     return Component(component.name, function, retries=component.retries, cache_entries=component.cache_entries)
@@ -228,7 +230,7 @@ class RewardScoring:
         self.book = RecipeBook(rewards)
         order = rewards.gate_order()  # a component comes after the components of its gates
         chosen = sorted(rewards.components, key=lambda component: order.index(component.name))
-        self.components = tuple(_build(c, tools) for c in chosen if service in (None, c.service))
+        self.components = tuple(_build(c, rewards, tools) for c in chosen if service in (None, c.service))
 
     @property
     def num_retried(self) -> int:

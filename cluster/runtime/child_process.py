@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -41,10 +41,17 @@ class ChildProcess:
     """
 
     def __init__(
-        self, *, env: Mapping[str, str] | None = None, memory_limit_bytes: int = -1, is_silent: bool = False
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        memory_limit_bytes: int = -1,
+        is_silent: bool = False,
+        command: Sequence[str] = (),
     ) -> None:
-        """`env` extends the environment. `memory_limit_bytes` limits the data segment (-1: no limit)."""
+        """`env` extends the environment. `memory_limit_bytes` limits the data segment (-1: no limit). `command` starts
+        another program that answers as `serve` does, with the number of its pipe as the last argument."""
         self._env = env or {}
+        self._command = command
         self._memory_limit_bytes = memory_limit_bytes
         self._is_silent = is_silent
         self._process: subprocess.Popen[bytes] | None = None
@@ -102,16 +109,20 @@ class ChildProcess:
     def _start(self) -> Connection:
         self._connection, theirs = Pipe()
         with theirs:
-            arguments = [str(theirs.fileno()), str(self._memory_limit_bytes)]
+            command, path = [*self._command, str(theirs.fileno())], {}
+            if not self._command:
+                own = [sys.executable, "-P", "-m", "mobula.cluster.runtime.child_process"]
+                command = [*own, str(theirs.fileno()), str(self._memory_limit_bytes)]
+                path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             output = subprocess.DEVNULL if self._is_silent else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mobula.cluster.runtime.child_process", *arguments],
+                command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 process_group=0,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **self._env},
+                env={**os.environ, **path, **self._env},
             )
         return self._connection
 

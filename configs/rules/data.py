@@ -123,6 +123,13 @@ def _flaws(rewards: RewardsConfig) -> Iterator[str]:
     for component in rewards.components:
         if component.function.endswith(".py"):
             yield f"rewards.components[{component.name}].function {without_name(component.function)}"
+        if component.requirements and component.python:
+            yield f"rewards.components[{component.name}] has requirements and python: give one of them"
+        if (component.requirements or component.python) and ":" not in component.function:
+            yield (
+                f"rewards.components[{component.name}].function={component.function} is built in and has the packages of "
+                "Mobula: leave requirements and python out, or name your own FILE.py:function"
+            )
     if not rewards.recipes and all(component.weight == 0 or not component.trained for component in rewards.components):
         yield (
             f"rewards.components has {len(rewards.components)} parts and none is trained with a weight, so every "

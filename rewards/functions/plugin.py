@@ -21,28 +21,36 @@ CALL = (
     "request.references and request.metadata"
 )
 
+BATCH = "requests"  # the name of the first parameter of a function that scores a batch
 EXAMPLE = RewardRequest(Response("", 0, is_truncated=False), (), {}, "")
 OF_OTHER_TRAINERS = ("completions", "prompts", "responses", "data_source", "solution_str", "solution_strs")
 
 
 class Plugin:
     """Calls `function(request, **options)`, which may be an `async def` and returns a finite number, a mapping with
-    `score`, or a `Score`.
+    `score`, or a `Score`. A function whose first parameter is `requests` is given the responses of a batch, and returns
+    a list.
 
     If the function hangs, raises, exits or crashes, the response has no score, and a hung or dead process is replaced.
     Module state of the function lives in each process separately and is lost with the process.
     """
 
-    def __init__(self, tools: Tools, target: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, tools: Tools, target: str, options: Mapping[str, Any], *, takes_batch: bool = False) -> None:
+        self._takes_batch = takes_batch
         self._isolated = tools.isolated
         self._target = target
         self._options = dict(options)
 
     def __call__(self, request: RewardRequest) -> Any:
-        return self._isolated.call(self._target, request, **self._options)
+        return self.score_batch([request])[0]
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome | Any]:
-        """Calls the function concurrently, one call per process."""
+        """Calls the function concurrently, one call per process; once if it scores a batch."""
+        if self._takes_batch:
+            scores = self._isolated.call_batch(self._target, requests, **self._options)
+            if not isinstance(scores, list | tuple):
+                raise RewardError(f"{self._target} takes requests and returned {type(scores).__name__}: return a list")
+            return list(scores)
         calls = [(request,) for request in requests]
         return call_each(self._isolated, self._target, calls, lambda result: result, **self._options)
 

@@ -33,7 +33,8 @@ def _settled(work: Callable[[], Any]) -> Reply:
 
 
 def _result(result: Any) -> Any:
-    return portable(_loop().run_until_complete(_awaited(result)) if inspect.isawaitable(result) else result)
+    result = _loop().run_until_complete(_awaited(result)) if inspect.isawaitable(result) else result
+    return [portable(each) for each in result] if isinstance(result, list) else portable(result)
 
 
 @cache

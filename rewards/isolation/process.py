@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -64,6 +65,7 @@ class InTime:
             raise TimedOutError(f"waited {timeout_s:.3g} s for {what}") from None
 
 
+FOREIGN = Path(__file__).with_name("foreign.py")
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge expression in an answer must not take the memory of the engines
 
 
@@ -84,10 +86,13 @@ class IsolatedProcess:
         isolated.call("math:factorial", 5)  # 120
     """
 
-    def __init__(self, *, timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(self, *, timeout_s: float, start_timeout_s: float, python: str = "") -> None:
+        """`python` runs functions with other packages, by `foreign.py`, without a limit of memory."""
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._child = ChildProcess(memory_limit_bytes=MEMORY_LIMIT_BYTES)
+        self._child = ChildProcess(
+            memory_limit_bytes=MEMORY_LIMIT_BYTES, command=(python, str(FOREIGN)) if python else ()
+        )
         self._loaded: set[str] = set()
         self._importing: _Import | None = None
         self.deadline = math.inf
@@ -100,8 +105,15 @@ class IsolatedProcess:
         """Returns the result of `target(*args, **kwargs)`. Arguments and result are pickled; a coroutine is awaited.
         The import of the target's module has `start_timeout_s`, the call `timeout_s`. An import that still runs at the
         deadline is not killed: a later call waits for it."""
+        return self._called(1, target, args, kwargs)
+
+    def call_batch(self, target: str, batch: Sequence[Any], **kwargs: Any) -> Any:
+        """Returns the result of `target(batch, **kwargs)`, with `timeout_s` for each entry."""
+        return self._called(len(batch), target, (list(batch),), kwargs)
+
+    def _called(self, num: int, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._load(target, args, kwargs)  # with the arguments: unpickling them imports modules, too
-        timeout_s = max(0.0, min(self._timeout_s, self.deadline - time.monotonic()))
+        timeout_s = max(0.0, min(num * self._timeout_s, self.deadline - time.monotonic()))
         with self._failures(target):
             try:
                 succeeded, result = self._child.call(timeout_s, child.call, target, args, kwargs)
@@ -198,17 +210,32 @@ class IsolatedPool:
         pool.call_many("math:factorial", [(5,), (-1,), (3,)])  # [120, RewardError(...), 6]
     """
 
-    def __init__(self, *, num_processes: int, timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(self, *, num_processes: int, timeout_s: float, start_timeout_s: float, python: str = "") -> None:
         if num_processes < 1:
             raise ValueError(f"num_processes={num_processes}: at least one process has to make the calls")
         self._processes = [
-            IsolatedProcess(timeout_s=timeout_s, start_timeout_s=start_timeout_s) for _ in range(num_processes)
+            IsolatedProcess(timeout_s=timeout_s, start_timeout_s=start_timeout_s, python=python)
+            for _ in range(num_processes)
         ]
+        self._num_processes, self._timeout_s, self._start_timeout_s = num_processes, timeout_s, start_timeout_s
         self.deadline = math.inf
+
+    def of_python(self, python: str) -> IsolatedPool:
+        """A pool of as many processes, with the same timeouts, that runs `python`."""
+        return IsolatedPool(
+            num_processes=self._num_processes,
+            timeout_s=self._timeout_s,
+            start_timeout_s=self._start_timeout_s,
+            python=python,
+        )
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
         self._processes[0].deadline = self.deadline
         return self._processes[0].call(target, *args, **kwargs)
+
+    def call_batch(self, target: str, batch: Sequence[Any], **kwargs: Any) -> Any:
+        self._processes[0].deadline = self.deadline
+        return self._processes[0].call_batch(target, batch, **kwargs)
 
     def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """Returns `target(*args, **kwargs)` for each args in `calls`; a failed call gives its `RewardError`."""

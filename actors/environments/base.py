@@ -56,11 +56,21 @@ Observation = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call. `parameters` maps the name of an argument to its description."""
+    """A function that the policy may call. `parameters` maps the name of an argument to its description; `schema` is
+    the JSON schema of its arguments, if there is one."""
 
     name: str
     description: str
     parameters: Mapping[str, str]  # a name that starts with ** allows arguments with any name
+    schema: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def declaration(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        properties = {name: {"description": text} for name, text in self.parameters.items()}
+        schema = dict(self.schema) or {"type": "object", "properties": properties}
+        function = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -101,13 +111,15 @@ class EnvironmentSpec:
 
     `is_deterministic`: equal seeds and actions give equal observations. If a rollout actor is lost, a deterministic
     episode continues on another actor by replaying its turns; other episodes start again. `demonstrates`: the
-    environment is a `Demonstrator`.
+    environment is a `Demonstrator`. `plays_rows`: the prompts are rows of data; a reset gets the row's images and turns
+    as options, and gives no observation.
     """
 
     max_turns: int
     tools: tuple[Tool, ...] = ()
     is_deterministic: bool = True
     demonstrates: bool = False
+    plays_rows: bool = False
 
 
 class Reset(NamedTuple):
@@ -286,9 +298,13 @@ def spec_to_json(spec: EnvironmentSpec) -> Json:
 
 
 def spec_from_json(given: Mapping[str, Any]) -> EnvironmentSpec:
-    tools = tuple(Tool(t["name"], t["description"], t["parameters"]) for t in given["tools"])
+    tools = tuple(Tool(t["name"], t["description"], t["parameters"], t["schema"]) for t in given["tools"])
     return EnvironmentSpec(
-        int(given["max_turns"]), tools, bool(given["is_deterministic"]), demonstrates=bool(given["demonstrates"])
+        int(given["max_turns"]),
+        tools,
+        bool(given["is_deterministic"]),
+        demonstrates=bool(given["demonstrates"]),
+        plays_rows=bool(given["plays_rows"]),
     )
 
 

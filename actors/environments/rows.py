@@ -1,47 +1,118 @@
-"""environment_split: the prompts of an environment, a row with the first observation for each seed."""
+"""Rows of episodes: first observations of an environment, one for each seed, or rows of data with tools."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import base64
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from mobula.actors.datasets.media import EncodedFile
 from mobula.actors.datasets.rows import Row, Split, Turn
 from mobula.actors.environments.base import (
     SEEDS_A_SPLIT,
+    EnvironmentSpec,
     EpisodeError,
     Message,
     Reset,
+    describe_tools,
     observation_hash,
     row_text,
 )
 from mobula.actors.environments.hosts.pool import EnvironmentPool
-from mobula.cluster.errors import DatasetError
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.errors import DatasetError, PromptError
+from mobula.cluster.records.markup import literal, verbatim
+from mobula.cluster.records.media import SHOWN_SIZES, ProcessedMedia
+from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema.data import EnvironmentConfig
 
+T = TypeVar("T")
+
+DEMONSTRATION = "demonstration"  # metadata key: texts of good turns
 ENVIRONMENT = "environment"  # the key of a row's metadata
 SPLITS = ("train", "validation", "test")
 
 
 def environment_split(config: EnvironmentConfig, name: str, *, takes_images: bool) -> Split[Row]:
     """Builds the rows of one split. The seeds of splits are disjoint. Each seed is reset once; the first seed twice, to
-    check that observations depend only on the seed. There is no cluster yet: with `environment.host=ray`, a local
-    process is used."""
+    check that observations depend only on the seed."""
     counts = dict(zip(SPLITS, (config.num_train, config.num_validation, config.num_test), strict=True))
     if name not in counts:
         raise DatasetError(f"environment.name={config.name} has no split {name!r}: use {', '.join(SPLITS)}")
-    if config.host == "ray":
-        config = config.model_copy(update={"host": "process"})
     first = SPLITS.index(name) * SEEDS_A_SPLIT
     seeds = range(first, first + counts[name])
+    return Split(name, _checked(config, partial(_rows, seeds=seeds, takes_images=takes_images)), ())
+
+
+class RowPlayer:
+    """Makes a row of data a task of an environment that plays rows: the tools are in its prompt, as the chat template
+    writes them, or described in the system turn if it ignores them."""
+
+    def __init__(self, spec: EnvironmentSpec, chat: ChatProcessor) -> None:
+        self._tools = [tool.declaration for tool in spec.tools]
+        turns, given = [("user", "a question")], json.dumps({"tools": self._tools})
+        is_shown = chat.render(turns, is_open=True, template=given) != chat.render(turns, is_open=True)
+        self._described = "" if is_shown else verbatim(literal(describe_tools(spec.tools)))
+        self._has_system = True
+        try:
+            chat.render([("system", "a rule"), *turns], is_open=True)
+        except PromptError:
+            self._has_system = False
+
+    def __call__(self, row: Row) -> Row:
+        row = replace(row, metadata={**row.metadata, ENVIRONMENT: {}})
+        if not self._described:
+            return replace(row, template=json.dumps({**json.loads(row.template or "{}"), "tools": self._tools}))
+        if not self._has_system:
+            return replace(row, question=f"{self._described}\n{row.question}")
+        if row.history and row.history[0].role == "system":
+            system, *rest = row.history
+            return replace(row, history=(replace(system, text=f"{system.text}\n{self._described}"), *rest))
+        return replace(row, history=(Turn("system", self._described), *row.history))
+
+
+def row_player(config: EnvironmentConfig, chat: ChatProcessor) -> RowPlayer:
+    """Starts the environment once, for its tools. Raises: DatasetError: it plays no rows, or does not start."""
+    spec = _checked(config, partial(_spec, takes_images=chat.takes_images))
+    if not spec.plays_rows:
+        raise DatasetError(
+            f"environment.name={config.name} makes its own prompts: set data=environment, or environment=image_tools, "
+            "which plays rows of data"
+        )
+    return RowPlayer(spec, chat)
+
+
+def row_options(prompt: Prompt, media: Sequence[ProcessedMedia]) -> dict[str, Any]:
+    """The options of a reset that plays the row of `prompt`: its image files, their sizes as the model sees them, and
+    the turns that it demonstrates, else its solution."""
+    files = [base64.b64encode(file).decode("ascii") for each in media for file in each.files]
+    turns = prompt.metadata.get(DEMONSTRATION) or list(prompt.references[1:2])
+    return {"images": files, "shown": prompt.metadata.get(SHOWN_SIZES, ()), "turns": turns}
+
+
+async def _spec(config: EnvironmentConfig, *, takes_images: bool) -> EnvironmentSpec:
+    pool = EnvironmentPool(config, takes_images=takes_images)
+    try:
+        async with pool.session() as session:
+            return session.spec
+    finally:
+        pool.close()
+
+
+def _checked(config: EnvironmentConfig, work: Callable[[EnvironmentConfig], Coroutine[Any, Any, T]]) -> T:
+    """Runs `work` without a cluster: with `environment.host=ray`, in a local process."""
+    if config.host == "ray":
+        config = config.model_copy(update={"host": "process"})
     try:
         with ThreadPoolExecutor(1) as thread:  # asyncio.run fails in a thread with a running loop
-            rows = thread.submit(asyncio.run, _rows(config, seeds, takes_images=takes_images)).result()
+            return thread.submit(lambda: asyncio.run(work(config))).result()
     except EpisodeError as error:
         raise DatasetError(f"environment.name={config.name} cannot be reset ({error.kind}): {error}") from error
-    return Split(name, rows, ())
 
 
 async def _rows(config: EnvironmentConfig, seeds: range, *, takes_images: bool) -> tuple[Row, ...]:
@@ -52,6 +123,10 @@ async def _rows(config: EnvironmentConfig, seeds: range, *, takes_images: bool) 
     rows = []
     try:
         async with pool.session() as session:
+            if session.spec.plays_rows:
+                raise DatasetError(
+                    f"environment.name={config.name} plays rows of data: set data and data.path, not data=environment"
+                )
             first = 0 if is_train else len(stages) - 1
             again = observation_hash((await session.reset(seeds[0], stages[first])).observation)
             for number, seed in enumerate(seeds):

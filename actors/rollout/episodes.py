@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -25,14 +24,14 @@ from mobula.actors.environments.base import (
 )
 from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from mobula.actors.environments.rows import ENVIRONMENT
+from mobula.actors.environments.rows import ENVIRONMENT, row_options
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.actors.rollout.controls import CONTROL, blank_image, controlled_observation
 from mobula.actors.samplers.base import EngineSettings, Sampler
 from mobula.cluster.errors import DatasetError, EnvironmentFailedError, RolloutError
 from mobula.cluster.records.actions import KeptSets, TokenActions
-from mobula.cluster.records.media import MediaHandle, MediaSpan, MediaStore
+from mobula.cluster.records.media import MediaHandle, MediaSpan, MediaStore, ProcessedMedia
 from mobula.cluster.records.partial_response import NOTHING, Attempt, PlayedTurn, SampledSequence, TokenChunk, shifted
 from mobula.cluster.records.trajectory import (
     EpisodeTurn,
@@ -319,8 +318,10 @@ class EpisodeRunner:
     ) -> None:
         """Replays the turns of an earlier attempt, then samples further turns; an `EpisodeError` ends the episode."""
         task = request.prompt.metadata[ENVIRONMENT]
-        start = await session.reset(task["seed"], task["options"])
-        if observation_hash(start.observation) != task["hash"]:
+        if session.spec.plays_rows:
+            media = await self.media.read(request.prompt.media)
+            await session.reset(0, row_options(request.prompt, media))
+        elif observation_hash((await session.reset(task["seed"], task["options"])).observation) != task["hash"]:
             raise EpisodeError(
                 "seed_ignored",
                 f"environment {self.config.name} gave another observation for seed {task['seed']} than its prompt has",
@@ -350,7 +351,11 @@ class EpisodeRunner:
             is_over = episode.finish_reason is not FinishReason.ABORT
             seen = observation_hash(step.observation)
             turns.add(
-                number, sampled, seen, episode.finish_reason if is_over else None, partial(self._response, episode)
+                number,
+                sampled,
+                seen,
+                episode.finish_reason if is_over else None,
+                partial(self._response, request.prompt, episode),
             )
             if is_over:
                 return
@@ -370,8 +375,10 @@ class EpisodeRunner:
             raise RolloutError(f"the engine aborted a turn of {name}")
         return sampled
 
-    def _response(self, episode: Episode) -> Response:
-        text = "\n".join(turn.action for turn in episode.turns)
+    def _response(self, prompt: Prompt, episode: Episode) -> Response:
+        """The text is that of all turns; of a row's episode that of the last one, the answer."""
+        turns = episode.turns if prompt.metadata[ENVIRONMENT] else episode.turns[-1:]
+        text = "\n".join(turn.action for turn in turns)
         is_truncated = episode.finish_reason is FinishReason.TRUNCATED
         return Response(text, sum(episode.mask), is_truncated, turns=tuple(episode.turns), failure=episode.failure)
 
@@ -383,7 +390,7 @@ class EpisodeRunner:
             action_mask=np.array(episode.mask, dtype=bool),
             weight_spans=tuple(episode.weight_spans),
             finish_reason=episode.finish_reason,
-            response=self._response(episode),
+            response=self._response(prompt, episode),
         )
 
     def _note(self, episode: Episode) -> None:
@@ -457,40 +464,49 @@ class Demonstration:
 
 
 class Demonstrations:
-    """Demonstrated episodes by seed, cached, with the tokenisation of sampled episodes. An environment without
+    """Demonstrated episodes, cached, with the tokenisation of sampled episodes. An environment without
     demonstrations gives one turn: the `solution` of the reset."""
 
-    def __init__(self, config: EnvironmentConfig, sampler: SamplerConfig, chat: ChatProcessor, *, model: str) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        sampler: SamplerConfig,
+        chat: ChatProcessor,
+        *,
+        model: str,
+        read: Callable[[Sequence[MediaHandle]], Sequence[ProcessedMedia]],
+    ) -> None:
         """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
         self._config = config
         self._max_turn_tokens = sampler.max_tokens
         self._chat = chat
         self._budget = ObservationBudget(config, chat, model=model, max_images=sampler.max_images_per_prompt)
         self._pool = EnvironmentPool(config, takes_images=chat.takes_images)
-        self._made: dict[int, Demonstration] = {}
+        self._read = read
+        self._made: dict[str, Demonstration] = {}  # by sample id
 
     async def of(self, prompt: Prompt) -> Demonstration:
-        """Returns the demonstrated episode of the prompt's seed."""
-        task = prompt.metadata[ENVIRONMENT]
-        seed = task["seed"]
-        if seed not in self._made:
+        """Returns the demonstrated episode of the prompt."""
+        name = prompt.sample_id
+        if name not in self._made:
             try:
                 async with self._pool.session() as session:
-                    self._made[seed] = await self._demonstrated(prompt, session, task)
+                    self._made[name] = await self._demonstrated(prompt, session)
             except EpisodeError as error:
                 raise DatasetError(
-                    f"environment.name={self._config.name} cannot demonstrate seed {seed} ({error.kind}): {error}"
+                    f"environment.name={self._config.name} cannot demonstrate {name} ({error.kind}): {error}"
                 ) from error
-        return self._made[seed]
+        return self._made[name]
 
     def close(self) -> None:
         self._pool.close()
 
-    async def _demonstrated(
-        self, prompt: Prompt, session: EnvironmentSession, task: Mapping[str, Any]
-    ) -> Demonstration:
-        start = await session.reset(task["seed"], task["options"])
-        episode = Episode()
+    async def _demonstrated(self, prompt: Prompt, session: EnvironmentSession) -> Demonstration:
+        task, episode = prompt.metadata[ENVIRONMENT], Episode()
+        if session.spec.plays_rows:
+            start = await session.reset(0, row_options(prompt, await asyncio.to_thread(self._read, prompt.media)))
+        else:
+            start = await session.reset(task["seed"], task["options"])
         if not session.spec.demonstrates:
             self._add(episode, str(start.info.get("solution", "")))
             return Demonstration(episode.actions, np.array(episode.mask))

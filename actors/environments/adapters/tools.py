@@ -33,7 +33,7 @@ MIN_SIDE = 28  # pixels: smaller results are enlarged, as models take none below
 MAX_ASPECT = 100  # processors refuse longer images
 RELATIVE = 1000.0  # the range of relative coordinates
 WEB = ("http://", "https://")
-Box = tuple[float, float, float, float]
+Box = list[float]
 Coordinates = Literal["shown", "relative", "file"]
 
 
@@ -68,14 +68,14 @@ class Pictures:
         across, down = (RELATIVE, RELATIVE) if coordinates == "relative" else (width, height)
         if coordinates == "shown" and number <= len(self.shown):
             across, down = self.shown[number - 1]
-        if not all(map(math.isfinite, given)):
-            raise BadCallError(f"bbox_2d={list(given)} is no box: give four finite numbers")
+        if len(given) != 4 or not all(map(math.isfinite, given)):
+            raise BadCallError(f"bbox_2d={given} is no box: give four finite numbers")
         x1, y1, x2, y2 = given
         left, right = (min(max(x / across * width, 0), width) for x in (x1, x2))
         top, bottom = (min(max(y / down * height, 0), height) for y in (y1, y2))
         if right <= left or bottom <= top:
             raise BadCallError(
-                f"bbox_2d={list(given)} has no area in image {number}, which goes from 0 to {across:g} across and to "
+                f"bbox_2d={given} has no area in image {number}, which goes from 0 to {across:g} across and to "
                 f"{down:g} down: give left, top, right, bottom"
             )
         return math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
@@ -275,8 +275,11 @@ def _of_server(url: str) -> list[Callee]:
 
 
 def _tool(name: str, description: str, schema: Mapping[str, Any]) -> Tool:
-    parameters = {key: json.dumps(value) for key, value in schema.get("properties", {}).items()}
-    return Tool(name, description, parameters, schema)
+    properties = {
+        key: {k: v for k, v in of.items() if k != "title"} for key, of in schema.get("properties", {}).items()
+    }
+    parameters = {key: str(of.get("description", of.get("type", "any"))) for key, of in properties.items()}
+    return Tool(name, description, parameters, {**schema, "properties": properties})
 
 
 def _parts(result: Any) -> Sequence[str | Image.Image]:

@@ -159,7 +159,7 @@ def test_a_function_is_a_tool_by_its_signature_and_docstring(functions: str) -> 
     function = lookup.declaration["function"]
     assert function["name"] == "lookup" and "what to look up" in function["description"]
     assert function["parameters"]["required"] == ["word"]
-    assert function["parameters"]["properties"]["times"] == {"default": 1, "title": "Times", "type": "integer"}
+    assert function["parameters"]["properties"]["times"] == {"default": 1, "type": "integer"}
     assert list(halves.parameters) == ["number"], "images are given by the episode"
     assert said(asked(environment, "lookup", word="ab", times=2)) == "ABAB"
     assert said(asked(environment, "lookup", word="fail")) == "error: KeyError: 'fail'"

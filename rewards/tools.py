@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mobula.rewards.isolation.process import InTime, Isolated, IsolatedPool
@@ -26,6 +27,7 @@ class Tools:
     gpu_share: float = 1.0
     start_timeout_s: float = math.inf
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _pool: Callable[..., IsolatedPool] = IsolatedPool
     _others: dict[str, IsolatedPool] = field(default_factory=dict, repr=False)  # by their Python
 
     @classmethod
@@ -33,16 +35,17 @@ class Tools:
         cls, num_processes: int, timeout_s: float, start_timeout_s: float, device: str, dtype: str, gpu_share: float = 1
     ) -> Tools:
         """Tools with `timeout_s` for one response, and `start_timeout_s` for the import of a user's function."""
-        isolated = IsolatedPool(num_processes=num_processes, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
-        return cls(isolated, device, dtype, InTime(timeout_s=timeout_s), gpu_share, start_timeout_s)
+        limits = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
+        pool = partial(IsolatedPool, num_processes=num_processes, **limits)
+        in_time = InTime(timeout_s=timeout_s)
+        return cls(pool(), device, dtype, in_time, gpu_share, start_timeout_s, _pool=pool)
 
     def of_python(self, python: str) -> Tools:
         """The same tools, whose isolated processes run `python`; with an empty one these tools."""
         if not python:
             return self
         if python not in self._others:
-            assert isinstance(self.isolated, IsolatedPool), "tools of a worker"
-            self._others[python] = self.isolated.of_python(python)
+            self._others[python] = self._pool(python=python)
         return replace(self, isolated=self._others[python])
 
     def end_at(self, deadline: float) -> None:

@@ -117,6 +117,7 @@ def chosen_rows(
     return tuple(rows[index] for index in indices)
 
 
+Change = Callable[[Row], Row] | None  # of each row that is read
 NUM_CACHED = 8  # rows; each is read twice in a row, for the id and for the prompt
 
 
@@ -130,7 +131,7 @@ class RowReader:
     data: DataConfig
     source: SourceConfig
     label_key: str  # metadata key of a row's label
-    change: Callable[[Row], Row] | None = None
+    change: Change = None
 
     def __post_init__(self) -> None:
         self.placeholders = self.data.placeholders.model_dump()
@@ -223,12 +224,7 @@ def splits_of(data: DataConfig, label_key: str, *, fetches_late: bool = False) -
 
 
 def open_split(
-    data: DataConfig,
-    split: str,
-    label_key: str,
-    *,
-    fetches_late: bool = False,
-    change: Callable[[Row], Row] | None = None,
+    data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False, change: Change = None
 ) -> Split[Row]:
     """Opens a split and reads an index of its rows; `label_key` is the metadata key of a row's label. With
     `fetches_late`, rows have `WebFile`s, which are downloaded by the process that reads them; otherwise web files are
@@ -259,13 +255,7 @@ def _path_of(data: DataConfig, source: SourceConfig) -> Path:
 
 
 def _open_source(
-    data: DataConfig,
-    source: SourceConfig,
-    path: Path,
-    split: str,
-    label_key: str,
-    fetches_late: bool,
-    change: Callable[[Row], Row] | None,
+    data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str, fetches_late: bool, change: Change
 ) -> LazyRows[Row]:
     row_format = format_of(source, data.row_format_options)
     columns = row_format.columns if row_format.is_own else (*row_format.columns, *SHARED_COLUMNS)

@@ -184,9 +184,13 @@ def split_of(seed: int) -> tuple[int, int]:
 
 def encoded(pixels: np.ndarray, *, scale: int = 1) -> bytes:
     """Encodes uint8 [H, W, 3] as PNG, each pixel repeated `scale` times in both directions."""
-    png = BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels).repeat(scale, 0).repeat(scale, 1)).save(png, format="PNG")
-    return png.getvalue()
+    return as_png(Image.fromarray(np.ascontiguousarray(pixels).repeat(scale, 0).repeat(scale, 1)))
+
+
+def as_png(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.convert("RGB").save(file, format="PNG")
+    return file.getvalue()
 
 
 def observation_hash(observation: Observation) -> str:

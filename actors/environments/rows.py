@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mobula.actors.datasets.media import EncodedFile
-from mobula.actors.datasets.rows import Row, Split, Turn
+from mobula.actors.datasets.rows import Row, RowError, Split, Turn
 from mobula.actors.environments.base import (
     SEEDS_A_SPLIT,
     EnvironmentSpec,
@@ -65,6 +65,11 @@ class RowPlayer:
             self._has_system = False
 
     def __call__(self, row: Row) -> Row:
+        given = row.metadata.get(DEMONSTRATION, [])
+        if not isinstance(given, list) or not all(isinstance(text, str) and text for text in given):
+            raise RowError(
+                "bad_demonstration", f"`{DEMONSTRATION}` is {given!r:.60}: write a list of texts, a turn each"
+            )
         row = replace(row, metadata={**row.metadata, ENVIRONMENT: {}})
         if not self._described:
             return replace(row, template=json.dumps({**json.loads(row.template or "{}"), "tools": self._tools}))
@@ -90,7 +95,8 @@ def row_player(config: EnvironmentConfig, chat: ChatProcessor) -> RowPlayer:
 def row_options(prompt: Prompt, media: Sequence[ProcessedMedia]) -> dict[str, Any]:
     """The options of a reset that plays the row of `prompt`: its image files, their sizes as the model sees them, and
     the turns that it demonstrates, else its solution."""
-    files = [base64.b64encode(file).decode("ascii") for each in media for file in each.files]
+    images = (file for each in media if each.modality == "image" for file in each.files)
+    files = [base64.b64encode(image).decode("ascii") for image in images]
     turns = prompt.metadata.get(DEMONSTRATION) or list(prompt.references[1:2])
     return {"images": files, "shown": prompt.metadata.get(SHOWN_SIZES, ()), "turns": turns}
 

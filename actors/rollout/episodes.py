@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from mobula.actors.environments.base import (
     Action,
     EpisodeError,
     Observation,
+    Reset,
     Step,
     checked_rewards,
     observation_hash,
@@ -150,8 +152,17 @@ class ObservationBudget:
         return True
 
 
+async def _started(session: EnvironmentSession, prompt: Prompt, read: Callable[..., Awaitable[Any]]) -> Reset:
+    """Starts an episode with the seed of the prompt, or on its row; `read` fetches media."""
+    if session.spec.plays_rows:
+        return await session.reset(0, row_options(prompt, await read(prompt.media)))
+    task = prompt.metadata[ENVIRONMENT]
+    return await session.reset(task["seed"], task["options"])
+
+
 NUM_WATCHED = 100  # episodes whose share of failures may end the run
 Report = Callable[[Sequence[TokenChunk]], None]
+Read = Callable[[Sequence[MediaHandle]], Sequence[ProcessedMedia]]
 
 
 @dataclass(frozen=True)
@@ -318,10 +329,8 @@ class EpisodeRunner:
     ) -> None:
         """Replays the turns of an earlier attempt, then samples further turns; an `EpisodeError` ends the episode."""
         task = request.prompt.metadata[ENVIRONMENT]
-        if session.spec.plays_rows:
-            media = await self.media.read(request.prompt.media)
-            await session.reset(0, row_options(request.prompt, media))
-        elif observation_hash((await session.reset(task["seed"], task["options"])).observation) != task["hash"]:
+        start = await _started(session, request.prompt, self.media.read)
+        if task and observation_hash(start.observation) != task["hash"]:
             raise EpisodeError(
                 "seed_ignored",
                 f"environment {self.config.name} gave another observation for seed {task['seed']} than its prompt has",
@@ -349,14 +358,9 @@ class EpisodeRunner:
             elif step.truncated or is_last or not self._budget.admit(episode, request.prompt, step.observation):
                 episode.finish_reason = FinishReason.TRUNCATED
             is_over = episode.finish_reason is not FinishReason.ABORT
-            seen = observation_hash(step.observation)
-            turns.add(
-                number,
-                sampled,
-                seen,
-                episode.finish_reason if is_over else None,
-                partial(self._response, request.prompt, episode),
-            )
+            ended = episode.finish_reason if is_over else None
+            response = partial(self._response, request.prompt, episode)
+            turns.add(number, sampled, observation_hash(step.observation), ended, response)
             if is_over:
                 return
 
@@ -468,13 +472,7 @@ class Demonstrations:
     demonstrations gives one turn: the `solution` of the reset."""
 
     def __init__(
-        self,
-        config: EnvironmentConfig,
-        sampler: SamplerConfig,
-        chat: ChatProcessor,
-        *,
-        model: str,
-        read: Callable[[Sequence[MediaHandle]], Sequence[ProcessedMedia]],
+        self, config: EnvironmentConfig, sampler: SamplerConfig, chat: ChatProcessor, *, model: str, read: Read
     ) -> None:
         """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
         self._config = config
@@ -482,31 +480,26 @@ class Demonstrations:
         self._chat = chat
         self._budget = ObservationBudget(config, chat, model=model, max_images=sampler.max_images_per_prompt)
         self._pool = EnvironmentPool(config, takes_images=chat.takes_images)
-        self._read = read
-        self._made: dict[str, Demonstration] = {}  # by sample id
+        self._read = partial(asyncio.to_thread, read)
+        self._made: dict[Hashable, Demonstration] = {}
 
     async def of(self, prompt: Prompt) -> Demonstration:
         """Returns the demonstrated episode of the prompt."""
-        name = prompt.sample_id
-        if name not in self._made:
+        key = (prompt.sample_id, prompt.text, prompt.references, prompt.media)  # an id may be in several splits
+        if key not in self._made:
             try:
                 async with self._pool.session() as session:
-                    self._made[name] = await self._demonstrated(prompt, session)
+                    self._made[key] = await self._demonstrated(prompt, session)
             except EpisodeError as error:
-                raise DatasetError(
-                    f"environment.name={self._config.name} cannot demonstrate {name} ({error.kind}): {error}"
-                ) from error
-        return self._made[name]
+                name = f"environment.name={self._config.name}"
+                raise DatasetError(f"{name} cannot demonstrate {prompt.sample_id} ({error.kind}): {error}") from error
+        return self._made[key]
 
     def close(self) -> None:
         self._pool.close()
 
     async def _demonstrated(self, prompt: Prompt, session: EnvironmentSession) -> Demonstration:
-        task, episode = prompt.metadata[ENVIRONMENT], Episode()
-        if session.spec.plays_rows:
-            start = await session.reset(0, row_options(prompt, await asyncio.to_thread(self._read, prompt.media)))
-        else:
-            start = await session.reset(task["seed"], task["options"])
+        start, episode = await _started(session, prompt, self._read), Episode()
         if not session.spec.demonstrates:
             self._add(episode, str(start.info.get("solution", "")))
             return Demonstration(episode.actions, np.array(episode.mask))

@@ -11,10 +11,9 @@ from mobula.cluster.records.trajectory import Response
 from mobula.cluster.user_code import load
 from mobula.rewards.contract import Outcome, RewardRequest, Score, TimedOutError
 from mobula.rewards.functions.parsing.extraction import check_number
+from mobula.rewards.isolation.foreign import PARAMETERS, described
 from mobula.rewards.isolation.process import Isolated, call_each
 from mobula.rewards.tools import Tools
-
-_PARAMETERS = "mobula.rewards.functions.plugin:parameters"
 
 CALL = (
     "a reward function is called as function(request, **options) and reads request.prompt_text, request.response.text, "
@@ -56,24 +55,15 @@ class Plugin:
 
 
 def parameters(target: str) -> list[tuple[str, str, bool]]:
-    """Returns (name, kind, whether it has a default) of each parameter. Runs isolated, because it imports the
-    target."""
-    function = load(target)
-    if not callable(function):
-        raise TypeError(f"it is a {type(function).__name__}, not a function")
-    if inspect.isclass(function):
-        raise TypeError("it is a class, not a function: name a function, or an instance that can be called")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError("it yields values: return one number")
-    signature = inspect.signature(function)
-    return [(p.name, p.kind.name, p.default is not p.empty) for p in signature.parameters.values()]
+    """Describes the parameters of a function. Runs isolated, because it imports the target."""
+    return described(load(target))
 
 
 def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
     """Returns the signature of a user's function, imported in the isolated processes because it may hang or crash."""
     try:
         isolated.load(target, EXAMPLE)
-        given = isolated.call(_PARAMETERS, target)
+        given = isolated.call(PARAMETERS, target)
     except TimedOutError as error:
         raise ValueError(
             f"reward function {target!r} is not there in time ({error}): raise timeouts.start_s"

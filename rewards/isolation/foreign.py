@@ -16,15 +16,15 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 GRACE_S = 2.0  # as `ChildProcess`
 PARAMETERS = "mobula.rewards.functions.plugin:parameters"
-FOLDER_VARIABLE = "MOBULA_COMMAND_FOLDER"
+FOLDERS = (os.environ.get("MOBULA_COMMAND_FOLDER", ""), "", os.path.abspath(f"{__file__}/../../.."))  # as `file_at`
 RESPONSE = ("text", "num_tokens", "is_truncated", "images", "turns", "failure")  # as `Response.__reduce__`
-MODULES: dict[str, Any] = {}
-LOOP: list[asyncio.AbstractEventLoop] = []
 
 
 class Record:
@@ -53,6 +53,7 @@ def call(target: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
 
 
 def settled(work: Callable[[], Any]) -> tuple[bool, Any]:
+    """Returns whether `work` succeeded, and its result or the text of its error."""
     try:
         return True, work()
     except BaseException as error:  # a sys.exit() in a reward function is a failure of its call, too
@@ -61,42 +62,45 @@ def settled(work: Callable[[], Any]) -> tuple[bool, Any]:
 
 def function_at(target: str) -> Any:
     if target == PARAMETERS:
-        return parameters
+        return lambda name: described(function_at(name))
     source, _, name = target.rpartition(":")
-    if source not in MODULES:
-        MODULES[source] = file_module(source) if source.endswith(".py") else importlib.import_module(source)
-    found = MODULES[source]
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    return attrgetter(name)(file_module(source) if source.endswith(".py") else importlib.import_module(source))
 
 
+@lru_cache(maxsize=None)  # noqa: UP033 - an older Python has no `cache`
 def file_module(path: str) -> Any:
-    submitted = os.path.join(os.environ.get(FOLDER_VARIABLE, ""), path)
-    path = submitted if os.path.isfile(submitted) else path
+    path = next((os.path.join(f, path) for f in FOLDERS if os.path.isfile(os.path.join(f, path))), path)
     sys.path.append(os.path.dirname(os.path.abspath(path)))
     spec = importlib.util.spec_from_file_location("mobula_user_file_" + os.path.basename(path)[:-3], path)
     assert spec is not None and spec.loader is not None, "the name ends with .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def parameters(target: str) -> list[tuple[str, str, bool]]:
-    signature = inspect.signature(function_at(target))
+def described(function: Any) -> list[tuple[str, str, bool]]:
+    """Returns (name, kind, whether it has a default) of each parameter. Raises: TypeError: it is no function."""
+    if not callable(function):
+        raise TypeError(f"it is a {type(function).__name__}, not a function")
+    if inspect.isclass(function):
+        raise TypeError("it is a class, not a function: name a function, or an instance that can be called")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError("it yields values: return one number")
+    signature = inspect.signature(function)
     return [(p.name, p.kind.name, p.default is not p.empty) for p in signature.parameters.values()]
 
 
-def awaited(result: Any) -> Any:
-    if not inspect.isawaitable(result):
-        return result
-    LOOP[:] = LOOP or [asyncio.new_event_loop()]  # one for all calls: an HTTP client is bound to the loop of its first
+@lru_cache(maxsize=None)  # noqa: UP033
+def loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of all calls: an HTTP client of a module is bound to the loop of its first call."""
+    return asyncio.new_event_loop()
 
+
+def awaited(result: Any) -> Any:
     async def value() -> Any:
         return await result
 
-    return LOOP[0].run_until_complete(value())
+    return loop().run_until_complete(value()) if inspect.isawaitable(result) else result
 
 
 def plain(result: Any) -> Any:
@@ -109,6 +113,7 @@ def plain(result: Any) -> Any:
 
 
 def serve(connection: Connection) -> None:
+    owner = os.getpid()
     while True:
         try:
             timeout_s, payload = connection.recv()
@@ -121,6 +126,8 @@ def serve(connection: Connection) -> None:
             reply = pickle.dumps((True, function(*args, **kwargs)), protocol=4)
         except BaseException as error:
             reply = pickle.dumps((False, (f"{type(error).__name__}: {error}", "")), protocol=4)
+        if os.getpid() != owner:
+            os._exit(0)  # a fork that returned from the function
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             connection.send_bytes(reply)
@@ -129,7 +136,7 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.environ.get(FOLDER_VARIABLE, "")  # in place of the folder of this file
+    sys.path[0] = FOLDERS[0]  # in place of the folder of this file
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.dup2(2, 1)  # prints go to the log
     serve(Connection(int(sys.argv[1])))

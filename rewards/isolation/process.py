@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from mobula.cluster.errors import DeadlineError, RewardError, WorkerDiedError
 from mobula.cluster.runtime.child_process import ChildProcess
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.rewards.contract import Outcome, TimedOutError, failure
-from mobula.rewards.isolation import child
+from mobula.rewards.isolation import child, foreign
 
 T = TypeVar("T")
 
@@ -65,7 +65,6 @@ class InTime:
             raise TimedOutError(f"waited {timeout_s:.3g} s for {what}") from None
 
 
-FOREIGN = Path(__file__).with_name("foreign.py")
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge expression in an answer must not take the memory of the engines
 
 
@@ -91,7 +90,9 @@ class IsolatedProcess:
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._child = ChildProcess(
-            memory_limit_bytes=MEMORY_LIMIT_BYTES, command=(python, str(FOREIGN)) if python else ()
+            env={"PYTHONPATH": _path_of_users()} if python else None,
+            memory_limit_bytes=MEMORY_LIMIT_BYTES,
+            command=(python, foreign.__file__) if python else (),
         )
         self._loaded: set[str] = set()
         self._importing: _Import | None = None
@@ -187,6 +188,12 @@ class IsolatedProcess:
             raise RewardError(f"{what}: cannot be sent or read, {type(error).__name__}: {error}") from error
 
 
+def _path_of_users() -> str:
+    """The PYTHONPATH without installed packages, which are of another Python."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(path for path in paths if not path.endswith("-packages"))
+
+
 class _StillImportingError(TimedOutError):
     """The deadline of a call passed while a module was imported for it."""
 
@@ -217,17 +224,7 @@ class IsolatedPool:
             IsolatedProcess(timeout_s=timeout_s, start_timeout_s=start_timeout_s, python=python)
             for _ in range(num_processes)
         ]
-        self._num_processes, self._timeout_s, self._start_timeout_s = num_processes, timeout_s, start_timeout_s
         self.deadline = math.inf
-
-    def of_python(self, python: str) -> IsolatedPool:
-        """A pool of as many processes, with the same timeouts, that runs `python`."""
-        return IsolatedPool(
-            num_processes=self._num_processes,
-            timeout_s=self._timeout_s,
-            start_timeout_s=self._start_timeout_s,
-            python=python,
-        )
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
         self._processes[0].deadline = self.deadline

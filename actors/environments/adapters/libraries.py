@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -33,6 +32,7 @@ from mobula.actors.environments.base import (
     Step,
     Tool,
     ToolCall,
+    as_png,
     describe_tools,
     encoded,
     marked_message,
@@ -41,12 +41,6 @@ from mobula.cluster.records.json_lines import read_lines
 from mobula.cluster.user_code import load
 
 T = TypeVar("T")
-
-
-def as_png(image: Image.Image) -> bytes:
-    file = BytesIO()
-    image.convert("RGB").save(file, format="PNG")
-    return file.getvalue()
 
 
 class OwnLoop:

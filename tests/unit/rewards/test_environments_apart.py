@@ -37,6 +37,9 @@ def batch(requests):
 def one_number(requests):
     return 1.0
 
+class Score:
+    pass
+
 async def slow(request):
     if request.response.text == "hang":
         time.sleep(60)
@@ -97,6 +100,16 @@ def test_a_function_has_the_packages_of_its_file_and_they_are_installed_once(fol
     assert environment.stat().st_mtime_ns == before
 
 
+def test_packages_on_the_path_of_mobula_are_not_those_of_the_function(
+    folder: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folder / "site-packages"
+    (other / "numpy").mkdir(parents=True)
+    (other / "numpy" / "__init__.py").write_text("__version__ = '9'")
+    monkeypatch.setenv("PYTHONPATH", str(other))
+    assert outcomes(folder, tools, "length", [request("four", "12", level=1)]) == [Score(10, OTHER)]
+
+
 def test_a_batch_is_one_call_with_images_and_turns(folder: Path, tools: Tools) -> None:
     turn = EpisodeTurn(0, 1, "left", "a wall", {"step": 0.5}, "none")
     asked = [
@@ -136,6 +149,9 @@ def test_packages_that_cannot_be_installed_are_refused_before_a_role_starts(fold
     assert not [path for path in (folder / "environments").iterdir() if path.is_dir()], "nothing is left behind"
     with pytest.raises(PreflightError, match=r"requirements: no file .*none.txt here"):
         check_user_code(load_config(config_words(folder, requirements=str(folder / "none.txt"))))
+    function = f"rewards.components.0.function={folder}/reward.py:Score"
+    with pytest.raises(PreflightError, match=r"it is a class, not a function"):
+        check_user_code(load_config([*config_words(folder, python=sys.executable), function]))
     with pytest.raises(PreflightError, match=r"python=no/python cannot be run"):
         check_user_code(load_config(config_words(folder, python="no/python")))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,22 @@ from PIL import Image
 from scored_rows import chat_of
 
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.datasets.rows import Row
-from mobula.actors.environments.rows import ENVIRONMENT, environment_split, row_player
+from mobula.actors.datasets.rows import Row, RowError
+from mobula.actors.environments.rows import DEMONSTRATION, ENVIRONMENT, environment_split, row_options, row_player
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.actor import MediaBatcher
 from mobula.actors.rollout.controls import controlled
 from mobula.actors.rollout.episodes import Demonstrations, EpisodeRunner
 from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.errors import DatasetError
-from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.media import MediaReader, ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.records.trajectory import FinishReason, Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.run import Control
+from mobula.deploy.preflight.rows import FIELD, ROWS, row_notes
 from mobula.learner.policies.tiny import TINY
 
 SIDE = 112
@@ -87,8 +89,36 @@ async def test_a_demonstration_looks_at_the_file_and_not_at_what_the_policy_saw(
     assert chat.tokenizer.decode(found.actions.token_ids[found.mask]) == f"{CALL}<|im_end|>7<|im_end|>"
     [crop] = read(found.actions.media)
     assert read(prompt.media)[0].files, "the environment is given the file"
+    options = row_options(prompt, [ProcessedMedia("video", {}, files=(b"frame",)), *read(prompt.media)])
+    assert len(options["images"]) == len(options["shown"]) == 1, "frames of videos have no size of their own"
     grid = crop.inputs["image_grid_thw"].reshape(-1).tolist()
     assert grid[1] * grid[2] == 16, "the crop of 56 pixels is shown whole, as the picture of 112 is not"
+
+
+async def test_rows_of_equal_ids_in_two_splits_have_their_own_demonstrations(config: RunConfig) -> None:
+    chat, row = played(config)
+    read = MediaReader(timeout_s=5, max_items=8).read
+    made = Demonstrations(config.environment, config.sampler, chat, model=config.policy.model, read=read)
+    other = replace(row, answer="8", solution="8", metadata={**row.metadata, DEMONSTRATION: ["8"]})
+    try:
+        first, second = [await made.of(chat.prepare(each, "0/0/a")) for each in (row, other)]
+    finally:
+        made.close()
+    assert len(first.mask) > len(second.mask)
+
+
+def test_the_warm_start_reads_demonstrations_and_refuses_others_than_texts(config: RunConfig) -> None:
+    _, row = played(config)
+    assert row.unread == (DEMONSTRATION,)
+    notes = replace(row, unread=(DEMONSTRATION, "other"))
+    assert list(row_notes(config, notes)) == [ROWS, f"{FIELD}other"]
+    without = config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"num_steps": 0})})
+    assert list(row_notes(without, notes)) == [ROWS, f"{FIELD}{DEMONSTRATION}", f"{FIELD}other"]
+    (config.data.path / "train.jsonl").write_text(
+        json.dumps({"id": "a", "question": "What?", "answer": "7", "demonstration": "7"}) + "\n"
+    )
+    with pytest.raises(RowError, match="`demonstration` is '7': write a list of texts"):
+        played(config)
 
 
 class Told:

@@ -18,7 +18,14 @@ from PIL import Image
 from waiting import wait_until
 
 from mobula.actors.environments.adapters.tools import RowTools
-from mobula.actors.environments.base import Action, Step, parse_tool_calls, spec_from_json, spec_to_json
+from mobula.actors.environments.base import (
+    Action,
+    EpisodeError,
+    Step,
+    parse_tool_calls,
+    spec_from_json,
+    spec_to_json,
+)
 
 ALL = ("image_zoom_in_tool", "crop_image", "image_rotate_tool", "image_mark_tool")
 WIDTH, HEIGHT = 200, 100
@@ -109,14 +116,21 @@ def test_results_are_images_of_later_calls_and_small_ones_are_enlarged() -> None
 
 
 def test_calls_and_pixels_are_bounded_and_a_turn_without_a_call_is_the_answer() -> None:
-    environment = started(max_calls=2, max_pixels=1000)
+    environment = started(max_calls=2, max_pixels=3600)
     assert environment.spec.max_turns == 3
-    assert "more than 1000 pixels" in said(asked(environment, "crop_image", bbox_2d=[0, 0, 60, 60]))
+    assert shown_in(asked(environment, "crop_image", bbox_2d=[0, 0, 100, 100])).shape == (60, 60, 3)
     assert "there is no tool" in said(asked(environment, "look"))
     assert "no calls are left after 2" in said(asked(environment, "crop_image", bbox_2d=[0, 0, 5, 5]))
     over = environment.step(Action("It is 7."))
     assert over.terminated and over.observation == ()
     assert environment.step(Action("It is", is_truncated=True)).truncated
+
+
+def test_boxes_need_the_size_in_which_the_model_sees_an_image() -> None:
+    environment = started()
+    environment.reset(seed=0, options={"images": [base64_of(picture())]})
+    with pytest.raises(EpisodeError, match=r"set environment.options.coordinates to relative or file"):
+        asked(environment, "crop_image", bbox_2d=[0, 0, 5, 5])
 
 
 def test_blank_results_are_grey() -> None:
@@ -142,8 +156,24 @@ def halves(images, number: int):
     width, height = image.size
     return ["left:", image.crop((0, 0, width // 2, height)), "right:", image.crop((width // 2, 0, width, height))]
 
+async def later(word: str):
+    """Answer later."""
+    return word
+
+def blacken(images):
+    """Draw on the images that it is given."""
+    images[0].paste(0, (0, 0, *images[0].size))
+    return "done"
+
+def leave(code: int):
+    """Leave."""
+    raise SystemExit("\\ud800" * 2000)
+
 def untold(word: str):
     return word
+
+def unnamed(*words: str):
+    """Take words."""
 '''
 
 
@@ -169,12 +199,25 @@ def test_a_function_is_a_tool_by_its_signature_and_docstring(functions: str) -> 
     assert spec_from_json(json.loads(json.dumps(spec_to_json(environment.spec)))) == environment.spec
 
 
+def test_a_function_may_be_a_coroutine_and_cannot_harm_the_episode(functions: str) -> None:
+    tools = tuple(f"{functions}:{name}" for name in ("later", "blacken", "leave"))
+    environment = started(image_tools=["crop_image"], tools=tools)
+    assert said(asked(environment, "later", word="a\ufdd2\U0001f600")) == "a\U0001f600"
+    assert said(asked(environment, "blacken")) == "done"
+    left = said(asked(environment, "leave", code=3))
+    assert left.startswith("error: SystemExit: ????") and len(left) == 1000
+    shown = shown_in(asked(environment, "crop_image", bbox_2d=[0, 0, WIDTH, HEIGHT]))
+    np.testing.assert_array_equal(shown, np.asarray(picture()))
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"image_tools": ["zoom"]}, "image_tools has 'zoom': use image_zoom_in_tool"),
         ({"image_tools": []}, "are empty"),
+        ({"coordinates": "absolute"}, "options.coordinates='absolute' is unknown: use shown, relative, file"),
         ({"tools": ["{file}:untold"]}, "give a function with a docstring"),
+        ({"tools": ["{file}:unnamed"]}, "which words does not take: name each"),
         ({"tools": ["{file}:lookup", "{file}:lookup"]}, "distinct names"),
         ({"tools": ["http://127.0.0.1:9/mcp"]}, "does not list its tools"),
     ],
@@ -211,7 +254,7 @@ server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
 
 
 @pytest.fixture
-def server(tmp_path: Path, unused_tcp_port: int) -> Iterator[str]:
+def server(tmp_path: Path, unused_tcp_port: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     pytest.importorskip("mcp", reason="the extra mcp is not installed")
     (tmp_path / "server.py").write_text(SERVER)
     picture().save(tmp_path / "drawn.png")
@@ -219,14 +262,22 @@ def server(tmp_path: Path, unused_tcp_port: int) -> Iterator[str]:
     with (tmp_path / "log").open("w") as log, subprocess.Popen(arguments, cwd=tmp_path, stderr=log) as process:
         try:
             wait_until(lambda: "running on" in (tmp_path / "log").read_text())
-            yield f"http://127.0.0.1:{unused_tcp_port}/mcp"
+            yield f"http://127.0.0.1:{unused_tcp_port}/mcp", process
         finally:
             process.kill()
 
 
-def test_tools_of_an_mcp_server(server: str) -> None:
-    environment = started(image_tools=(), tools=(server,))
+def test_tools_of_an_mcp_server(server: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, process = server
+    environment = started(image_tools=(), tools=(url,))
     assert [tool.name for tool in environment.spec.tools] == ["add", "draw", "fail"]
     assert said(asked(environment, "add", first=2, second=3)) == "5"
     np.testing.assert_array_equal(shown_in(asked(environment, "draw")), np.asarray(picture()))
     assert said(asked(environment, "fail")) == "error: Error executing tool fail"
+    assert "Field required" in said(asked(environment, "add", first=2))
+    environment.reset(seed=0, options={})
+    process.kill()
+    process.wait()
+    with pytest.raises(EpisodeError, match=f"the MCP server at {url} does not answer") as gone:
+        asked(environment, "draw")
+    assert gone.value.kind == "server_unreachable", "the episode fails: the answer of a dead server is no observation"

@@ -149,9 +149,9 @@ def test_packages_that_cannot_be_installed_are_refused_before_a_role_starts(fold
     assert not [path for path in (folder / "environments").iterdir() if path.is_dir()], "nothing is left behind"
     with pytest.raises(PreflightError, match=r"requirements: no file .*none.txt here"):
         check_user_code(load_config(config_words(folder, requirements=str(folder / "none.txt"))))
-    function = f"rewards.components.0.function={folder}/reward.py:Score"
+    words = [word.replace(":slow", ":Score") for word in config_words(folder, python=sys.executable)]
     with pytest.raises(PreflightError, match=r"it is a class, not a function"):
-        check_user_code(load_config([*config_words(folder, python=sys.executable), function]))
+        check_user_code(load_config(words))
     with pytest.raises(PreflightError, match=r"python=no/python cannot be run"):
         check_user_code(load_config(config_words(folder, python="no/python")))
 

@@ -155,12 +155,7 @@ class RowReader:
             file, _, number = name.rpartition(":")
             default_id = f"{PurePath(file).stem}-{number}"
             row = finish(
-                draft,
-                self.media,
-                placeholders=self.placeholders,
-                default_id=default_id,
-                name=name,
-                label_key=self.label_key,
+                draft, self.media, self.placeholders, default_id=default_id, name=name, label_key=self.label_key
             )
             if self.data.repeated_ids == "number" and row.sample_id != default_id:
                 row = replace(row, sample_id=f"{row.sample_id}-{index + 1}")

@@ -302,14 +302,7 @@ def spec_to_json(spec: EnvironmentSpec) -> Json:
 
 
 def spec_from_json(given: Mapping[str, Any]) -> EnvironmentSpec:
-    tools = tuple(Tool(t["name"], t["description"], t["parameters"], t["schema"]) for t in given["tools"])
-    return EnvironmentSpec(
-        int(given["max_turns"]),
-        tools,
-        bool(given["is_deterministic"]),
-        demonstrates=bool(given["demonstrates"]),
-        plays_rows=bool(given["plays_rows"]),
-    )
+    return EnvironmentSpec(**{**given, "tools": tuple(Tool(**tool) for tool in given["tools"])})
 
 
 def action_to_json(action: Action) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,9 +23,9 @@ from mobula.actors.environments.base import (
     observation_hash,
     row_text,
 )
-from mobula.actors.environments.hosts.pool import EnvironmentPool
+from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.cluster.errors import DatasetError, PromptError
+from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.markup import literal, verbatim
 from mobula.cluster.records.media import SHOWN_SIZES, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt
@@ -46,23 +46,18 @@ def environment_split(config: EnvironmentConfig, name: str, *, takes_images: boo
         raise DatasetError(f"environment.name={config.name} has no split {name!r}: use {', '.join(SPLITS)}")
     first = SPLITS.index(name) * SEEDS_A_SPLIT
     seeds = range(first, first + counts[name])
-    return Split(name, _checked(config, partial(_rows, seeds=seeds, takes_images=takes_images)), ())
+    return Split(name, _in_session(config, takes_images, partial(_rows, config, seeds)), ())
 
 
 class RowPlayer:
     """Makes a row of data a task of an environment that plays rows: the tools are in its prompt, as the chat template
-    writes them, or described in the system turn if it ignores them."""
+    writes them, or described in front of the question if it ignores them."""
 
     def __init__(self, spec: EnvironmentSpec, chat: ChatProcessor) -> None:
         self._tools = [tool.declaration for tool in spec.tools]
         turns, given = [("user", "a question")], json.dumps({"tools": self._tools})
         is_shown = chat.render(turns, is_open=True, template=given) != chat.render(turns, is_open=True)
         self._described = "" if is_shown else verbatim(literal(describe_tools(spec.tools)))
-        self._has_system = True
-        try:
-            chat.render([("system", "a rule"), *turns], is_open=True)
-        except PromptError:
-            self._has_system = False
 
     def __call__(self, row: Row) -> Row:
         given = row.metadata.get(DEMONSTRATION, [])
@@ -71,19 +66,18 @@ class RowPlayer:
                 "bad_demonstration", f"`{DEMONSTRATION}` is {given!r:.60}: write a list of texts, a turn each"
             )
         row = replace(row, metadata={**row.metadata, ENVIRONMENT: {}})
-        if not self._described:
-            return replace(row, template=json.dumps({**json.loads(row.template or "{}"), "tools": self._tools}))
-        if not self._has_system:
+        if self._described:
             return replace(row, question=f"{self._described}\n{row.question}")
-        if row.history and row.history[0].role == "system":
-            system, *rest = row.history
-            return replace(row, history=(replace(system, text=f"{system.text}\n{self._described}"), *rest))
-        return replace(row, history=(Turn("system", self._described), *row.history))
+        return replace(row, template=json.dumps({**json.loads(row.template or "{}"), "tools": self._tools}))
 
 
 def row_player(config: EnvironmentConfig, chat: ChatProcessor) -> RowPlayer:
     """Starts the environment once, for its tools. Raises: DatasetError: it plays no rows, or does not start."""
-    spec = _checked(config, partial(_spec, takes_images=chat.takes_images))
+
+    async def its_spec(session: EnvironmentSession) -> EnvironmentSpec:
+        return session.spec
+
+    spec = _in_session(config, chat.takes_images, its_spec)
     if not spec.plays_rows:
         raise DatasetError(
             f"environment.name={config.name} makes its own prompts: set data=environment, or environment=image_tools, "
@@ -101,47 +95,41 @@ def row_options(prompt: Prompt, media: Sequence[ProcessedMedia]) -> dict[str, An
     return {"images": files, "shown": prompt.metadata.get(SHOWN_SIZES, ()), "turns": turns}
 
 
-async def _spec(config: EnvironmentConfig, *, takes_images: bool) -> EnvironmentSpec:
-    pool = EnvironmentPool(config, takes_images=takes_images)
-    try:
-        async with pool.session() as session:
-            return session.spec
-    finally:
-        pool.close()
-
-
-def _checked(config: EnvironmentConfig, work: Callable[[EnvironmentConfig], Coroutine[Any, Any, T]]) -> T:
-    """Runs `work` without a cluster: with `environment.host=ray`, in a local process."""
+def _in_session(config: EnvironmentConfig, takes_images: bool, work: Callable[[EnvironmentSession], Awaitable[T]]) -> T:
+    """Runs `work` with an environment, without a cluster: with `environment.host=ray`, in a local process."""
     if config.host == "ray":
         config = config.model_copy(update={"host": "process"})
+
+    async def run() -> T:
+        pool = EnvironmentPool(config, takes_images=takes_images)
+        try:
+            async with pool.session() as session:
+                return await work(session)
+        finally:
+            pool.close()
+
     try:
         with ThreadPoolExecutor(1) as thread:  # asyncio.run fails in a thread with a running loop
-            return thread.submit(lambda: asyncio.run(work(config))).result()
+            return thread.submit(lambda: asyncio.run(run())).result()
     except EpisodeError as error:
         raise DatasetError(f"environment.name={config.name} cannot be reset ({error.kind}): {error}") from error
 
 
-async def _rows(config: EnvironmentConfig, seeds: range, *, takes_images: bool) -> tuple[Row, ...]:
+async def _rows(config: EnvironmentConfig, seeds: range, session: EnvironmentSession) -> tuple[Row, ...]:
     """Training seeds alternate between the stages of a curriculum; held-out episodes use the last stage."""
     stages = config.curriculum.stages or ({},)
-    is_train = seeds.start == 0
-    pool = EnvironmentPool(config, takes_images=takes_images)
-    rows = []
-    try:
-        async with pool.session() as session:
-            if session.spec.plays_rows:
-                raise DatasetError(
-                    f"environment.name={config.name} plays rows of data: set data and data.path, not data=environment"
-                )
-            first = 0 if is_train else len(stages) - 1
-            again = observation_hash((await session.reset(seeds[0], stages[first])).observation)
-            for number, seed in enumerate(seeds):
-                stage = number % len(stages) if is_train else first
-                start = await session.reset(seed, stages[stage])
-                episode = {"seed": seed, "hash": observation_hash(start.observation), "options": dict(stages[stage])}
-                rows.append(_row(config.name, episode | {"stage": stage}, start))
-    finally:
-        pool.close()
+    is_train, rows = seeds.start == 0, []
+    if session.spec.plays_rows:
+        raise DatasetError(
+            f"environment.name={config.name} plays rows of data: set data and data.path, not data=environment"
+        )
+    first = 0 if is_train else len(stages) - 1
+    again = observation_hash((await session.reset(seeds[0], stages[first])).observation)
+    for number, seed in enumerate(seeds):
+        stage = number % len(stages) if is_train else first
+        start = await session.reset(seed, stages[stage])
+        episode = {"seed": seed, "hash": observation_hash(start.observation), "options": dict(stages[stage])}
+        rows.append(_row(config.name, episode | {"stage": stage}, start))
     if rows[0].metadata[ENVIRONMENT]["hash"] != again:
         raise DatasetError(
             f"environment.name={config.name} gives two observations for seed {seeds[0]}, so siblings would get "

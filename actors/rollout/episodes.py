@@ -217,14 +217,9 @@ class _TurnReport:
             return
         turn = PlayedTurn(sampled.num_tokens, sampled.finish_reason is FinishReason.LENGTH, observation)
         tokens = replace(sampled, finish_reason=finish_reason, turns=(turn,))
-        ended = None if finish_reason is None else response()
-        self._request.report(
-            [
-                TokenChunk(
-                    self._request.request_id, self._request.sibling, self._num_reported, tokens, ended, self._is_restart
-                )
-            ]
-        )
+        ended, request = None if finish_reason is None else response(), self._request
+        chunk = TokenChunk(request.request_id, request.sibling, self._num_reported, tokens, ended, self._is_restart)
+        request.report([chunk])
         self._num_reported += sampled.num_tokens
         self._is_restart = False
 
@@ -491,8 +486,10 @@ class Demonstrations:
                 async with self._pool.session() as session:
                     self._made[key] = await self._demonstrated(prompt, session)
             except EpisodeError as error:
-                name = f"environment.name={self._config.name}"
-                raise DatasetError(f"{name} cannot demonstrate {prompt.sample_id} ({error.kind}): {error}") from error
+                raise DatasetError(
+                    f"environment.name={self._config.name} cannot demonstrate {prompt.sample_id} ({error.kind}): "
+                    f"{error}"
+                ) from error
         return self._made[key]
 
     def close(self) -> None:

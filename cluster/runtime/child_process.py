@@ -19,6 +19,7 @@ from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+OWN_COMMAND = (sys.executable, "-P", "-m", "mobula.cluster.runtime.child_process")
 GRACE_S = 2.0  # after the deadline: the parent kills first, and the kernel if the parent is gone
 
 
@@ -46,10 +47,10 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         memory_limit_bytes: int = -1,
         is_silent: bool = False,
-        command: Sequence[str] = (),
+        command: Sequence[str] = OWN_COMMAND,
     ) -> None:
-        """`env` extends the environment. `memory_limit_bytes` limits the data segment (-1: no limit). `command` starts
-        another program that answers as `serve` does, with the number of its pipe as the last argument."""
+        """`env` extends the environment. `memory_limit_bytes` limits the data segment (-1: no limit). `command` may be
+        another program that answers as `serve` does. Its last arguments are the number of the pipe and the limit."""
         self._env = env or {}
         self._command = command
         self._memory_limit_bytes = memory_limit_bytes
@@ -109,20 +110,15 @@ class ChildProcess:
     def _start(self) -> Connection:
         self._connection, theirs = Pipe()
         with theirs:
-            command, path = [*self._command, str(theirs.fileno())], {}
-            if not self._command:
-                own = [sys.executable, "-P", "-m", "mobula.cluster.runtime.child_process"]
-                command = [*own, str(theirs.fileno()), str(self._memory_limit_bytes)]
-                path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             output = subprocess.DEVNULL if self._is_silent else None
             self._process = subprocess.Popen(
-                command,
+                [*self._command, str(theirs.fileno()), str(self._memory_limit_bytes)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 process_group=0,
-                env={**os.environ, **path, **self._env},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **self._env},
             )
         return self._connection
 

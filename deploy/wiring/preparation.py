@@ -253,10 +253,9 @@ def checked_splits(config: RunConfig, processor: Any) -> dict[str, PreflightRepo
     elif config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows, **_texts_of_rows(config))
     else:
-        names, fetches_late = _splits(config.evaluation), workers_download(config)
+        names, late = _splits(config.evaluation), workers_download(config)
         change = row_player(config.environment, processor) if config.plays_rows else None
-        reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=fetches_late)
-        reader = partial(reader, change=change)
+        reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=late, change=change)
         if config.data.kind is DataKind.ENVIRONMENT:
             reader = partial(environment_split, config.environment, takes_images=processor.takes_images)
         curriculum = curriculum_of(config.data)

@@ -40,9 +40,6 @@ class Plugin:
         self._target = target
         self._options = dict(options)
 
-    def __call__(self, request: RewardRequest) -> Any:
-        return self.score_batch([request])[0]
-
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome | Any]:
         """Calls the function concurrently, one call per process; once if it scores a batch."""
         if self._takes_batch:

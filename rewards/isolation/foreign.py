@@ -27,7 +27,7 @@ FOLDERS = (os.environ.get("MOBULA_COMMAND_FOLDER", ""), "", os.path.abspath(f"{_
 RESPONSE = ("text", "num_tokens", "is_truncated", "images", "turns", "failure")  # as `Response.__reduce__`
 
 
-class Record:
+class ForeignRecord:
     """A request, a response or a turn, by the names of its fields."""
 
     def __init__(self, *values: Any) -> None:
@@ -41,7 +41,7 @@ class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if not module.startswith("mobula."):
             return super().find_class(module, name)
-        return {"load": load, "call": call}.get(name, Record)
+        return {"load": load, "call": call}.get(name, ForeignRecord)
 
 
 def load(target: str, args: Any, kwargs: Any) -> tuple[bool, Any]:

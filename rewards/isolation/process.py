@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from mobula.cluster.errors import DeadlineError, RewardError, WorkerDiedError
-from mobula.cluster.runtime.child_process import ChildProcess
+from mobula.cluster.runtime.child_process import OWN_COMMAND, ChildProcess
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.rewards.contract import Outcome, TimedOutError, failure
 from mobula.rewards.isolation import child, foreign
@@ -92,7 +92,7 @@ class IsolatedProcess:
         self._child = ChildProcess(
             env={"PYTHONPATH": _path_of_users()} if python else None,
             memory_limit_bytes=MEMORY_LIMIT_BYTES,
-            command=(python, foreign.__file__) if python else (),
+            command=(python, foreign.__file__) if python else OWN_COMMAND,
         )
         self._loaded: set[str] = set()
         self._importing: _Import | None = None

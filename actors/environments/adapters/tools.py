@@ -58,7 +58,7 @@ class RowTools:
     """An environment on rows: turns with calls are answered, the first turn without one is the answer.
 
     The names and arguments of the image tools are those of DeepEyes (arXiv:2505.14362) and Pixel Reasoner
-    (arXiv:2505.15966), on which Qwen-VL models were trained. The reward has the part `calls`: calls that were answered.
+    (arXiv:2505.15966), with which released models were trained. The reward has the part `calls`: calls that were answered.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class RowTools:
         is_deterministic: bool = True,
         blank_results: bool = False,
     ) -> None:
-        """`coordinates` of boxes: `shown` are pixels of the image as the model sees it (Qwen2.5-VL), `relative` go from
-        0 to 1000 (Qwen3-VL), `file` are pixels of the file. `max_calls` bounds an episode, `max_pixels` the images of
+        """`coordinates` of boxes: `shown` are pixels of the image as the model sees it, `relative` go from 0 to 1000,
+        `file` are pixels of the file. `max_calls` bounds an episode, `max_pixels` the images of
         one result; larger ones are scaled down. `blank_results` is a control: results are grey.
 
         Raises:

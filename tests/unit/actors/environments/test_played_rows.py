@@ -67,7 +67,7 @@ def test_the_tools_are_in_the_prompt(config: RunConfig) -> None:
     chat, row = played(config)
     assert row.metadata[ENVIRONMENT] == {}
     text = chat.prepare(row, "0/0/a").text
-    assert "system\nTools:" in text and '"name": "crop_image"' in text and "bbox_2d" in text
+    assert "user\nTools:" in text and '"name": "crop_image"' in text and "bbox_2d" in text
     native = chat.tokenizer.chat_template.replace(
         "{%- for message", "{%- if tools -%}{{- tools[0].function.name -}}{%- endif -%}{%- for message", 1
     )

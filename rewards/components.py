@@ -24,6 +24,7 @@ from mobula.rewards.contract import (
     Score,
     ScoringFailure,
     evaluate_batch,
+    failure,
 )
 from mobula.rewards.functions import build_function
 from mobula.rewards.isolation.environments import python_of
@@ -158,7 +159,13 @@ class Component:
         self.num_retried = 0
 
     def evaluate(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Returns one outcome per request, in order. Raises the errors of `evaluate_batch`."""
+        """Returns one outcome per request, in order. A failed episode has no score: 0 would be trained on. Raises the
+        errors of `evaluate_batch`."""
+        failures = [request.response.failure for request in requests]
+        scored = iter(self._scored([request for request in requests if not request.response.failure]))
+        return [failure(RewardError(f"the episode failed: {f}")) if f else next(scored) for f in failures]
+
+    def _scored(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         if self._cache_entries == 0:
             return self._tried(requests)
         keys = [content_key(request) for request in requests]
@@ -177,7 +184,7 @@ class Component:
         return [outcomes[key] for key in keys]
 
     def _tried(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        outcomes = list(evaluate_batch(self._function, requests))
+        outcomes = list(evaluate_batch(self._function, requests)) if requests else []
         for _ in range(self._retries):
             failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, ScoringFailure)]
             if not failed:

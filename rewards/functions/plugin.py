@@ -86,7 +86,7 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
 
 
 class EnvironmentReward:
-    """sum over turns k of discount^k r_k. A failed episode has no score: 0 would be trained on."""
+    """sum over turns k of discount^k r_k."""
 
     def __init__(self, tools: Tools, *, discount: float) -> None:
         check_number("discount", discount, low=0, high=1)
@@ -94,8 +94,6 @@ class EnvironmentReward:
 
     def __call__(self, request: RewardRequest) -> Score:
         response = request.response
-        if response.failure:
-            raise RewardError(f"the episode failed: {response.failure}")
         if not response.turns:
             raise RewardError("the response is no episode: set environment=OPTION, or leave this component out")
         parts: dict[str, float] = {}

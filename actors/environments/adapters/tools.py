@@ -58,7 +58,8 @@ class RowTools:
     """An environment on rows: turns with calls are answered, the first turn without one is the answer.
 
     The names and arguments of the image tools are those of DeepEyes (arXiv:2505.14362) and Pixel Reasoner
-    (arXiv:2505.15966), with which released models were trained. The reward has the part `calls`: calls that were answered.
+    (arXiv:2505.15966), with which released models were trained. The reward has the part `calls`: the number of answered
+    calls.
     """
 
     def __init__(

@@ -118,6 +118,11 @@ def test_a_batch_is_one_call_with_images_and_turns(folder: Path, tools: Tools) -
     ]
     found = outcomes(folder, tools, "batch", asked)
     assert [each.value for each in found if isinstance(each, Score)] == pytest.approx([2.2, 2.22])
+    failing = RewardRequest(Response("a", 1, is_truncated=False, failure="timed_out: a tool"), (), {}, "?")
+    for pair in ([failing], [failing, asked[0]]):  # the function is not called without a response
+        first, *others = outcomes(folder, tools, "batch", pair)
+        assert first == ScoringFailure(FailureKind.FAILED, "the episode failed: timed_out: a tool")
+        assert [each.value for each in others if isinstance(each, Score)] == pytest.approx([1.2] * len(others))
     (failed,) = outcomes(folder, tools, "one_number", asked[:1])
     assert isinstance(failed, ScoringFailure) and "returned float: return a list" in failed.reason
 

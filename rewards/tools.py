@@ -35,8 +35,7 @@ class Tools:
         cls, num_processes: int, timeout_s: float, start_timeout_s: float, device: str, dtype: str, gpu_share: float = 1
     ) -> Tools:
         """Tools with `timeout_s` for one response, and `start_timeout_s` for the import of a user's function."""
-        limits = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
-        pool = partial(IsolatedPool, num_processes=num_processes, **limits)
+        pool = partial(IsolatedPool, num_processes=num_processes, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
         in_time = InTime(timeout_s=timeout_s)
         return cls(pool(), device, dtype, in_time, gpu_share, start_timeout_s, _pool=pool)
 

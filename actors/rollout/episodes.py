@@ -475,7 +475,7 @@ class Demonstrations:
         self._chat = chat
         self._budget = ObservationBudget(config, chat, model=model, max_images=sampler.max_images_per_prompt)
         self._pool = EnvironmentPool(config, takes_images=chat.takes_images)
-        self._read = partial(asyncio.to_thread, read)
+        self._read = lambda handles: asyncio.to_thread(read, handles)
         self._made: dict[Hashable, Demonstration] = {}
 
     async def of(self, prompt: Prompt) -> Demonstration:

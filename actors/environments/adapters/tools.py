@@ -167,7 +167,8 @@ class RowTools:
 
     def _box(self, given: Box, number: int) -> tuple[int, int, int, int]:
         """Returns the box in pixels of the image, cut at its borders. Raises: BadCallError: it has no area in it."""
-        across, down = width, height = self._image(number).size
+        width, height = self._image(number).size
+        across, down = float(width), float(height)
         if self._coordinates == "relative":
             across = down = RELATIVE
         elif self._coordinates == "shown" and number <= self._num_files:  # results are shown as they are

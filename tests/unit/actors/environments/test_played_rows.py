@@ -121,7 +121,7 @@ def test_the_warm_start_reads_demonstrations_and_refuses_others_than_texts(confi
         played(config)
 
 
-class Told:
+class Scripted:
     """A sampler that writes given turns."""
 
     def __init__(self, chat: ChatProcessor, sampler: HuggingFaceSampler, texts: Sequence[str]) -> None:
@@ -145,8 +145,8 @@ async def episode(config: RunConfig, texts: Sequence[str]) -> Any:
     sampler = HuggingFaceSampler(engine_settings(Path(config.policy.model), chat))
     await sampler.start()
     media = MediaBatcher(MediaReader(timeout_s=5, max_items=64))
-    told: Any = Told(chat, sampler, texts)
-    runner = EpisodeRunner(config.environment, chat, told, media, model=config.policy.model, max_images=8)
+    scripted: Any = Scripted(chat, sampler, texts)
+    runner = EpisodeRunner(config.environment, chat, scripted, media, model=config.policy.model, max_images=8)
     try:
         settings = SamplingSettings(1, 1.0, 2, seed=0)
         group = await runner.generate(chat.prepare(row, "0/0/a"), settings, Attempt("r"))

@@ -169,7 +169,7 @@ def leave(code: int):
     """Leave."""
     raise SystemExit("\\ud800" * 2000)
 
-def untold(word: str):
+def undocumented(word: str):
     return word
 
 def unnamed(*words: str):
@@ -216,7 +216,7 @@ def test_a_function_may_be_a_coroutine_and_cannot_harm_the_episode(functions: st
         ({"image_tools": ["zoom"]}, "image_tools has 'zoom': use image_zoom_in_tool"),
         ({"image_tools": []}, "are empty"),
         ({"coordinates": "absolute"}, "options.coordinates='absolute' is unknown: use shown, relative, file"),
-        ({"tools": ["{file}:untold"]}, "give a function with a docstring"),
+        ({"tools": ["{file}:undocumented"]}, "give a function with a docstring"),
         ({"tools": ["{file}:unnamed"]}, "which words does not take: name each"),
         ({"tools": ["{file}:lookup", "{file}:lookup"]}, "distinct names"),
         ({"tools": ["http://127.0.0.1:9/mcp"]}, "does not list its tools"),

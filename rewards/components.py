@@ -24,8 +24,10 @@ from mobula.rewards.contract import (
     Score,
     ScoringFailure,
     evaluate_batch,
+    failure,
 )
 from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.environments import python_of
 from mobula.rewards.tools import Tools
 
 RECIPE = "recipe"  # component name in errors if a response has no recipe, or its sum is not finite
@@ -157,7 +159,13 @@ class Component:
         self.num_retried = 0
 
     def evaluate(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Returns one outcome per request, in order. Raises the errors of `evaluate_batch`."""
+        """Returns one outcome per request, in order. A failed episode has no score: 0 would be trained on. Raises the
+        errors of `evaluate_batch`."""
+        failures = [request.response.failure for request in requests]
+        scored = iter(self._scored([request for request in requests if not request.response.failure]))
+        return [failure(RewardError(f"the episode failed: {f}")) if f else next(scored) for f in failures]
+
+    def _scored(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         if self._cache_entries == 0:
             return self._tried(requests)
         keys = [content_key(request) for request in requests]
@@ -176,7 +184,7 @@ class Component:
         return [outcomes[key] for key in keys]
 
     def _tried(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        outcomes = list(evaluate_batch(self._function, requests))
+        outcomes = list(evaluate_batch(self._function, requests)) if requests else []
         for _ in range(self._retries):
             failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, ScoringFailure)]
             if not failed:
@@ -207,9 +215,10 @@ def response_digest(response: Response) -> bytes:
     return digest.digest()
 
 
-def _build(component: RewardComponent, tools: Tools) -> Component:
+def _build(component: RewardComponent, rewards: RewardsConfig, tools: Tools) -> Component:
     try:
-        function = build_function(component.function, component.options, tools)
+        own = tools.of_python(python_of(component, rewards, tools.start_timeout_s))
+        function = build_function(component.function, component.options, own)
     except ValueError as error:
         raise ValueError(f"rewards.components[{component.name}]: {error}") from error
     return Component(component.name, function, retries=component.retries, cache_entries=component.cache_entries)
@@ -228,7 +237,7 @@ class RewardScoring:
         self.book = RecipeBook(rewards)
         order = rewards.gate_order()  # a component comes after the components of its gates
         chosen = sorted(rewards.components, key=lambda component: order.index(component.name))
-        self.components = tuple(_build(c, tools) for c in chosen if service in (None, c.service))
+        self.components = tuple(_build(c, rewards, tools) for c in chosen if service in (None, c.service))
 
     @property
     def num_retried(self) -> int:

@@ -117,6 +117,7 @@ def chosen_rows(
     return tuple(rows[index] for index in indices)
 
 
+Change = Callable[[Row], Row] | None  # of each row that is read
 NUM_CACHED = 8  # rows; each is read twice in a row, for the id and for the prompt
 
 
@@ -130,6 +131,7 @@ class RowReader:
     data: DataConfig
     source: SourceConfig
     label_key: str  # metadata key of a row's label
+    change: Change = None
 
     def __post_init__(self) -> None:
         self.placeholders = self.data.placeholders.model_dump()
@@ -153,16 +155,11 @@ class RowReader:
             file, _, number = name.rpartition(":")
             default_id = f"{PurePath(file).stem}-{number}"
             row = finish(
-                draft,
-                self.media,
-                placeholders=self.placeholders,
-                default_id=default_id,
-                name=name,
-                label_key=self.label_key,
+                draft, self.media, self.placeholders, default_id=default_id, name=name, label_key=self.label_key
             )
             if self.data.repeated_ids == "number" and row.sample_id != default_id:
-                return replace(row, sample_id=f"{row.sample_id}-{index + 1}")
-            return row
+                row = replace(row, sample_id=f"{row.sample_id}-{index + 1}")
+            return row if self.change is None else self.change(row)
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name
             raise named(error, sample, self.source.columns) from error
@@ -221,14 +218,16 @@ def splits_of(data: DataConfig, label_key: str, *, fetches_late: bool = False) -
     return Splits(lambda name: open_split(data, name, label_key, fetches_late=fetches_late), data.validation_fraction)
 
 
-def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split[Row]:
+def open_split(
+    data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False, change: Change = None
+) -> Split[Row]:
     """Opens a split and reads an index of its rows; `label_key` is the metadata key of a row's label. With
     `fetches_late`, rows have `WebFile`s, which are downloaded by the process that reads them; otherwise web files are
-    downloaded when a row is read."""
+    downloaded when a row is read. `change` is applied to each row."""
     if data.kind is not DataKind.MIXTURE:
-        return Split(split, _open_source(data, data, data.path, split, label_key, fetches_late), ())
+        return Split(split, _open_source(data, data, data.path, split, label_key, fetches_late, change), ())
     parts = {
-        name: _open_source(data, source, _path_of(data, source), split, label_key, fetches_late)
+        name: _open_source(data, source, _path_of(data, source), split, label_key, fetches_late, change)
         for name, source in data.mixture.sources.items()
     }
     weights = {name: source.weight for name, source in data.mixture.sources.items()}
@@ -251,7 +250,7 @@ def _path_of(data: DataConfig, source: SourceConfig) -> Path:
 
 
 def _open_source(
-    data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str, fetches_late: bool
+    data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str, fetches_late: bool, change: Change
 ) -> LazyRows[Row]:
     row_format = format_of(source, data.row_format_options)
     columns = row_format.columns if row_format.is_own else (*row_format.columns, *SHARED_COLUMNS)
@@ -287,5 +286,5 @@ def _open_source(
         limits = DownloadLimits(max_bytes, key, data.max_redirects, data.download_timeout_s)
         downloads = MediaDownloads(folder, data.allowed_hosts, limits)
         media[kind] = make(root, downloads.later if fetches_late else downloads.fetch, takes_absolute=takes_absolute)
-    reader = RowReader(table, row_format, media, data, source, label_key)
+    reader = RowReader(table, row_format, media, data, source, label_key, change)
     return TableRows(reader, np.arange(len(table)), curriculum_of(data))

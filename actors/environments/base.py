@@ -56,11 +56,21 @@ Observation = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call. `parameters` maps the name of an argument to its description."""
+    """A function that the policy may call. `parameters` maps the name of an argument to its description; `schema` is
+    the JSON schema of its arguments, if there is one."""
 
     name: str
     description: str
     parameters: Mapping[str, str]  # a name that starts with ** allows arguments with any name
+    schema: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def declaration(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        properties = {name: {"description": text} for name, text in self.parameters.items()}
+        schema = dict(self.schema) or {"type": "object", "properties": properties}
+        function = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -101,13 +111,15 @@ class EnvironmentSpec:
 
     `is_deterministic`: equal seeds and actions give equal observations. If a rollout actor is lost, a deterministic
     episode continues on another actor by replaying its turns; other episodes start again. `demonstrates`: the
-    environment is a `Demonstrator`.
+    environment is a `Demonstrator`. `plays_rows`: the prompts are rows of data; a reset gets the row's images and turns
+    as options, and gives no observation.
     """
 
     max_turns: int
     tools: tuple[Tool, ...] = ()
     is_deterministic: bool = True
     demonstrates: bool = False
+    plays_rows: bool = False
 
 
 class Reset(NamedTuple):
@@ -172,9 +184,13 @@ def split_of(seed: int) -> tuple[int, int]:
 
 def encoded(pixels: np.ndarray, *, scale: int = 1) -> bytes:
     """Encodes uint8 [H, W, 3] as PNG, each pixel repeated `scale` times in both directions."""
-    png = BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels).repeat(scale, 0).repeat(scale, 1)).save(png, format="PNG")
-    return png.getvalue()
+    return as_png(Image.fromarray(np.ascontiguousarray(pixels).repeat(scale, 0).repeat(scale, 1)))
+
+
+def as_png(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.convert("RGB").save(file, format="PNG")
+    return file.getvalue()
 
 
 def observation_hash(observation: Observation) -> str:
@@ -286,10 +302,7 @@ def spec_to_json(spec: EnvironmentSpec) -> Json:
 
 
 def spec_from_json(given: Mapping[str, Any]) -> EnvironmentSpec:
-    tools = tuple(Tool(t["name"], t["description"], t["parameters"]) for t in given["tools"])
-    return EnvironmentSpec(
-        int(given["max_turns"]), tools, bool(given["is_deterministic"]), demonstrates=bool(given["demonstrates"])
-    )
+    return EnvironmentSpec(**{**given, "tools": tuple(Tool(**tool) for tool in given["tools"])})
 
 
 def action_to_json(action: Action) -> Json:

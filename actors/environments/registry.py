@@ -14,6 +14,7 @@ ENVIRONMENTS: Mapping[str, str] = {  # name -> class, imported on use
     "program": "mobula.actors.environments.adapters.agents:Program",
     "reasoning_gym": "mobula.actors.environments.adapters.libraries:ReasoningGym",
     "textarena": "mobula.actors.environments.adapters.libraries:TextArena",
+    "tools": "mobula.actors.environments.adapters.tools:RowTools",
     "trl": "mobula.actors.environments.adapters.libraries:TRLClass",
     "verifiers": "mobula.actors.environments.adapters.agents:Verifiers",
     "vagen": "mobula.actors.environments.adapters.libraries:VAGENClass",
@@ -22,6 +23,7 @@ EXTRAS: Mapping[str, str] = {  # name -> extra with the dependencies
     "gymnasium": "environments",
     "reasoning_gym": "reasoning_gym",
     "textarena": "textarena",
+    "tools": "mcp",
 }
 
 

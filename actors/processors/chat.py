@@ -82,7 +82,7 @@ class ChatProcessor:
             config.data,
             config.sampler,
             media,
-            keep_files=keep_files or config.rewards.needs_images,
+            keep_files=keep_files or config.rewards.needs_images or config.plays_rows,
             device=config.resources.device,
             suffix=config.question_suffix,
         )

@@ -134,6 +134,6 @@ def _without_system(row: Row) -> Row:
 
 def _marked(row: Row, mark: Mapping[str, Any]) -> Row:
     """Adds the control to the task of an environment's row, for the observations of later turns."""
-    if ENVIRONMENT not in row.metadata:
+    if not row.metadata.get(ENVIRONMENT):  # tools on a row work on its images
         return row
     return replace(row, metadata={**row.metadata, ENVIRONMENT: {**row.metadata[ENVIRONMENT], CONTROL: dict(mark)}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from mobula.actors.environments.base import (
     Action,
     EpisodeError,
     Observation,
+    Reset,
     Step,
     checked_rewards,
     observation_hash,
@@ -25,14 +26,14 @@ from mobula.actors.environments.base import (
 )
 from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from mobula.actors.environments.rows import ENVIRONMENT
+from mobula.actors.environments.rows import ENVIRONMENT, row_options
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.actors.rollout.controls import CONTROL, blank_image, controlled_observation
 from mobula.actors.samplers.base import EngineSettings, Sampler
 from mobula.cluster.errors import DatasetError, EnvironmentFailedError, RolloutError
 from mobula.cluster.records.actions import KeptSets, TokenActions
-from mobula.cluster.records.media import MediaHandle, MediaSpan, MediaStore
+from mobula.cluster.records.media import MediaHandle, MediaSpan, MediaStore, ProcessedMedia
 from mobula.cluster.records.partial_response import NOTHING, Attempt, PlayedTurn, SampledSequence, TokenChunk, shifted
 from mobula.cluster.records.trajectory import (
     EpisodeTurn,
@@ -151,8 +152,17 @@ class ObservationBudget:
         return True
 
 
+async def _started(session: EnvironmentSession, prompt: Prompt, read: Callable[..., Awaitable[Any]]) -> Reset:
+    """Starts an episode with the seed of the prompt, or on its row; `read` fetches media."""
+    if session.spec.plays_rows:
+        return await session.reset(0, row_options(prompt, await read(prompt.media)))
+    task = prompt.metadata[ENVIRONMENT]
+    return await session.reset(task["seed"], task["options"])
+
+
 NUM_WATCHED = 100  # episodes whose share of failures may end the run
 Report = Callable[[Sequence[TokenChunk]], None]
+Read = Callable[[Sequence[MediaHandle]], Sequence[ProcessedMedia]]
 
 
 @dataclass(frozen=True)
@@ -207,14 +217,9 @@ class _TurnReport:
             return
         turn = PlayedTurn(sampled.num_tokens, sampled.finish_reason is FinishReason.LENGTH, observation)
         tokens = replace(sampled, finish_reason=finish_reason, turns=(turn,))
-        ended = None if finish_reason is None else response()
-        self._request.report(
-            [
-                TokenChunk(
-                    self._request.request_id, self._request.sibling, self._num_reported, tokens, ended, self._is_restart
-                )
-            ]
-        )
+        ended, request = None if finish_reason is None else response(), self._request
+        chunk = TokenChunk(request.request_id, request.sibling, self._num_reported, tokens, ended, self._is_restart)
+        request.report([chunk])
         self._num_reported += sampled.num_tokens
         self._is_restart = False
 
@@ -319,8 +324,8 @@ class EpisodeRunner:
     ) -> None:
         """Replays the turns of an earlier attempt, then samples further turns; an `EpisodeError` ends the episode."""
         task = request.prompt.metadata[ENVIRONMENT]
-        start = await session.reset(task["seed"], task["options"])
-        if observation_hash(start.observation) != task["hash"]:
+        start = await _started(session, request.prompt, self.media.read)
+        if task and observation_hash(start.observation) != task["hash"]:
             raise EpisodeError(
                 "seed_ignored",
                 f"environment {self.config.name} gave another observation for seed {task['seed']} than its prompt has",
@@ -348,10 +353,9 @@ class EpisodeRunner:
             elif step.truncated or is_last or not self._budget.admit(episode, request.prompt, step.observation):
                 episode.finish_reason = FinishReason.TRUNCATED
             is_over = episode.finish_reason is not FinishReason.ABORT
-            seen = observation_hash(step.observation)
-            turns.add(
-                number, sampled, seen, episode.finish_reason if is_over else None, partial(self._response, episode)
-            )
+            ended = episode.finish_reason if is_over else None
+            response = partial(self._response, request.prompt, episode)
+            turns.add(number, sampled, observation_hash(step.observation), ended, response)
             if is_over:
                 return
 
@@ -370,8 +374,10 @@ class EpisodeRunner:
             raise RolloutError(f"the engine aborted a turn of {name}")
         return sampled
 
-    def _response(self, episode: Episode) -> Response:
-        text = "\n".join(turn.action for turn in episode.turns)
+    def _response(self, prompt: Prompt, episode: Episode) -> Response:
+        """The text is that of all turns; of a row's episode that of the last one, the answer."""
+        turns = episode.turns if prompt.metadata[ENVIRONMENT] else episode.turns[-1:]
+        text = "\n".join(turn.action for turn in turns)
         is_truncated = episode.finish_reason is FinishReason.TRUNCATED
         return Response(text, sum(episode.mask), is_truncated, turns=tuple(episode.turns), failure=episode.failure)
 
@@ -383,7 +389,7 @@ class EpisodeRunner:
             action_mask=np.array(episode.mask, dtype=bool),
             weight_spans=tuple(episode.weight_spans),
             finish_reason=episode.finish_reason,
-            response=self._response(episode),
+            response=self._response(prompt, episode),
         )
 
     def _note(self, episode: Episode) -> None:
@@ -457,40 +463,40 @@ class Demonstration:
 
 
 class Demonstrations:
-    """Demonstrated episodes by seed, cached, with the tokenisation of sampled episodes. An environment without
+    """Demonstrated episodes, cached, with the tokenisation of sampled episodes. An environment without
     demonstrations gives one turn: the `solution` of the reset."""
 
-    def __init__(self, config: EnvironmentConfig, sampler: SamplerConfig, chat: ChatProcessor, *, model: str) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, sampler: SamplerConfig, chat: ChatProcessor, *, model: str, read: Read
+    ) -> None:
         """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
         self._config = config
         self._max_turn_tokens = sampler.max_tokens
         self._chat = chat
         self._budget = ObservationBudget(config, chat, model=model, max_images=sampler.max_images_per_prompt)
         self._pool = EnvironmentPool(config, takes_images=chat.takes_images)
-        self._made: dict[int, Demonstration] = {}
+        self._read = lambda handles: asyncio.to_thread(read, handles)
+        self._made: dict[Hashable, Demonstration] = {}
 
     async def of(self, prompt: Prompt) -> Demonstration:
-        """Returns the demonstrated episode of the prompt's seed."""
-        task = prompt.metadata[ENVIRONMENT]
-        seed = task["seed"]
-        if seed not in self._made:
+        """Returns the demonstrated episode of the prompt."""
+        key = (prompt.sample_id, prompt.text, prompt.references, prompt.media)  # an id may be in several splits
+        if key not in self._made:
             try:
                 async with self._pool.session() as session:
-                    self._made[seed] = await self._demonstrated(prompt, session, task)
+                    self._made[key] = await self._demonstrated(prompt, session)
             except EpisodeError as error:
                 raise DatasetError(
-                    f"environment.name={self._config.name} cannot demonstrate seed {seed} ({error.kind}): {error}"
+                    f"environment.name={self._config.name} cannot demonstrate {prompt.sample_id} ({error.kind}): "
+                    f"{error}"
                 ) from error
-        return self._made[seed]
+        return self._made[key]
 
     def close(self) -> None:
         self._pool.close()
 
-    async def _demonstrated(
-        self, prompt: Prompt, session: EnvironmentSession, task: Mapping[str, Any]
-    ) -> Demonstration:
-        start = await session.reset(task["seed"], task["options"])
-        episode = Episode()
+    async def _demonstrated(self, prompt: Prompt, session: EnvironmentSession) -> Demonstration:
+        start, episode = await _started(session, prompt, self._read), Episode()
         if not session.spec.demonstrates:
             self._add(episode, str(start.info.get("solution", "")))
             return Demonstration(episode.actions, np.array(episode.mask))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -19,6 +19,7 @@ from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+OWN_COMMAND = (sys.executable, "-P", "-m", "mobula.cluster.runtime.child_process")
 GRACE_S = 2.0  # after the deadline: the parent kills first, and the kernel if the parent is gone
 
 
@@ -41,10 +42,17 @@ class ChildProcess:
     """
 
     def __init__(
-        self, *, env: Mapping[str, str] | None = None, memory_limit_bytes: int = -1, is_silent: bool = False
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        memory_limit_bytes: int = -1,
+        is_silent: bool = False,
+        command: Sequence[str] = OWN_COMMAND,
     ) -> None:
-        """`env` extends the environment. `memory_limit_bytes` limits the data segment (-1: no limit)."""
+        """`env` extends the environment. `memory_limit_bytes` limits the data segment (-1: no limit). `command` may be
+        another program that answers as `serve` does. Its last arguments are the number of the pipe and the limit."""
         self._env = env or {}
+        self._command = command
         self._memory_limit_bytes = memory_limit_bytes
         self._is_silent = is_silent
         self._process: subprocess.Popen[bytes] | None = None
@@ -102,10 +110,9 @@ class ChildProcess:
     def _start(self) -> Connection:
         self._connection, theirs = Pipe()
         with theirs:
-            arguments = [str(theirs.fileno()), str(self._memory_limit_bytes)]
             output = subprocess.DEVNULL if self._is_silent else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mobula.cluster.runtime.child_process", *arguments],
+                [*self._command, str(theirs.fileno()), str(self._memory_limit_bytes)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

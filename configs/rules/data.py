@@ -61,7 +61,7 @@ def _episodes_fit(config: RunConfig) -> str | None:
             f"= {longest} is more than sampler.max_model_len={config.sampler.max_model_len}: set "
             f"sampler.max_model_len={longest} or lower one of the two"
         )
-    if config.question_suffix:
+    if config.question_suffix and not config.plays_rows:
         return (
             f"data.prompt_suffix={config.data.prompt_suffix!r} is put behind questions, and environment.name="
             f"{environment.name} makes whole prompts: set data.prompt_suffix=''"
@@ -92,9 +92,9 @@ def _stages_are_a_curriculum(config: RunConfig) -> str | None:
 
 ENVIRONMENT_RULES: tuple[Rule, ...] = (
     RuleRow(
-        lambda c: c.environment.is_on and (c.data.kind is not DataKind.ENVIRONMENT or c.offline.is_on),
-        "environment.name={environment.name} makes the prompts of RL, but data.kind={data.kind} and offline.job="
-        "{offline.job}: set data=environment and offline.job=none, or environment=none",
+        lambda c: c.environment.is_on and c.offline.is_on,
+        "environment.name={environment.name} is of RL, but offline.job={offline.job}: set offline.job=none, or "
+        "environment=none",
     ),
     RuleRow(
         lambda c: c.data.kind is DataKind.ENVIRONMENT and not c.environment.is_on,
@@ -102,6 +102,11 @@ ENVIRONMENT_RULES: tuple[Rule, ...] = (
     ),
     _episodes_fit,
     _stages_are_a_curriculum,
+    RuleRow(
+        lambda c: c.plays_rows and c.environment.curriculum.is_on,
+        "environment.curriculum.kind={environment.curriculum.kind} is of options of a reset, and the environment plays "
+        "rows of data.kind={data.kind}: set data.curriculum, or environment.curriculum.kind=none",
+    ),
     RuleRow(
         lambda c: (
             c.environment.is_on
@@ -123,6 +128,13 @@ def _flaws(rewards: RewardsConfig) -> Iterator[str]:
     for component in rewards.components:
         if component.function.endswith(".py"):
             yield f"rewards.components[{component.name}].function {without_name(component.function)}"
+        if component.requirements and component.python:
+            yield f"rewards.components[{component.name}] has requirements and python: give one of them"
+        if (component.requirements or component.python) and ":" not in component.function:
+            yield (
+                f"rewards.components[{component.name}].function={component.function} is built in and has the packages "
+                "of Mobula: leave requirements and python out, or name your own FILE.py:function"
+            )
     if not rewards.recipes and all(component.weight == 0 or not component.trained for component in rewards.components):
         yield (
             f"rewards.components has {len(rewards.components)} parts and none is trained with a weight, so every "

@@ -240,13 +240,16 @@ class StagesConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """The environment of multi-turn episodes (docs/environments.md). Needs `data.kind=environment`."""
+    """The environment of multi-turn episodes (docs/environments.md). `data.kind=environment` has its prompts; with
+    other data it plays their rows."""
 
     name: Annotated[str, NOT_EMPTY]
     """`none`, a built-in environment or adapter (docs/tasks.md lists them), or user code: `module:Class` or
     `FILE.py:Class`."""
     options: dict[str, Any]
     """Arguments of the environment."""
+    tools: tuple[str, ...] = ()
+    """Tools of `environment=tools` and `image_tools`: functions `FILE.py:function`, and URLs of MCP servers."""
     host: Literal["inline", "process", "ray", "remote"] = "process"
     """`process` runs each environment in a subprocess, which is killed on a timeout; `inline` runs it on a thread of
     the rollout actor, which is cheaper and cannot be killed; `ray` runs it in a Ray actor on any node; `remote` calls
@@ -287,3 +290,8 @@ class EnvironmentConfig(Section):
     @property
     def is_on(self) -> bool:
         return self.name != "none"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """`options`, and `tools` if there are any."""
+        return {**self.options, **({"tools": self.tools} if self.tools else {})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from graphlib import TopologicalSorter
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -40,6 +41,11 @@ class RewardComponent(Section):
     with which the guard compares the reward (`guard`), and a response that it cannot score keeps its reward."""
     options: dict[str, Any] = {}
     """Arguments of the function."""
+    requirements: str = ""
+    """A requirements file of pip. The user's function then runs in an environment with these packages alone, installed
+    once on each node by uv; requests have the fields of `RewardRequest`, without its methods. Empty: Mobula's."""
+    python: str = ""
+    """In place of `requirements`: a Python that every node has."""
     service: str = SHARED_SERVICE
     """The workers that run the component: `reward` for `resources.reward`, or a key of `resources.reward_services`."""
     needs_images: bool = False
@@ -112,6 +118,8 @@ class RewardsConfig(Section):
     """A response that cannot be scored: exclude it from the group, or stop the run. It never counts as 0."""
     processes: Annotated[int, Field(ge=1)] = 1
     """Subprocesses of a worker for functions that may hang (patterns, user functions), with a timeout."""
+    environments_path: Path = Path("~/.cache/mobula/environments")
+    """The folder of environments of `requirements`, by a digest of the file and of Python's version."""
     judged_interval: NonNegativeInt = 1
     """Components with `trained: false` score every so many-th training prompt, and all held-out prompts; 0: only
     held-out prompts."""

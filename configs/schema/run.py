@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 
 from mobula.configs.schema.algorithm import AlgorithmConfig
 from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Section, UserCode
-from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig, EnvironmentConfig
+from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig, DataKind, EnvironmentConfig
 from mobula.configs.schema.learner import LearnerConfig, OfflineConfig, WarmStartConfig
 from mobula.configs.schema.resources import ResourcesConfig, TrainingServiceConfig
 from mobula.configs.schema.rewards import GuardConfig, RewardsConfig
@@ -349,8 +349,13 @@ class RunConfig(Section):
         """Text appended to every question: `data.prompt_suffix` with `auto` resolved."""
         if self.data.prompt_suffix != AUTO_SUFFIX:
             return self.data.prompt_suffix
-        has_questions = not (self.environment.is_on or self.offline.is_on)
+        has_questions = not (self.data.kind is DataKind.ENVIRONMENT or self.offline.is_on)
         return BOXED_SUFFIX if has_questions and self.rewards.reads_box else ""
+
+    @property
+    def plays_rows(self) -> bool:
+        """Whether an environment plays rows of data, and not prompts that it makes."""
+        return self.environment.is_on and self.data.kind is not DataKind.ENVIRONMENT
 
     @property
     def of_critic_ranks(self) -> RunConfig:

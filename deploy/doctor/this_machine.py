@@ -17,6 +17,7 @@ from tempfile import TemporaryFile
 from mobula.cluster.errors import PlacementError, PreflightError
 from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
 from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.configs.schema.data import DataKind
 from mobula.deploy.host.machine import SHARED_MEMORY, CudaSoftware, Machine, as_node, examine_apart, flaws, this_machine
 from mobula.deploy.preflight.findings import PreflightFinding, check_engine_build, engine_build
 
@@ -273,7 +274,7 @@ def check_start(config: RunConfig) -> Iterator[Finding]:
     except PreflightError as error:
         yield Finding("Own code", Verdict.MISSING, "a part that the words name cannot be used", str(error))
         return
-    is_written, has_files = data.writer != "none" and not data.path.is_dir(), not config.environment.is_on
+    is_written, has_files = data.writer != "none" and not data.path.is_dir(), data.kind is not DataKind.ENVIRONMENT
     try:
         if is_written or not is_here(config):
             if not is_written and has_files and not config.offline.is_on:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mobula.actors.datasets.open_split import TRAIN
 from mobula.actors.datasets.rows import AnyRow, Row
+from mobula.actors.environments.rows import DEMONSTRATION
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rewards import for_label
 from mobula.deploy.preflight.findings import PreflightFinding, Severity
@@ -34,7 +35,8 @@ class Seen:
 
 def row_notes(config: RunConfig, row: AnyRow) -> Iterator[str]:
     yield ROWS
-    yield from (f"{FIELD}{name}" for name in row.unread)
+    is_demonstrated = config.plays_rows and config.warm_start.num_steps > 0
+    yield from (f"{FIELD}{name}" for name in row.unread if not (is_demonstrated and name == DEMONSTRATION))
     if isinstance(row, Row) and _reads_box(config, row) and _is_out_of_reach(row.answer):
         yield UNMET
 

@@ -18,7 +18,8 @@ from mobula.learner.credit import Credit
 from mobula.learner.objective import PolicyObjective
 from mobula.learner.optim import optimizer_maker
 from mobula.rewards.functions import check_users_function
-from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.isolation.environments import python_of
+from mobula.rewards.tools import Tools
 
 
 def check_user_code(config: RunConfig) -> None:
@@ -54,11 +55,12 @@ def _check_reward_functions(config: RunConfig) -> None:
     if config.offline.is_on or not users:
         return
     start_s = config.timeouts.start_s
-    isolated = IsolatedProcess(timeout_s=start_s, start_timeout_s=start_s)
+    tools = Tools.timed(1, start_s, start_s, "cpu", "float32")
     try:
         for component in users:
-            check_users_function(component.function, component.options, isolated)
+            own = tools.of_python(python_of(component, config.rewards, start_s))
+            check_users_function(component.function, component.options, own.isolated)
     except ValueError as error:
         raise ValueError(f"rewards.components[{component.name}]: {error}") from error
     finally:
-        isolated.close()
+        tools.close()

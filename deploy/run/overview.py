@@ -29,7 +29,7 @@ from mobula.cluster.runtime.placement import PlacementPlan
 from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_files
 from mobula.configs.load import dump_config
 from mobula.configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
-from mobula.configs.schema.data import AUTO_SUFFIX
+from mobula.configs.schema.data import AUTO_SUFFIX, DataKind
 from mobula.deploy.host.machine import CPU_FILE
 from mobula.deploy.host.processes import ROOT, checkout_commit
 from mobula.deploy.wiring.preparation import AnyPrepared, Prepared
@@ -151,7 +151,7 @@ def _data(prepared: AnyPrepared) -> str:
 
 def _prompt(prepared: AnyPrepared) -> Iterator[tuple[str, str]]:
     config = prepared.config
-    if not isinstance(prepared, Prepared) or config.environment.is_on:
+    if not isinstance(prepared, Prepared) or config.data.kind is DataKind.ENVIRONMENT:
         return
     suffix = config.question_suffix
     reads = "reads a box" if config.rewards.reads_box else "reads no box"

@@ -147,7 +147,7 @@ def identity_of(
     recipes = {label: recipe.model_dump(exclude={"weights", "normalise"}) for label, recipe in rewards.recipes.items()}
     training = {"batch_size", "window_start", "window_end", "window_size", "window_order", "window_interval"}
     used = {
-        "environment": [environment.name, environment.options, environment.max_tokens] if environment.is_on else None,
+        "environment": [environment.name, environment.arguments, environment.max_tokens] if environment.is_on else None,
         "denoising": sampler.flow.model_dump(exclude=training) if sampler.denoises else None,
         "patches": sampler.image_patches.model_dump() if sampler.draws_patches else None,
         "guidance": sampler.image_tokens.guidance if sampler.kind is SamplerKind.IMAGE_TOKENS else None,

@@ -33,7 +33,7 @@ from mobula.actors.datasets.prompts import (
 from mobula.actors.datasets.readers.arrow import fingerprint_of
 from mobula.actors.datasets.readers.files import SUFFIXES, Opened, files_of
 from mobula.actors.datasets.rows import R, Row, Skipped, Split
-from mobula.actors.environments.rows import environment_split
+from mobula.actors.environments.rows import environment_split, row_player
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.actors.processors.image_tokens import DrawingProcessor
@@ -254,13 +254,15 @@ def checked_splits(config: RunConfig, processor: Any) -> dict[str, PreflightRepo
     elif config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows, **_texts_of_rows(config))
     else:
-        names, fetches_late = _splits(config.evaluation), workers_download(config)
-        reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=fetches_late)
-        if config.environment.is_on:
+        names, late = _splits(config.evaluation), workers_download(config)
+        change = row_player(config.environment, processor) if config.plays_rows else None
+        reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=late, change=change)
+        if config.data.kind is DataKind.ENVIRONMENT:
             reader = partial(environment_split, config.environment, takes_images=processor.takes_images)
         curriculum = curriculum_of(config.data)
         difficulty = {TRAIN: curriculum.difficulty} if curriculum else {}
-    splits = Splits(reader, 0.0 if config.environment.is_on else config.data.validation_fraction)
+    is_made = config.data.kind is DataKind.ENVIRONMENT
+    splits = Splits(reader, 0.0 if is_made else config.data.validation_fraction)
     seen = Seen()
     return {
         name: _checked(splits(name), processor, config, partial(seen.notes, config, name), difficulty.get(name))

@@ -332,7 +332,9 @@ def swapped_engines(
 def _role(config: RunConfig) -> tuple[Any, ...]:
     if not config.environment.is_on:
         return (RolloutActor,)
-    return EpisodeActor, EpisodeSettings(config.environment, config.data, keeps_files=config.rewards.needs_images)
+    return EpisodeActor, EpisodeSettings(
+        config.environment, config.data, keeps_files=config.rewards.needs_images or config.plays_rows
+    )
 
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:

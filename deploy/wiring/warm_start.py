@@ -20,6 +20,7 @@ from mobula.actors.datasets.rows import Row, RowError
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.episodes import Demonstrations
 from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.seeds import SEED_BITS, derived_seed
 from mobula.configs.schema import RunConfig
@@ -109,7 +110,9 @@ def _examples(prepared: Prepared) -> Examples:
         return PatchImages(cast("ImagePatchProcessor", prepared.processor), config)
     processor = cast(ChatProcessor, prepared.processor)
     if config.environment.is_on:
-        return Episodes(Demonstrations(config.environment, config.sampler, processor, model=config.policy.model))
+        read = MediaReader(timeout_s=config.timeouts.object_s, max_items=config.warm_start.batch_size).read
+        model = config.policy.model
+        return Episodes(Demonstrations(config.environment, config.sampler, processor, model=model, read=read))
     return Solutions(processor)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mobula.cluster.user_code import check_options, did_you_mean, file_at, is_user_code, load
 from mobula.rewards.contract import BatchRewardFunction, RewardFunction
-from mobula.rewards.functions.plugin import CALL, Plugin, users_signature
+from mobula.rewards.functions.plugin import BATCH, CALL, Plugin, users_signature
 from mobula.rewards.isolation.process import Isolated
 from mobula.rewards.tools import Tools
 
@@ -58,8 +58,8 @@ def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> Rewar
     `path/to/file.py:function`, is called as `function(request, **options)` in an isolated process, never in this one.
     """
     if is_user_code(name):
-        check_users_function(name, options, tools.isolated)
-        return Plugin(tools, name, options)
+        signature = check_users_function(name, options, tools.isolated)
+        return Plugin(tools, name, options, takes_batch=next(iter(signature.parameters)) == BATCH)
     if name not in BUILT_IN:
         known = f"one of {', '.join(BUILT_IN)}, module:function or path/to/file.py:function"
         raise ValueError(f"there is no reward function {name!r}{did_you_mean(name, BUILT_IN)}: use {known}")
@@ -81,8 +81,9 @@ def _not_installed(name: str, error: ModuleNotFoundError) -> ValueError:
     return ValueError(f"{needs}: pip install 'mobula[{EXTRAS[name]}]'" if name in EXTRAS else needs)
 
 
-def check_users_function(name: str, options: Mapping[str, Any], isolated: Isolated) -> None:
-    """Imports a user's function in the isolated processes and checks the options against its parameters."""
+def check_users_function(name: str, options: Mapping[str, Any], isolated: Isolated) -> inspect.Signature:
+    """Imports a user's function in the isolated processes and checks the options against its parameters, which it
+    returns."""
     path = name.rpartition(":")[0]
     if path.endswith(".py"):
         try:
@@ -94,3 +95,4 @@ def check_users_function(name: str, options: Mapping[str, Any], isolated: Isolat
         check_options(name, signature, options)
     except ValueError as error:
         raise ValueError(f"{error}; {CALL}") from error
+    return signature

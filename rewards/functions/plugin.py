@@ -11,61 +11,56 @@ from mobula.cluster.records.trajectory import Response
 from mobula.cluster.user_code import load
 from mobula.rewards.contract import Outcome, RewardRequest, Score, TimedOutError
 from mobula.rewards.functions.parsing.extraction import check_number
+from mobula.rewards.isolation.foreign import PARAMETERS, described
 from mobula.rewards.isolation.process import Isolated, call_each
 from mobula.rewards.tools import Tools
-
-_PARAMETERS = "mobula.rewards.functions.plugin:parameters"
 
 CALL = (
     "a reward function is called as function(request, **options) and reads request.prompt_text, request.response.text, "
     "request.references and request.metadata"
 )
 
+BATCH = "requests"  # the name of the first parameter of a function that scores a batch
 EXAMPLE = RewardRequest(Response("", 0, is_truncated=False), (), {}, "")
 OF_OTHER_TRAINERS = ("completions", "prompts", "responses", "data_source", "solution_str", "solution_strs")
 
 
 class Plugin:
     """Calls `function(request, **options)`, which may be an `async def` and returns a finite number, a mapping with
-    `score`, or a `Score`.
+    `score`, or a `Score`. A function whose first parameter is `requests` is given the responses of a batch, and returns
+    a list.
 
     If the function hangs, raises, exits or crashes, the response has no score, and a hung or dead process is replaced.
     Module state of the function lives in each process separately and is lost with the process.
     """
 
-    def __init__(self, tools: Tools, target: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, tools: Tools, target: str, options: Mapping[str, Any], *, takes_batch: bool = False) -> None:
+        self._takes_batch = takes_batch
         self._isolated = tools.isolated
         self._target = target
         self._options = dict(options)
 
-    def __call__(self, request: RewardRequest) -> Any:
-        return self._isolated.call(self._target, request, **self._options)
-
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome | Any]:
-        """Calls the function concurrently, one call per process."""
+        """Calls the function concurrently, one call per process; once if it scores a batch."""
+        if self._takes_batch:
+            scores = self._isolated.call_batch(self._target, requests, **self._options)
+            if not isinstance(scores, list | tuple):
+                raise RewardError(f"{self._target} takes requests and returned {type(scores).__name__}: return a list")
+            return list(scores)
         calls = [(request,) for request in requests]
         return call_each(self._isolated, self._target, calls, lambda result: result, **self._options)
 
 
 def parameters(target: str) -> list[tuple[str, str, bool]]:
-    """Returns (name, kind, whether it has a default) of each parameter. Runs isolated, because it imports the
-    target."""
-    function = load(target)
-    if not callable(function):
-        raise TypeError(f"it is a {type(function).__name__}, not a function")
-    if inspect.isclass(function):
-        raise TypeError("it is a class, not a function: name a function, or an instance that can be called")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError("it yields values: return one number")
-    signature = inspect.signature(function)
-    return [(p.name, p.kind.name, p.default is not p.empty) for p in signature.parameters.values()]
+    """Describes the parameters of a function. Runs isolated, because it imports the target."""
+    return described(load(target))
 
 
 def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
     """Returns the signature of a user's function, imported in the isolated processes because it may hang or crash."""
     try:
         isolated.load(target, EXAMPLE)
-        given = isolated.call(_PARAMETERS, target)
+        given = isolated.call(PARAMETERS, target)
     except TimedOutError as error:
         raise ValueError(
             f"reward function {target!r} is not there in time ({error}): raise timeouts.start_s"
@@ -91,7 +86,7 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
 
 
 class EnvironmentReward:
-    """sum over turns k of discount^k r_k. A failed episode has no score: 0 would be trained on."""
+    """sum over turns k of discount^k r_k."""
 
     def __init__(self, tools: Tools, *, discount: float) -> None:
         check_number("discount", discount, low=0, high=1)
@@ -99,8 +94,6 @@ class EnvironmentReward:
 
     def __call__(self, request: RewardRequest) -> Score:
         response = request.response
-        if response.failure:
-            raise RewardError(f"the episode failed: {response.failure}")
         if not response.turns:
             raise RewardError("the response is no episode: set environment=OPTION, or leave this component out")
         parts: dict[str, float] = {}

@@ -56,7 +56,7 @@ class RewardScorer:
             return [ScoringFailure(FailureKind.FAILED, f"{error}: restart the server")] * len(requests)
 
     def close(self) -> None:
-        self._tools.isolated.close()
+        self._tools.close()
 
 
 def _outcome(reward: Reward | ComponentError) -> Outcome:

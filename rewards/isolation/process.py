@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,10 +14,10 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from mobula.cluster.errors import DeadlineError, RewardError, WorkerDiedError
-from mobula.cluster.runtime.child_process import ChildProcess
+from mobula.cluster.runtime.child_process import OWN_COMMAND, ChildProcess
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.rewards.contract import Outcome, TimedOutError, failure
-from mobula.rewards.isolation import child
+from mobula.rewards.isolation import child, foreign
 
 T = TypeVar("T")
 
@@ -84,10 +85,15 @@ class IsolatedProcess:
         isolated.call("math:factorial", 5)  # 120
     """
 
-    def __init__(self, *, timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(self, *, timeout_s: float, start_timeout_s: float, python: str = "") -> None:
+        """`python` runs functions with other packages, by `foreign.py`, without a limit of memory."""
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._child = ChildProcess(memory_limit_bytes=MEMORY_LIMIT_BYTES)
+        self._child = ChildProcess(
+            env={"PYTHONPATH": _path_of_users()} if python else None,
+            memory_limit_bytes=MEMORY_LIMIT_BYTES,
+            command=(python, foreign.__file__) if python else OWN_COMMAND,
+        )
         self._loaded: set[str] = set()
         self._importing: _Import | None = None
         self.deadline = math.inf
@@ -100,8 +106,15 @@ class IsolatedProcess:
         """Returns the result of `target(*args, **kwargs)`. Arguments and result are pickled; a coroutine is awaited.
         The import of the target's module has `start_timeout_s`, the call `timeout_s`. An import that still runs at the
         deadline is not killed: a later call waits for it."""
+        return self._called(1, target, args, kwargs)
+
+    def call_batch(self, target: str, batch: Sequence[Any], **kwargs: Any) -> Any:
+        """Returns the result of `target(batch, **kwargs)`, with `timeout_s` for each entry."""
+        return self._called(len(batch), target, (list(batch),), kwargs)
+
+    def _called(self, num: int, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._load(target, args, kwargs)  # with the arguments: unpickling them imports modules, too
-        timeout_s = max(0.0, min(self._timeout_s, self.deadline - time.monotonic()))
+        timeout_s = max(0.0, min(num * self._timeout_s, self.deadline - time.monotonic()))
         with self._failures(target):
             try:
                 succeeded, result = self._child.call(timeout_s, child.call, target, args, kwargs)
@@ -175,6 +188,12 @@ class IsolatedProcess:
             raise RewardError(f"{what}: cannot be sent or read, {type(error).__name__}: {error}") from error
 
 
+def _path_of_users() -> str:
+    """The PYTHONPATH without installed packages, which are of another Python."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(path for path in paths if not path.endswith("-packages"))
+
+
 class _StillImportingError(TimedOutError):
     """The deadline of a call passed while a module was imported for it."""
 
@@ -198,17 +217,22 @@ class IsolatedPool:
         pool.call_many("math:factorial", [(5,), (-1,), (3,)])  # [120, RewardError(...), 6]
     """
 
-    def __init__(self, *, num_processes: int, timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(self, *, num_processes: int, timeout_s: float, start_timeout_s: float, python: str = "") -> None:
         if num_processes < 1:
             raise ValueError(f"num_processes={num_processes}: at least one process has to make the calls")
         self._processes = [
-            IsolatedProcess(timeout_s=timeout_s, start_timeout_s=start_timeout_s) for _ in range(num_processes)
+            IsolatedProcess(timeout_s=timeout_s, start_timeout_s=start_timeout_s, python=python)
+            for _ in range(num_processes)
         ]
         self.deadline = math.inf
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
         self._processes[0].deadline = self.deadline
         return self._processes[0].call(target, *args, **kwargs)
+
+    def call_batch(self, target: str, batch: Sequence[Any], **kwargs: Any) -> Any:
+        self._processes[0].deadline = self.deadline
+        return self._processes[0].call_batch(target, batch, **kwargs)
 
     def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """Returns `target(*args, **kwargs)` for each args in `calls`; a failed call gives its `RewardError`."""

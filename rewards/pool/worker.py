@@ -95,7 +95,7 @@ class RewardWorker:
         return True
 
     def close(self) -> None:
-        self._tools.isolated.close()
+        self._tools.close()
 
     def _images(self, prompt: Prompt) -> tuple[bytes, ...]:
         """Returns the image files of the prompt; of a video, the frames that the policy saw."""

@@ -65,8 +65,8 @@ class RowFormat:
 def finish(
     draft: Draft,
     media: Mapping[str, MediaInputs],
-    *,
     placeholders: Mapping[str, str],
+    *,
     default_id: str,
     name: str,
     label_key: str,

@@ -30,7 +30,7 @@ class AgentEnvironment:
     """
 
     def __init__(
-        self, programs: AgentPrograms, *, max_turns: int, num_validation: int, num_test: int, is_deterministic: bool
+        self, programs: AgentPrograms, max_turns: int, num_validation: int, num_test: int, is_deterministic: bool
     ) -> None:
         self.spec = EnvironmentSpec(max_turns=max_turns, is_deterministic=is_deterministic)
         self._programs = programs
@@ -125,14 +125,7 @@ class Program(AgentEnvironment):
         num_test: int,
         is_deterministic: bool = False,
     ) -> None:
-        programs = CommandPrograms(command, tasks)
-        super().__init__(
-            programs,
-            max_turns=max_turns,
-            num_validation=num_validation,
-            num_test=num_test,
-            is_deterministic=is_deterministic,
-        )
+        super().__init__(CommandPrograms(command, tasks), max_turns, num_validation, num_test, is_deterministic)
 
 
 class Verifiers(AgentEnvironment):
@@ -157,10 +150,4 @@ class Verifiers(AgentEnvironment):
         is_deterministic: bool = False,
     ) -> None:
         programs = VerifiersProcess.shared(python, env, import_path=import_path, max_tasks=max_tasks)
-        super().__init__(
-            programs,
-            max_turns=max_turns,
-            num_validation=num_validation,
-            num_test=num_test,
-            is_deterministic=is_deterministic,
-        )
+        super().__init__(programs, max_turns, num_validation, num_test, is_deterministic)

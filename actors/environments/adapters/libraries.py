@@ -8,11 +8,10 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
@@ -33,35 +32,13 @@ from mobula.actors.environments.base import (
     Step,
     Tool,
     ToolCall,
+    as_png,
     describe_tools,
     encoded,
     marked_message,
 )
 from mobula.cluster.records.json_lines import read_lines
 from mobula.cluster.user_code import load
-
-T = TypeVar("T")
-
-
-def as_png(image: Image.Image) -> bytes:
-    file = BytesIO()
-    image.convert("RGB").save(file, format="PNG")
-    return file.getvalue()
-
-
-class OwnLoop:
-    """Runs coroutines one at a time, from any thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(work)
-
-    def close(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.close()
-
 
 NO_TOOLS = ("reset", "get_reward", "close")
 
@@ -188,7 +165,7 @@ class VAGENClass:
 
     def __init__(self, *, target: str, max_turns: int, config: Mapping[str, Any] | None = None) -> None:
         self._environment = load(target)(dict(config or {}))
-        self._loop = OwnLoop()
+        self._loop = asyncio.Runner()
         self.spec = EnvironmentSpec(max_turns=max_turns)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
@@ -318,7 +295,7 @@ class OpenEnv:
         self._max_message_bytes = max_message_bytes
         self._timeout_s = timeout_s
         self.spec = EnvironmentSpec(max_turns=max_turns)
-        self._loop = OwnLoop()
+        self._loop = asyncio.Runner()
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 

@@ -324,10 +324,10 @@ def _made(config: EnvironmentConfig) -> Environment:
     }
     match config.host:
         case "inline":
-            return build_environment(config.name, config.options)
+            return build_environment(config.name, config.arguments)
         case "process":
-            return ProcessEnvironment(config.name, config.options, **limits)
+            return ProcessEnvironment(config.name, config.arguments, **limits)
         case "ray":
-            return RayEnvironment(config.name, config.options, num_cpus=config.ray_num_cpus, **limits)
+            return RayEnvironment(config.name, config.arguments, num_cpus=config.ray_num_cpus, **limits)
         case "remote":
             return RemoteEnvironment(config.name, config.url, token_env=config.token_env, **limits)

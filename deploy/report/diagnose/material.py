@@ -25,6 +25,7 @@ from mobula.cluster.metrics.report.run_folder import SERIOUS, Evidence, RunFindi
 from mobula.cluster.metrics.report.samples import AnswerGroup, KeptAnswer
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.configs.schema import DataConfig, RunConfig
+from mobula.configs.schema.data import DataKind
 from mobula.deploy.preflight.checks import LoadedModel
 
 TRAIN = "train"
@@ -78,7 +79,7 @@ class DataSurvey:
 
 def survey(config: RunConfig) -> DataSurvey | None:
     """Reads up to `MAX_ROWS` rows of each split; None without a data set, or if it is not on this machine."""
-    if config.environment.is_on or config.offline.is_on:
+    if config.data.kind is DataKind.ENVIRONMENT or config.offline.is_on:
         return None
     held_out = config.evaluation.split
     try:

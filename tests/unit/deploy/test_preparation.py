@@ -50,7 +50,7 @@ from mobula.examples.geospot import geospot
 from mobula.learner.learner import Learner
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-from mobula.rewards.contract import RewardRequest, checked
+from mobula.rewards.contract import RewardRequest, Score, evaluate_batch
 from mobula.rewards.functions import build_function
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.tools import Tools
@@ -542,9 +542,10 @@ def test_the_solution_of_every_row_is_worth_all_that_there_is(task: str, tmp_pat
     values = []
     for number in range(len(rows) - 20, len(rows)):
         row = rows[number]
-        values.append(checked(function(_request(row.solution, row.references, row.metadata))).value)
-        wrong = checked(function(_request("I cannot say.", row.references, row.metadata))).value
-        assert wrong == 0.0
+        requests = [_request(text, row.references, row.metadata) for text in (row.solution, "I cannot say.")]
+        right, wrong = evaluate_batch(function, requests)
+        assert isinstance(right, Score) and isinstance(wrong, Score) and wrong.value == 0.0
+        values.append(right.value)
     assert min(values) > (0.5 if task == "geospot" else 0.999)  # a name may stand for several places
 
 

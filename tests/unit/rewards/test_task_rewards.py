@@ -22,8 +22,8 @@ from mobula.examples.geospot.gazetteer import Gazetteer, installed_gazetteer, in
 from mobula.examples.geospot.geospot_reward import Geospot
 from mobula.examples.geospot.place_answers import PlaceAnswer, read_place
 from mobula.examples.geospot.stages import STAGES
-from mobula.rewards.components import RewardScoring
-from mobula.rewards.contract import RewardRequest, Score, evaluate
+from mobula.rewards.components import Component, RewardScoring
+from mobula.rewards.contract import RewardRequest, Score, ScoringFailure, evaluate
 from mobula.rewards.functions import BUILT_IN, build_function
 from mobula.rewards.functions.plugin import EnvironmentReward
 from mobula.rewards.functions.short_answers import read_truth
@@ -287,9 +287,10 @@ def test_turns_are_discounted_and_parts_are_shown() -> None:
 
 
 def test_a_failed_episode_and_a_response_of_one_turn_are_not_worth_zero() -> None:
-    for asked, message in ((episode({"a": 1.0}, failure="timed_out: 3 s"), "timed_out"), (episode(), "no episode")):
-        with pytest.raises(RewardError, match=message):
-            EnvironmentReward(None, discount=1.0)(asked)
+    component = Component("game", EnvironmentReward(None, discount=1.0), retries=0, cache_entries=0)
+    failed, single = component.evaluate([episode({"a": 1.0}, failure="timed_out: 3 s"), episode()])
+    assert isinstance(failed, ScoringFailure) and failed.reason == "the episode failed: timed_out: 3 s"
+    assert isinstance(single, ScoringFailure) and "no episode" in single.reason
 
 
 FLAT = Image.new("RGB", (64, 64), (40, 90, 160))

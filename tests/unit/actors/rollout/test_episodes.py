@@ -376,7 +376,7 @@ def test_a_failed_try_is_run_again_with_the_same_seed_and_what_it_reported_count
 
 async def demonstrated(config: RunConfig, num: int = 1) -> tuple[ChatProcessor, list[Demonstration]]:
     chat = chat_of(config)
-    found = Demonstrations(config.environment, config.sampler, chat, model=config.policy.model)
+    found = Demonstrations(config.environment, config.sampler, chat, model=config.policy.model, read=lambda media: [])
     try:
         rows = environment_split(config.environment, "train", takes_images=True).rows[:num]
         return chat, [await found.of(chat.prepare(row, f"0/{n}/x")) for n, row in enumerate(rows)]

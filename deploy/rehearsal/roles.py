@@ -452,11 +452,7 @@ class SimulatedRoles:
     def busy_s(self) -> dict[str, float]:
         """Role -> seconds of work, summed over workers that are there and that were lost."""
         busy = {role: sum(worker.busy_s for worker in workers) for role, workers in self.workers.items()}
-        return {
-            ROLLOUT: self._observed.busy_s(),
-            LEARNER: self.ranks.busy_s * self.ranks.num_ranks,
-            **busy,
-        }
+        return {ROLLOUT: self._observed.busy_s(), LEARNER: self.ranks.busy_s * self.ranks.num_ranks, **busy}
 
     async def all_up(self) -> None:
         while any(worker.node_id in self.down for worker in self.places(LEARNER)):

@@ -13,7 +13,7 @@ import transformers as hf
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 
-from mobula.learner.policies.tiny import TINY, TinyModel
+from mobula.learner.policies.tiny import TINY
 
 CLIP_TOKENS, T5_TOKENS, GEMMA_TOKENS = 77, 64, 64  # longest prompts
 TEXT_SIZE, WIDE_TEXT_SIZE = 32, 64  # embeddings of text encoders
@@ -97,8 +97,10 @@ def gemma_encoder(tokenizer: hf.GemmaTokenizer) -> hf.Gemma2Model:
     return hf.Gemma2Model(config)
 
 
-def language_model(row: TinyModel, seed: int) -> tuple[hf.PreTrainedModel, hf.Qwen2Tokenizer]:
-    """A model and its tokenizer, with the chat template that a pipeline without processor looks for."""
+def language_model(name: str, seed: int, **text: Any) -> tuple[hf.PreTrainedModel, hf.Qwen2Tokenizer]:
+    """The model `name` of `TINY`, with other settings `text` of its decoder if there are any, and its tokenizer, with
+    the chat template that a pipeline without processor looks for."""
+    row = replace(TINY[name], text=text) if text else TINY[name]
     tokenizer = row.new_tokenizer()
     return row.new_model(tokenizer, seed=seed), tokenizer
 
@@ -238,8 +240,7 @@ def _flux_pipeline(pipeline: Any, vae: Any, channels: int, **own: Any) -> Any:
 def flux2(seed: int) -> Any:
     """FLUX.2 klein for images of 32 x 32; the pipeline reads layers 9, 18 and 27 of its text encoder."""
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    row = replace(TINY["qwen3"], text={**small, "head_dim": 16, "num_hidden_layers": 28})
-    encoder, tokenizer = language_model(row, seed)
+    encoder, tokenizer = language_model("qwen3", seed, **small, head_dim=16, num_hidden_layers=28)
     return diffusers.Flux2KleinPipeline(
         transformer=diffusers.Flux2Transformer2DModel(
             in_channels=4 * CHANNELS,
@@ -260,7 +261,7 @@ def flux2(seed: int) -> Any:
 
 def z_image(seed: int) -> Any:
     """Pipeline for images of 32 x 32."""
-    encoder, tokenizer = language_model(TINY["qwen3"], seed)
+    encoder, tokenizer = language_model("qwen3", seed)
     return diffusers.ZImagePipeline(
         transformer=diffusers.ZImageTransformer2DModel(
             in_channels=CHANNELS,
@@ -292,7 +293,7 @@ def qwen_image_edit(seed: int) -> Any:
 
 
 def _qwen_image_pipeline(pipeline: Any, seed: int, **own: Any) -> Any:
-    encoder, tokenizer = language_model(TINY["qwen2.5-vl"], seed)
+    encoder, tokenizer = language_model("qwen2.5-vl", seed)
     return pipeline(
         transformer=diffusers.QwenImageTransformer2DModel(
             in_channels=4 * CHANNELS,
@@ -399,7 +400,7 @@ def cosmos2(seed: int) -> Any:
 
 def cosmos2_5(seed: int) -> Any:
     """Cosmos Predict 2.5 for videos of 32 x 32 and more."""
-    encoder, tokenizer = language_model(TINY["qwen2.5-vl"], seed)
+    encoder, tokenizer = language_model("qwen2.5-vl", seed)
     text = encoder.config.get_text_config()
     return _cosmos_pipeline(
         diffusers.Cosmos2_5_PredictBasePipeline,

@@ -11,11 +11,13 @@ TINY_FLOW = (
     "sd3", "sd3_glyphs", "sd3-img2img", "flux", "flux-kontext", "flux-kontext-letters", "flux2", "qwen-image",
     "qwen-image-edit", "z-image", "sana", "wan", "wan2.2", "wan-i2v", "cosmos2", "cosmos2.5",
 )  # fmt: skip
-"""Names of `mobula init-model` without `tiny-`; functions of `models`, which imports diffusers, have them with _."""
+"""Names of `mobula init-model` without `tiny-`. The function of a model in `models`, which imports diffusers, has its
+name with `_` in place of `-` and `.`."""
 
 
 def write_tiny_flow(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Writes the tiny model `name` of `TINY_FLOW` into `folder`, and returns `folder`."""
+    assert name in TINY_FLOW, f"there is no tiny flow model {name}"
     try:
         from mobula.learner.policies.flow.tiny import models
     except ModuleNotFoundError as error:

@@ -37,17 +37,15 @@ class Term(Generic[R]):
     loss: Callable[[Sequence[R]], Tensor]
 
 
+@dataclass(eq=False)
 class GradientStep:
     """Takes optimizer steps with the rank's own share of the rows; every rank is called with all of them."""
 
-    def __init__(
-        self, backend: Backend, optimizer: Optimizer, config: LearnerConfig, rank: int, world_size: int
-    ) -> None:
-        self._backend = backend
-        self._optimizer = optimizer
-        self._config = config
-        self._rank = rank
-        self._world_size = world_size
+    backend: Backend
+    optimizer: Optimizer
+    config: LearnerConfig
+    rank: int
+    world_size: int
 
     def __call__(self, rows: Sequence[R], loss: Callable[[Sequence[R]], Tensor], learning_rate: float) -> float:
         """One step on the sum of `loss` over all micro-batches of all ranks; returns the gradient norm. Collective."""
@@ -63,16 +61,16 @@ class GradientStep:
         work = [(term.loss, share) for term in terms for share in self.shares(term.rows)]
         for n, (loss, share) in enumerate(work):
             # Where memory allows, ranks exchange gradients once, at the last micro-batch of all terms.
-            self._backend.backward(loss(share), is_last=n == len(work) - 1)
+            self.backend.backward(loss(share), is_last=n == len(work) - 1)
         if before_step is not None:
             before_step()
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        return self._backend.step(self._optimizer, max_grad_norm=self._config.max_grad_norm)
+        return self.backend.step(self.optimizer, max_grad_norm=self.config.max_grad_norm)
 
     def shares(self, rows: Sequence[R]) -> list[list[R]]:
         """This rank's micro-batches."""
-        return shares_of_ranks(rows, self._config, self._world_size)[self._rank]
+        return shares_of_ranks(rows, self.config, self.world_size)[self.rank]
 
 
 def shares_of_ranks(rows: Sequence[R], config: LearnerConfig, num_ranks: int) -> list[list[list[R]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ SUMS = {
 Forward = Callable[[Sequence[LearnerItem]], tuple[PolicyOutput, LearnerBatch]]
 
 
+@dataclass(eq=False)
 class Movement:
     """Measures `policy_change` and `weight_change` of some steps. Its methods are collective.
 
@@ -77,26 +79,18 @@ class Movement:
         movement.end(meter)
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        shares: Callable[[Sequence[LearnerItem]], Sequence[Sequence[LearnerItem]]],
-        forward: Forward,
-        num_steps: int,
-    ) -> None:
-        """`shares` returns this rank's micro-batches (`GradientStep.shares`)."""
-        self._backend = backend
-        self._shares = shares
-        self._forward = forward
-        self._interval = max(1, num_steps // NUM_LOOKS)
-        self._rows: Sequence[LearnerItem] = ()
-        self._before: tuple[Tensor, Tensor] | None = None  # sampled weights [N], log-probs [B, T]
+    backend: Backend
+    shares: Callable[[Sequence[LearnerItem]], Sequence[Sequence[LearnerItem]]]  # as `GradientStep.shares`
+    forward: Forward
+    num_steps: int
+    _rows: Sequence[LearnerItem] = field(default=(), init=False)
+    _before: tuple[Tensor, Tensor] | None = field(default=None, init=False)  # sampled weights [N], log-probs [B, T]
 
     def begin(self, rows: Sequence[LearnerItem], version: int) -> None:
         """Looks at the state before the step that makes `version`; `rows` are those of its first minibatch."""
         self._before = None
-        if rows and version % self._interval == 0:
-            self._rows = self._shares(rows)[0][:NUM_ROWS]
+        if rows and version % max(1, self.num_steps // NUM_LOOKS) == 0:
+            self._rows = self.shares(rows)[0][:NUM_ROWS]
             self._before = self._sampled(), self._score(self._rows)[0]
 
     def end(self, meter: Meter) -> None:
@@ -112,13 +106,13 @@ class Movement:
 
     def _score(self, rows: Sequence[LearnerItem]) -> tuple[Tensor, Tensor]:
         """Returns log-probs, float32 [B, T], and the mask of trained tokens, bool [B, T]."""
-        with self._backend.inference():
-            output, batch = self._forward(rows)
+        with self.backend.inference():
+            output, batch = self.forward(rows)
         return output.logprobs, batch.loss_mask
 
     @torch.no_grad()
     def _sampled(self) -> Tensor:
-        return torch.cat(list(_samples(self._backend.trained())))
+        return torch.cat(list(_samples(self.backend.trained())))
 
 
 def ratios(reduced: dict[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,29 +102,19 @@ def _rng_file(folder: Path, rank: int) -> Path:
 HOST = torch.device("cpu")
 
 
+@dataclass(eq=False)
 class Offloader:
-    """Moves policy and optimizer of one rank; not collective. Does nothing if the device is the CPU.
+    """Moves policy and optimizer of one rank; not collective. Does nothing if the device is the CPU."""
 
-    Args:
-        with_policy: copies of the weights that are pushed to engines; they move with the policy.
-        with_optimizer: copies of the weights that only optimizer steps read; they move with the optimizer.
-    """
-
-    def __init__(
-        self,
-        policy: nn.Module,
-        optimizer: Optimizer,
-        device: torch.device,
-        *,
-        with_policy: Sequence[WeightAverage | NullAverage] = (),
-        with_optimizer: Sequence[WeightAverage | NullAverage] = (),
-    ) -> None:
-        self._policy = policy
-        self._optimizer = optimizer
-        self._device = device
-        self._with_policy = tuple(with_policy)
-        self._with_optimizer = tuple(with_optimizer)
-        self.is_policy_on_device = True
+    policy: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+    _: KW_ONLY
+    with_policy: Sequence[WeightAverage | NullAverage] = ()
+    """Copies of the weights that are pushed to engines; they move with the policy."""
+    with_optimizer: Sequence[WeightAverage | NullAverage] = ()
+    """Copies of the weights that only optimizer steps read; they move with the optimizer."""
+    is_policy_on_device: bool = field(default=True, init=False)
 
     def offload(self, part: str) -> None:
         """Moves `policy` or `optimizer` to host memory."""
@@ -131,20 +122,20 @@ class Offloader:
             self._move_policy(HOST)
         else:
             self._move_optimizer(HOST)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()  # copies are asynchronous: wait before they are read and the memory is freed
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        self._move_policy(self._device)
-        self._move_optimizer(self._device)
+        self._move_policy(self.device)
+        self._move_optimizer(self.device)
 
     @contextmanager
     def policy_on_device(self) -> Iterator[None]:
         """Moves the policy to the device for the body, and back to the host if it was there before."""
         was_offloaded = not self.is_policy_on_device
         if was_offloaded:
-            self._move_policy(self._device)
+            self._move_policy(self.device)
         try:
             yield
         finally:
@@ -154,16 +145,16 @@ class Offloader:
     # Copies to host memory are non-blocking: torch allocates pinned pages for them, so that both directions are fast.
 
     def _move_policy(self, device: torch.device) -> None:
-        self._policy.to(device, non_blocking=True)
-        for copy in self._with_policy:
+        self.policy.to(device, non_blocking=True)
+        for copy in self.with_policy:
             copy.to(device)
-        self.is_policy_on_device = device == self._device
+        self.is_policy_on_device = device == self.device
 
     def _move_optimizer(self, device: torch.device) -> None:
-        for copy in self._with_optimizer:
+        for copy in self.with_optimizer:
             copy.to(device)
-        assert isinstance(self._optimizer, torch.optim.Optimizer), "the configuration refuses learner.backend=deepspeed"
-        for state in self._optimizer.state.values():
+        assert isinstance(self.optimizer, torch.optim.Optimizer), "the configuration refuses learner.backend=deepspeed"
+        for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:  # Adam keeps its step count on the CPU
                     state[name] = value.to(device, non_blocking=True)

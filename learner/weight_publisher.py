@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 
 import numpy as np
@@ -39,6 +40,7 @@ NO_BYTES = np.empty(0, dtype=np.uint8)
 NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
+@dataclass(eq=False)
 class WeightPublisher:
     """Alternates between gathering a round of buckets in the training group and sending one in the transfer group.
 
@@ -46,57 +48,44 @@ class WeightPublisher:
     interleave: a rank that still gathers and a rank that already sends would deadlock.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        named_weights: NamedWeights,
-        *,
-        rank: int,
-        device: torch.device,
-        transport: str,
-        timeout_s: float,
-        num_ranks: int = 1,
-        num_senders: int = 1,
-        same_host: str = "memory",
-    ) -> None:
-        """
-        Args:
-            named_weights: yields (checkpoint name, whole tensor) in the manifest's order; each tensor is a collective
-                of the training group.
-            num_senders: ranks below this number send.
-        """
-        self.manifest = manifest
-        self._named_weights = named_weights
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._num_senders = min(num_senders, num_ranks)
-        self._device = device
-        self._transport = transport
-        self._same_host = same_host
-        self._timeout_s = timeout_s
-        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+    manifest: Manifest
+    named_weights: NamedWeights
+    """Yields (checkpoint name, whole tensor) in the manifest's order; each tensor is a collective of the training
+    group."""
+    _: KW_ONLY
+    rank: int
+    device: torch.device
+    transport: str
+    timeout_s: float
+    num_ranks: int = 1
+    num_senders: int = 1  # ranks below this number send
+    same_host: str = "memory"
+
+    def __post_init__(self) -> None:
+        self.num_senders = min(self.num_senders, self.num_ranks)
+        self._staging = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._base = Base()  # this rank's part of the last push of changes, in host memory
         self._stores: dict[int, RendezvousStore] = {}
         self._groups: dict[int, TransferGroup] = {}
 
     def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         """Opens the rendezvous of transfer group `epoch`. Called on rank 0."""
-        store = self._stores[epoch] = RendezvousStore(self._timeout_s)
+        store = self._stores[epoch] = RendezvousStore(self.timeout_s)
         return Rendezvous(
             store.host,
             store.port,
             epoch,
             1 + num_receivers,
-            self._transport,
-            self._timeout_s,
-            self._num_senders,
-            self._same_host,
+            self.transport,
+            self.timeout_s,
+            self.num_senders,
+            self.same_host,
         )
 
     def join_transfer(self, rendezvous: Rendezvous) -> None:
         """Joins a transfer group, in addition to earlier ones. Does nothing on ranks that do not send."""
-        if self._rank < self._num_senders:
-            group = TransferGroup(rendezvous, TransferGroup.SENDER, self._device, sender=self._rank)
+        if self.rank < self.num_senders:
+            group = TransferGroup(rendezvous, TransferGroup.SENDER, self.device, sender=self.rank)
             self._groups[rendezvous.epoch] = group
 
     def leave_transfer(self, epoch: int) -> None:
@@ -148,10 +137,10 @@ class WeightPublisher:
                     if spec.name not in self._base.tensors:
                         self._base.tensors[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
                     apply(item.header, item.data, words_of(self._base.tensors[spec.name], spec))
-            header = torch.tensor(headers, dtype=torch.int64, device=self._device)
+            header = torch.tensor(headers, dtype=torch.int64, device=self.device)
             failure = self._broadcast(epoch, header, f"the header of weight bucket {index}")
             if starts[-1] > 0 and failure is None:
-                body = torch.zeros(starts[-1], dtype=torch.uint8, device=self._device)
+                body = torch.zeros(starts[-1], dtype=torch.uint8, device=self.device)
                 for start, item in zip(starts, messages, strict=False):
                     body[start : start + item.data.numel()] = item.data
                 failure = self._broadcast(epoch, body, f"the changes of weight bucket {index} ({starts[-1]} bytes)")
@@ -168,7 +157,7 @@ class WeightPublisher:
         """Returns the message of each tensor of a packed bucket."""
         messages = []
         for slot, (name, tensor) in zip(bucket.slots, unpack(bucket, packed), strict=True):
-            base = words_of(self._base.tensors[name], slot.spec).to(self._device) if has_base else None
+            base = words_of(self._base.tensors[name], slot.spec).to(self.device) if has_base else None
             messages.append(message(words_of(tensor, slot.spec), base))
         return messages
 
@@ -179,12 +168,12 @@ class WeightPublisher:
         failure: WeightSyncError | None = None
         packed: torch.Tensor | None = None
         last = sum(1 for _ in self.manifest.buckets(bucket_bytes)) - 1
-        for index, own in enumerate(self._packed_buckets(bucket_bytes, self._num_senders)):
+        for index, own in enumerate(self._packed_buckets(bucket_bytes, self.num_senders)):
             # Also after a failure: each bucket is a collective in which the other ranks wait for this rank.
             packed = packed if own is None else own
-            is_round_over = index == last or index % self._num_senders == self._num_senders - 1
+            is_round_over = index == last or index % self.num_senders == self.num_senders - 1
             if is_round_over and packed is not None and failure is None:
-                failure = send_bucket(index - index % self._num_senders + self._rank, packed)
+                failure = send_bucket(index - index % self.num_senders + self.rank, packed)
                 packed = None
         if failure is not None:
             raise failure
@@ -202,7 +191,7 @@ class WeightPublisher:
     def export(self, bucket_bytes: int) -> list[np.ndarray]:
         """Returns the packed buckets as uint8 arrays, each followed by its digest. Every rank gathers; rank
         `i % num_ranks` has bucket `i`, the others get an empty array."""
-        packed = self._packed_buckets(bucket_bytes, self._num_ranks)
+        packed = self._packed_buckets(bucket_bytes, self.num_ranks)
         return [NO_BYTES if buffer is None else with_digest(buffer) for buffer in packed]
 
     def close(self) -> None:
@@ -215,14 +204,14 @@ class WeightPublisher:
         The bytes are valid until the owner's next bucket, which reuses the buffer: mapping fresh pages for each bucket
         costs more than the copy.
         """
-        weights = self._named_weights()
+        weights = self.named_weights()
         for index, bucket in enumerate(self.manifest.buckets(bucket_bytes)):
             full = dict(islice(weights, len(bucket.slots)))
-            if index % num_owners != self._rank:
+            if index % num_owners != self.rank:
                 yield None
             elif (lone := lone_bytes(bucket, full)) is not None:
-                yield lone.to(self._device)  # offloaded weights are in host memory
+                yield lone.to(self.device)  # offloaded weights are in host memory
             else:
                 if self._staging.numel() < bucket.num_bytes:
-                    self._staging = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+                    self._staging = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
                 yield pack(bucket, full, self._staging)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 DIED, HUNG = "reference_died", "reference_hung"
 
 
+@dataclass(eq=False)
 class ReferencePool:
     """Divides the groups of one step among the scorers; log-probs stay in the object store, owned by the caller.
 
@@ -26,22 +27,18 @@ class ReferencePool:
     up to `max_attempts` times in all.
     """
 
-    def __init__(
-        self,
-        handles: Sequence[Any],
-        folder: Path,
-        *,
-        hosts: Hosts,
-        restarts: RestartPolicy,
-        alive_s: float,
-        timeout_s: float,
-        max_attempts: int,
-        on_lost: Callable[[str], None] = lambda kind: None,
-        on_retry: Callable[[str], None] = lambda kind: None,
-    ) -> None:
-        """`handles` are Ray handles of `ReferenceScorer`s; `folder` holds the frozen policy once the run has begun.
-        `on_lost` is called with the kind of each loss of a scorer, `on_retry` with the reason why a share is
-        repeated."""
+    handles: InitVar[Sequence[Any]]  # Ray handles of `ReferenceScorer`s
+    folder: Path  # has the frozen policy once the run has begun
+    _: KW_ONLY
+    hosts: InitVar[Hosts]
+    restarts: InitVar[RestartPolicy]
+    alive_s: InitVar[float]
+    timeout_s: float
+    max_attempts: int
+    on_lost: Callable[[str], None] = lambda kind: None  # called with the kind of each loss of a scorer
+    on_retry: Callable[[str], None] = lambda kind: None  # called with the reason why a share is repeated
+
+    def __post_init__(self, handles: Sequence[Any], hosts: Hosts, restarts: RestartPolicy, alive_s: float) -> None:
         self._work = WorkQueue(
             "reference",
             handles,
@@ -53,11 +50,6 @@ class ReferencePool:
             on_lost=self._count_loss,
         )
         self.pool = self._work.pool
-        self._folder = folder
-        self._timeout_s = timeout_s
-        self._max_attempts = max_attempts
-        self._on_lost = on_lost
-        self._on_retry = on_retry
         self._has_begun = False
         self._loaded: dict[str, Any] = {}  # name -> the handle that holds the frozen policy
         self.losses: Counter[str] = Counter({DIED: 0, HUNG: 0})
@@ -72,16 +64,16 @@ class ReferencePool:
         return [scored[group.summary.group_id] for group in groups]
 
     async def _score_somewhere(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
-        for attempt in range(1, self._max_attempts + 1):
+        for attempt in range(1, self.max_attempts + 1):
             async with self._work.slot(is_urgent=attempt > 1) as slot:
                 try:
                     await self._load(slot.name, slot.handle)
                     return await self._score(slot, groups)
                 except (WorkerDiedError, DeadlineError) as error:
                     loss = await self._work.failed(slot, error)
-            if attempt == self._max_attempts:
+            if attempt == self.max_attempts:
                 raise loss
-            self._on_retry(type(loss).__name__)
+            self.on_retry(type(loss).__name__)
         raise AssertionError("max_attempts is 1 or more")
 
     async def _join(self, name: str, handle: Any) -> None:
@@ -92,7 +84,7 @@ class ReferencePool:
     async def _load(self, name: str, handle: Any) -> None:
         if name in self._loaded and self._loaded[name] is handle:
             return
-        await answer(handle.load.remote(self._folder), timeout_s=self._timeout_s, what=f"{name} to load {self._folder}")
+        await answer(handle.load.remote(self.folder), timeout_s=self.timeout_s, what=f"{name} to load {self.folder}")
         self._loaded[name] = handle
 
     async def _score(self, slot: WorkerSlot, groups: list[ScoredGroup]) -> list[ScoredGroup]:
@@ -102,13 +94,13 @@ class ReferencePool:
             logprobs = [scorer.score_one.remote(groups[0])]
         else:
             logprobs = scorer.score.options(num_returns=len(groups)).remote(groups)
-        await answer(logprobs[-1], timeout_s=self._timeout_s, what=f"{slot.name} to score {len(groups)} groups")
+        await answer(logprobs[-1], timeout_s=self.timeout_s, what=f"{slot.name} to score {len(groups)} groups")
         return [replace(g, reference_logprobs=lp) for g, lp in zip(groups, logprobs, strict=True)]
 
     def _count_loss(self, error: Exception) -> None:
         kind = HUNG if isinstance(error, DeadlineError) else DIED
         self.losses[kind] += 1
-        self._on_lost(kind)
+        self.on_lost(kind)
 
 
 class NullReference:

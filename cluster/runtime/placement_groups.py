@@ -18,12 +18,7 @@ import ray
 from ray._private.state import available_resources_per_node  # the public API has only the sum of the cluster
 from ray._private.state import state as control_store  # the public API does not list dead drivers
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]  # generated on import
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from mobula.cluster.errors import PlacementError
 from mobula.cluster.runtime.placement import TOGETHER, NodeResources, PlacedWorker, PlacementPlan, plan_placement

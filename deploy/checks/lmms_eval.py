@@ -170,8 +170,7 @@ class LmmsEval:
         "data/lmms-eval"
     )
     is_online: Annotated[  # None: unless the model is a local folder
-        bool | None,
-        typer.Option("--online/--offline", help="Use the hub or not; a local folder's default is not."),
+        bool | None, typer.Option("--online/--offline", help="Use the hub or not; a local folder's default is not.")
     ] = None
     environment: Annotated[Path, typer.Option(show_default=False, help="The harness's, if not `make harness`'s.")] = (
         ENVIRONMENT

@@ -190,8 +190,7 @@ def diagnosed(config: RunConfig) -> Iterator[None]:
 def gpu_check(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="The device that is checked.")] = "cuda",
     only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="STAGE", help="Run this stage, finished or not; may be repeated."),
+        list[str] | None, typer.Option(metavar="STAGE", help="Run this stage, finished or not; may be repeated.")
     ] = None,
     run_all: Annotated[bool, typer.Option("--all", help="Long stages too where the device is a CPU.")] = False,
     minutes: Annotated[float | None, typer.Option(min=0.5, help="Time of this call; the next one goes on.")] = None,

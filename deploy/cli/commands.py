@@ -57,8 +57,7 @@ from mobula.deploy.preloading.preloaded import preloaded
 data = typer.Typer(help="Look at a data set, or write it in another form.", no_args_is_help=True)
 
 DataWords = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="As for train, e.g. data=verl data.path=FOLDER."),
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train, e.g. data=verl data.path=FOLDER.")
 ]
 
 
@@ -271,8 +270,7 @@ def claims(
 
 def compare(
     runs: Annotated[
-        list[str],
-        typer.Argument(metavar="[LABEL=]RUN[,RUN...]...", help="Seeds of one setting are joined by commas."),
+        list[str], typer.Argument(metavar="[LABEL=]RUN[,RUN...]...", help="Seeds of one setting are joined by commas.")
     ],
     output: Annotated[
         Path | None, typer.Option(help="The page to write; by default comparison.html in the folder of the runs.")
@@ -361,10 +359,7 @@ def scale(
         raise typer.Exit(FAILED)
 
 
-def report(
-    name: RunName = None,
-    run: RunFolder = None,
-) -> None:
+def report(name: RunName = None, run: RunFolder = None) -> None:
     """Write report.html of a finished run again, also if its driver was killed before it wrote the report."""
     with explained():
         from mobula.deploy.run.run_report import report_again

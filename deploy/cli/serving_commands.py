@@ -16,8 +16,7 @@ from mobula.deploy.cli.options import AllowHost, Host, Port, TokenEnv, TokenFile
 from mobula.deploy.host.terminal import terminal
 
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Groups and keys in any order, as for train."),
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Groups and keys in any order, as for train.")
 ]
 SERVED = "sampler.adapters.max_served=16"  # if the user has set nothing
 
@@ -62,11 +61,7 @@ def rollout(
     """Let policy.model play or answer held-out episodes, and write down turns, images and rewards."""
     from mobula.configs.load import load_config
 
-    short = {
-        "sampler.temperature": temperature,
-        "sampler.max_tokens": max_new_tokens,
-        "seed": seed,
-    }
+    short = {"sampler.temperature": temperature, "sampler.max_tokens": max_new_tokens, "seed": seed}
     with explained("nothing is written"):
         shorthands = [f"{key}={value}" for key, value in short.items() if value is not None]
         config = load_config([*(overrides or []), *shorthands])

@@ -25,11 +25,7 @@ TAIL_BYTES = 64 << 10
 
 
 def run_logged(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    folder: Path,
-    log: Path,
-    timeout_s: float,
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path, timeout_s: float
 ) -> int:
     """Runs `command` in `folder` with both outputs in `log`; returns its exit code, negative for a signal. Its process
     group is gone on return, and after an error."""

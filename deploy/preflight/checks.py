@@ -47,9 +47,8 @@ class LoadedModel:
 
     folder: Path  # with the files of the trained network
     checkpoint: Manifest
-    processor: (
-        ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | DrawingProcessor
-    )  # by the job and the kind of model
+    # By the job and the kind of model.
+    processor: ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | DrawingProcessor
     stored: StoredModel | None  # the tensors in its files; None of a flow model
 
     @property

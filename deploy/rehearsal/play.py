@@ -201,11 +201,7 @@ def rehearsed(config: RunConfig, folder: Path) -> RunConfig:
 
 
 async def _play(
-    prepared: Prepared,
-    hardware: Hardware,
-    lengths: ResponseLengths,
-    faults: Sequence[PlannedFault],
-    max_wall_s: float,
+    prepared: Prepared, hardware: Hardware, lengths: ResponseLengths, faults: Sequence[PlannedFault], max_wall_s: float
 ) -> Played:
     loop, wall_s = asyncio.get_running_loop(), time.perf_counter()
     config = prepared.config
@@ -222,10 +218,7 @@ async def _play(
 
     def look() -> Moment:
         return Moment(
-            at_s=loop.time(),
-            driver_cpu_s=observed.cpu.driver_s,
-            busy_s=roles.busy_s(),
-            borrowed=roles.ranks.borrowed,
+            at_s=loop.time(), driver_cpu_s=observed.cpu.driver_s, busy_s=roles.busy_s(), borrowed=roles.ranks.borrowed
         )
 
     num_workers = {role: len(hardware.placement.of_role(role)) for role in config.resources.roles}

@@ -330,18 +330,17 @@ class Hardware:
     driver_node: str
 
 
+@dataclass(eq=False)
 class SimulatedRoles:
     """Builds the parts of a run that `build_controller` connects. Create it in the event loop of the rehearsal."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        hardware: Hardware,
-        lengths: ResponseLengths,
-        observed: Observed,
-        on_lost: Callable[[str], None],
-    ) -> None:
-        self.config = config
+    config: RunConfig
+    hardware: Hardware
+    lengths: ResponseLengths
+    observed: Observed
+    on_lost: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.engines: dict[int, SimulatedEngine] = {}  # by index; a restarted engine replaces the lost one
         self.rank_handles: list[Handle] = []
         self.handles: dict[tuple[str, int], Handle] = {}  # (role, index) -> newest scorer or reward worker
@@ -349,13 +348,9 @@ class SimulatedRoles:
         self.returning: set[str] = set()  # of them, those that come back
         self.slow: dict[str, float] = {}  # node -> factor on its seconds
         self.workers: dict[str, list[Any]] = {}  # role -> simulated scorers or reward workers
-        self._hardware = hardware
-        self._placement = hardware.placement
-        self._lengths = lengths
-        self._observed = observed
-        self._on_lost = on_lost
+        self._placement = self.hardware.placement
         self._restored = asyncio.Event()
-        num_ranks = len(self.places(LEARNER))
+        hardware, num_ranks = self.hardware, len(self.places(LEARNER))
         state_bytes = OPTIMIZER_COPIES * hardware.manifest.num_bytes / max(1, num_ranks)
         self.ranks = SimulatedRanks(hardware.speeds, num_ranks, self._pushed(), hardware.cores, state_bytes)
 
@@ -374,7 +369,7 @@ class SimulatedRoles:
     def training(self) -> Training:
         config = self.config
         group, reference = _LearnerGroup(self), self._reference()
-        ranks = [replace(rank, close=_nothing) for rank in restored_ranks(group, config, self._on_lost)]
+        ranks = [replace(rank, close=_nothing) for rank in restored_ranks(group, config, self.on_lost)]
         watched = (*ranks, *watched_reference(reference))
         return Training(group, reference, replay_buffer(config), watched, None)
 
@@ -415,7 +410,7 @@ class SimulatedRoles:
 
     def _free_nodes(self) -> list[NodeResources]:
         free = []
-        for node in self._hardware.nodes:
+        for node in self.hardware.nodes:
             if node.node_id in self.down:
                 continue
             own = [worker for worker in self._placement.workers if worker.node_id == node.node_id]
@@ -447,23 +442,19 @@ class SimulatedRoles:
                 self.ranks.slow_down[worker.index] = factor
 
     async def compute_driver(self) -> None:
-        await self._hardware.cores.compute(self._hardware.speeds.step_s)
+        await self.hardware.cores.compute(self.hardware.speeds.step_s)
 
     def busy_s(self) -> dict[str, float]:
         """Role -> seconds of work, summed over workers that are there and that were lost."""
         busy = {role: sum(worker.busy_s for worker in workers) for role, workers in self.workers.items()}
-        return {
-            ROLLOUT: self._observed.busy_s(),
-            LEARNER: self.ranks.busy_s * self.ranks.num_ranks,
-            **busy,
-        }
+        return {ROLLOUT: self.observed.busy_s(), LEARNER: self.ranks.busy_s * self.ranks.num_ranks, **busy}
 
     async def all_up(self) -> None:
         while any(worker.node_id in self.down for worker in self.places(LEARNER)):
             await self._restored.wait()
 
     def _pushed(self) -> Manifest:
-        manifest, payload = self._hardware.manifest, self.config.weight_sync.payload
+        manifest, payload = self.hardware.manifest, self.config.weight_sync.payload
         is_small = payload == "adapters"
         return adapter_manifest(manifest, self.config.policy) if is_small else replace(manifest, payload=payload)
 
@@ -481,30 +472,30 @@ class SimulatedRoles:
             release=_release,
             policy=restart_policy(self.config),
             health=health_checks(self.config),
-            on_lost=self._on_lost,
+            on_lost=self.on_lost,
         )
 
     async def _start_engine(self, index: int) -> SimulatedEngine:
-        node_id, speeds = self.node_of(ROLLOUT, index), self._hardware.speeds
+        node_id, speeds = self.node_of(ROLLOUT, index), self.hardware.speeds
         if node_id in self.down:
             raise PlacementError(f"{ROLLOUT}/{index} has no place: {node_id} is gone")
         speed = DecodeSpeed(
             speeds.decode_step_s, speeds.decode_sequence_s, speeds.prefill_tokens_per_s, speeds.engine_response_s
         )
-        decoder = Decoder(speed, num_slots=self._hardware.num_slots, cores=self._hardware.cores)
+        decoder = Decoder(speed, num_slots=self.hardware.num_slots, cores=self.hardware.cores)
         decoder.slow_down = self.slow.get(node_id, 1.0)
         engine = SimulatedEngine(
-            f"{ROLLOUT}/{index}", node_id, decoder, self._lengths, speeds, self.ranks.push_s, self._observed
+            f"{ROLLOUT}/{index}", node_id, decoder, self.lengths, speeds, self.ranks.push_s, self.observed
         )
         self.engines[index] = engine
         return engine
 
     def _reference(self) -> ReferencePool | NullReference:
-        config, speeds = self.config, self._hardware.speeds
+        config, speeds = self.config, self.hardware.speeds
         if not (places := self.places(REFERENCE)):
             return NullReference()
         times = (speeds.start_s, speeds.reference_tokens_per_s, speeds.reference_response_s, speeds.reference_s)
-        hosts = _Hosts(self, REFERENCE, partial(SimulatedScorer, *times, self._hardware.cores))
+        hosts = _Hosts(self, REFERENCE, partial(SimulatedScorer, *times, self.hardware.cores))
         return ReferencePool(
             [hosts.handle(worker.index) for worker in places],
             Path("reference"),
@@ -513,17 +504,17 @@ class SimulatedRoles:
             alive_s=alive_s(config),
             timeout_s=config.timeouts.reference_s,
             max_attempts=config.max_rollout_retries + 1,
-            on_lost=self._on_lost,
+            on_lost=self.on_lost,
         )
 
     def _rewards(self) -> RewardPool:
-        losses = LossCounter(self._on_lost)
+        losses = LossCounter(self.on_lost)
         services = {name: self._reward_service(name, losses) for name in self.config.rewards.services}
         return RewardPool(self.config.rewards, services, losses)
 
     def _reward_service(self, name: str, losses: LossCounter) -> RewardService:
         config, role = self.config, reward_role(name)
-        hosts = _Hosts(self, role, partial(SimulatedRewards, config.rewards, name, self._hardware.speeds.reward_s))
+        hosts = _Hosts(self, role, partial(SimulatedRewards, config.rewards, name, self.hardware.speeds.reward_s))
         return RewardService(
             role,
             [hosts.handle(worker.index) for worker in self.places(role)],

@@ -38,14 +38,7 @@ from mobula.cluster.errors import MobulaError, PreflightError, PromptError, Skip
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.partial_response import Attempt, SampledSequence
-from mobula.cluster.records.trajectory import (
-    FinishReason,
-    Prompt,
-    Reward,
-    ScoredGroup,
-    Trajectory,
-    TrajectoryGroup,
-)
+from mobula.cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup, Trajectory, TrajectoryGroup
 from mobula.cluster.records.trajectory import Response as SampledResponse
 from mobula.cluster.replay.trajectory_log import IMAGES_FOLDER, TrajectoryLog
 from mobula.cluster.roles import SamplingSettings

@@ -73,22 +73,14 @@ _logger = logging.getLogger(__name__)
 
 POLICY_FOLDER = "policy"  # in the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
-CANARY_OF = {
-    MEDIA: MetricName.CANARY_MEDIA,
-    TEMPLATE: MetricName.CANARY_TEMPLATE,
-    TEXT: MetricName.CANARY_TEXT,
-}
+CANARY_OF = {MEDIA: MetricName.CANARY_MEDIA, TEMPLATE: MetricName.CANARY_TEMPLATE, TEXT: MetricName.CANARY_TEXT}
 PROBE_CANDIDATES = 16
 FRESH_TOKENS = 16  # response tokens for measuring the log-prob gap in steps with older tokens
 ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 
 def build_controller(
-    prepared: Prepared,
-    inference: Inference,
-    training: Training,
-    run: RunContext,
-    beside: Sequence[Watched],
+    prepared: Prepared, inference: Inference, training: Training, run: RunContext, beside: Sequence[Watched]
 ) -> Controller:
     """Builds the main loop and its collaborators; the supervisor also watches the roles in `beside`. Prepares the
     held-out prompts: call it in a thread, since the event loop serves the processor workers."""
@@ -365,10 +357,7 @@ class OfflineTraining:
 
 
 def spawn_offline(
-    prepared: PreparedRows,
-    spawner: Spawner,
-    run: RunContext,
-    beside: Sequence[Watched],
+    prepared: PreparedRows, spawner: Spawner, run: RunContext, beside: Sequence[Watched]
 ) -> OfflineTraining:
     """Starts the learner ranks, and reference scorers if the job compares with the initial policy. The supervisor also
     watches the roles in `beside`."""
@@ -381,10 +370,7 @@ def spawn_offline(
 
 
 def build_offline_controller(
-    prepared: PreparedRows,
-    training: OfflineTraining,
-    run: RunContext,
-    put: Callable[[Any], Any] = ray.put,
+    prepared: PreparedRows, training: OfflineTraining, run: RunContext, put: Callable[[Any], Any] = ray.put
 ) -> Controller:
     """Builds the main loop of an offline job and its collaborators. Prepares the held-out rows: call it in a thread,
     since the event loop serves the processor workers."""

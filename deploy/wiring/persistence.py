@@ -47,13 +47,7 @@ from mobula.cluster.replay.journal import Journal, Recovered, journal_identity
 from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.rollout.dispatcher import RolloutDispatcher
-from mobula.cluster.rollout.evaluation import (
-    EvaluationResult,
-    EvaluationSchedule,
-    Evaluator,
-    ResponseLog,
-    ScoredPrompt,
-)
+from mobula.cluster.rollout.evaluation import EvaluationResult, EvaluationSchedule, Evaluator, ResponseLog, ScoredPrompt
 from mobula.cluster.rollout.staleness import AgeLimit
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer, build_tracer, refuse_missing_exporter
@@ -189,12 +183,7 @@ class RunContext:
 
 
 def run_context(
-    config: RunConfig,
-    console: Console,
-    version: int,
-    sinks: Sequence[Sink],
-    start_up: StartUp,
-    key: SigningKey | None,
+    config: RunConfig, console: Console, version: int, sinks: Sequence[Sink], start_up: StartUp, key: SigningKey | None
 ) -> RunContext:
     """Returns the context of a run that resumes at `version`; `key` signs its audit, and `sinks` get its records."""
     tracer = build_tracer(config.tracing, config.name, config.run_folder)

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, sqrt
 from typing import Any
 
 import torch
@@ -269,9 +268,9 @@ def _advantages(n: int, m: int, k: int) -> tuple[float, float]:
     """Advantage of a solved response and of another one; `n` siblings, `m` not solved."""
     if n < k or m < k or m == n:
         return 0.0, 0.0
-    failed = comb(m, k) / comb(n, k)
-    std = sqrt(failed * (1 - failed))
-    return failed / std, (failed - comb(m - 1, k - 1) / comb(n - 1, k - 1)) / std
+    failed = math.comb(m, k) / math.comb(n, k)
+    std = math.sqrt(failed * (1 - failed))
+    return failed / std, (failed - math.comb(m - 1, k - 1) / math.comb(n - 1, k - 1)) / std
 
 
 def prompt_stats(rewards: StepRewards, options: AdvantageOptions) -> Tensor:

@@ -51,9 +51,8 @@ class Language:
         for piece in pieces[::step]:
             count = len(_LETTERS.findall(piece))
             if count >= self._min_letters:
-                language = self._detector.detect_language_of(
-                    piece.encode(errors="ignore").decode()
-                )  # no lone surrogate
+                text = piece.encode(errors="ignore").decode()  # without lone surrogates
+                language = self._detector.detect_language_of(text)
                 name = "another" if language is None else language.name
                 num_letters[name] = num_letters.get(name, 0) + count
         if not num_letters:

@@ -284,9 +284,8 @@ def _reader(
         return PairReader(load_processor(AutoTokenizer, model), questions, max_tokens)
     processor = load_processor(AutoProcessor if with_images else AutoTokenizer, model)
     if not processor.chat_template and with_images:
-        processor.chat_template = (
-            processor.tokenizer.chat_template
-        )  # some checkpoints have a template in the tokenizer only
+        # Some checkpoints have a template in the tokenizer only.
+        processor.chat_template = processor.tokenizer.chat_template
     if not processor.chat_template:
         raise ValueError(f"options.model={model!r} has no chat template: add it to its tokenizer, or use form pair")
     return ChatReader(processor, questions, max_tokens, takes_images=with_images)

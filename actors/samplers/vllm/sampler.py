@@ -89,9 +89,8 @@ class VLLMSampler:
             )
         if self._settings.device == "cpu":
             keep_sampled_logprobs_alone()
-        warnings.filterwarnings(
-            "ignore", message="The given NumPy array is not writable"
-        )  # a single image is not copied
+        # A single image is not copied.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         start = in_process_engine if self._settings.device == "cpu" else engine_in_its_own_process
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         try:
@@ -250,9 +249,9 @@ class VLLMSampler:
         # are partly old and partly new.
         self._is_replacing = True
         self._load.expect_push()
-        await self._engine.engine_core.pause_scheduler_async(
-            mode="keep", clear_cache=not self._settings.keeps_kv_cache
-        )  # `pause_generation` also sleeps 20 ms, for the order of events in a log
+        # `pause_generation` also sleeps 20 ms, for the order of events in a log.
+        clear_cache = not self._settings.keeps_kv_cache
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         self._num_replaced += 1
         self._is_replacing = False
         self._served.set(version)

@@ -133,9 +133,8 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self.shutdown()
-        rank = (
-            init_info.rank + self.parallel_config.rank
-        )  # every rank of an engine receives all tensors and keeps its shard
+        # Every rank of an engine receives all tensors and keeps its shard.
+        rank = init_info.rank + self.parallel_config.rank
         self._group = TransferGroup(Rendezvous(**init_info.rendezvous), rank, torch.device(self.device))
 
     def start_weight_update(self) -> None:

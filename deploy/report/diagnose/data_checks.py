@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from math import prod
 
 from mobula.cluster.metrics.report.run_folder import Evidence, RunFinding, RunVerdict
 from mobula.cluster.metrics.step_records import ControlGain
@@ -81,7 +80,7 @@ def check_adapters(material: Material) -> RunFinding:
 
 
 def _sizes(model: LoadedModel) -> dict[str, int]:
-    return {spec.name: prod(spec.shape) for spec in model.checkpoint.tensors}
+    return {spec.name: math.prod(spec.shape) for spec in model.checkpoint.tensors}
 
 
 def _model(material: Material) -> LoadedModel:

@@ -300,9 +300,8 @@ def check_weight_decay(material: Material) -> RunFinding:
     algorithm = material.config.algorithm
     lost = 1 - math.exp(-coef * sum(rates) * algorithm.num_epochs * algorithm.num_minibatches)
     measured = f"learner.weight_decay={coef:g} alone shrinks the weights by {lost:.2%} in {len(rates)} steps"
-    is_large = lost >= MAX_DECAY
-    action = "lower learner.weight_decay: 0 to 0.1 is usual" if is_large else ""
-    verdict = RunVerdict.WARNING if is_large else RunVerdict.OK
+    action = "lower learner.weight_decay: 0 to 0.1 is usual"
+    verdict = RunVerdict.WARNING if lost >= MAX_DECAY else RunVerdict.OK
     return finding(verdict, measured, {"lost": lost, "weight_decay": coef}, action, (), SYMPTOMS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -150,35 +150,22 @@ QUERY_BLOCK = 512  # queries under one mask
 MIN_WINDOW_BLOCK = 128  # the same, if the window is shorter
 
 
+@dataclass(eq=False)
 class RowBounds:
     """Bounds of packed rows, for attention within each row."""
 
-    def __init__(
-        self,
-        ends: Tensor,
-        longest: int,
-        lengths: tuple[int, ...] | None = None,
-        sequence_ranks: SequenceRanks | None = None,
-        keys: RowKeys | None = None,
-    ) -> None:
-        """Args:
-        ends: int32 [R + 1]: 0 and the cumulative lengths, on the device of the rows.
-        longest: the largest length.
-        lengths: the R lengths on the host; None: read from `ends` on first use.
-        sequence_ranks: ranks that share the tokens of the rows.
-        keys: if rows share prefixes. The lengths are then those of the rows' own tokens, which are their last.
-        """
-        self.ends = ends
-        self.longest = longest
-        self.sequence_ranks = sequence_ranks
-        self.keys = keys
-        self.is_used = False
-        self._known = lengths
-        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+    ends: Tensor  # int32 [R + 1]: 0 and the cumulative lengths, on the device of the rows
+    longest: int  # the largest length
+    known: tuple[int, ...] | None = None  # the R lengths on the host; None: read from `ends` on first use
+    sequence_ranks: SequenceRanks | None = None  # ranks that share the tokens of the rows
+    keys: RowKeys | None = None
+    """If rows share prefixes. The lengths are then those of the rows' own tokens, which are their last."""
+    is_used: bool = field(default=False, init=False)
+    _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict, init=False)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        return self._known if self._known is not None else tuple(self.ends.diff().tolist())
+        return self.known if self.known is not None else tuple(self.ends.diff().tolist())
 
     @cached_property
     def has_short_prefixes(self) -> bool:

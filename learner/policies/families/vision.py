@@ -532,6 +532,11 @@ def _positions(
 
 
 MAX_LAYERS = 256  # of a decoder with routers
+VISUAL_PARTS = {
+    "vision": ("model.visual.",),
+    "connector": ("model.visual.merger.",),
+    "language": ("model.language_model.", "lm_head."),
+}
 
 
 class Qwen3VL(LongVideos):
@@ -539,11 +544,7 @@ class Qwen3VL(LongVideos):
 
     model_types = ("qwen3_vl",)
     media_tokens = MEDIA_TOKENS
-    parts = {
-        "vision": ("model.visual.",),
-        "connector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
-        "language": ("model.language_model.", "lm_head."),
-    }
+    parts = {**VISUAL_PARTS, "connector": ("model.visual.merger.", "model.visual.deepstack_merger_list.")}
     smart_resize = staticmethod(qwen3_vl_smart_resize)
 
 
@@ -568,11 +569,7 @@ class Qwen35(Qwen3VL):
     """A delta rule runs through a whole row of the batch, so rows behind one another would see each other."""
 
     model_types = ("qwen3_5",)
-    parts = {
-        "vision": ("model.visual.",),
-        "connector": ("model.visual.merger.",),
-        "language": ("model.language_model.", "lm_head."),
-    }
+    parts = VISUAL_PARTS
     engine_dtypes_on_cpu = ("bfloat16",)
     keeps_packed_rows_apart = shares_prefixes = False
     padded_because = "its layers carry a state from token to token"

@@ -26,6 +26,7 @@ from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.base import Arrays, Clip, EngineInputs, Size, VideoFamily
 from mobula.learner.policies.families.vision import (
+    VISUAL_PARTS,
     Encoded,
     LongVideos,
     PatchProcessor,
@@ -121,12 +122,7 @@ class Glm4v(LongVideos):
 
     model_types = ("glm4v",)
     media_tokens = r"<\|(image|video|begin_of_image|end_of_image|begin_of_video|end_of_video)\|>"
-    parts = {
-        "vision": ("model.visual.",),
-        "connector": ("model.visual.merger.",),
-        "language": ("model.language_model.", "lm_head."),
-    }
-
+    parts = VISUAL_PARTS
     video_options = {}
     smart_resize = staticmethod(smart_resize)
 
@@ -344,9 +340,8 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         )
         features = together["pooler_output"][len(sizes) : -1]
         end_of_line = features[0][-1:]
-        pooled = method(core, "apply_pooling")(
-            torch.stack([frame[:-1] for frame in features])
-        )  # [frames, tokens / 4, H]
+        stacked = torch.stack([frame[:-1] for frame in features])
+        pooled = method(core, "apply_pooling")(stacked)  # [frames, tokens / 4, H]
         videos = [torch.cat([video.flatten(0, 1), end_of_line]) for video in pooled.split(list(batch.videos.num_parts))]
         encoded = {"video": copy(together)}
         encoded["video"]["pooler_output"] = torch.cat([videos[i] for i in batch.videos.order])[None]
@@ -363,9 +358,8 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         return [image[:count] for image, count in zip(batch.media.inputs["pixel_values"], counts, strict=True)], sizes
 
     def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
-        if (
-            core.get_parameter("image_newline").numel() == 0
-        ):  # it is held by the base itself, whose forward gathers it too late
+        # The parameter belongs to the base itself, whose forward gathers it too late.
+        if core.get_parameter("image_newline").numel() == 0:
             raise ValueError(
                 f"learner.zero_stage=3 partitions image_newline of {type(core).__name__}, which is used outside of the "
                 "module that gathers it: set learner.zero_stage=2, or learner=fsdp2"

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
 
-TINY_FLOW = {
-    "sd3": "sd3",
-    "sd3_glyphs": "sd3_glyphs",
-    "sd3-img2img": "sd3_img2img",
-    "flux": "flux",
-    "flux-kontext": "flux_kontext",
-    "flux-kontext-letters": "flux_kontext_letters",
-    "flux2": "flux2",
-    "qwen-image": "qwen_image",
-    "qwen-image-edit": "qwen_image_edit",
-    "z-image": "z_image",
-    "sana": "sana",
-    "wan": "wan",
-    "wan2.2": "wan2_2",
-    "wan-i2v": "wan_i2v",
-    "cosmos2": "cosmos2",
-    "cosmos2.5": "cosmos2_5",
-}
-"""Name of `mobula init-model` without `tiny-` -> function of `models`, which imports diffusers."""
+TINY_FLOW = (
+    "sd3", "sd3_glyphs", "sd3-img2img", "flux", "flux-kontext", "flux-kontext-letters", "flux2", "qwen-image",
+    "qwen-image-edit", "z-image", "sana", "wan", "wan2.2", "wan-i2v", "cosmos2", "cosmos2.5",
+)  # fmt: skip
+"""Names of `mobula init-model` without `tiny-`. The function of a model in `models`, which imports diffusers, has its
+name with `_` in place of `-` and `.`."""
 
 
 def write_tiny_flow(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Writes the tiny model `name` of `TINY_FLOW` into `folder`, and returns `folder`."""
+    assert name in TINY_FLOW, f"there is no tiny flow model {name}"
     try:
         from mobula.learner.policies.flow.tiny import models
     except ModuleNotFoundError as error:
@@ -39,6 +28,6 @@ def write_tiny_flow(name: str, folder: Path, *, seed: int = 0) -> Path:
         ) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipeline = getattr(models, TINY_FLOW[name])(seed)
+        pipeline = getattr(models, re.sub("[-.]", "_", name))(seed)
     pipeline.save_pretrained(folder)
     return folder

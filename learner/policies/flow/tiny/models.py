@@ -16,6 +16,15 @@ from torch import nn
 from mobula.learner.policies.tiny import TINY
 
 CLIP_TOKENS, T5_TOKENS, GEMMA_TOKENS = 77, 64, 64  # longest prompts
+TEXT_SIZE, WIDE_TEXT_SIZE = 32, 64  # embeddings of text encoders
+LAYERS: dict[str, Any] = {  # of an encoder of texts or images
+    "hidden_size": TEXT_SIZE,
+    "intermediate_size": 2 * TEXT_SIZE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16}
+VIDEO_HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 24}
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 
@@ -26,19 +35,16 @@ def clip_tokenizer() -> hf.CLIPTokenizer:
     return hf.CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=CLIP_TOKENS)
 
 
-def clip_encoder(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextModelWithProjection:
-    """Two layers; the pooled embedding is as wide as the others."""
-    return hf.CLIPTextModelWithProjection(_clip_config(tokenizer, hidden_size))
+def clip_encoder(tokenizer: hf.CLIPTokenizer) -> hf.CLIPTextModelWithProjection:
+    """The pooled embedding is as wide as the others."""
+    return hf.CLIPTextModelWithProjection(_clip_config(tokenizer))
 
 
-def _clip_config(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextConfig:
+def _clip_config(tokenizer: hf.CLIPTokenizer) -> hf.CLIPTextConfig:
     return hf.CLIPTextConfig(
+        **LAYERS,
         vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        projection_dim=hidden_size,
+        projection_dim=TEXT_SIZE,
         max_position_embeddings=CLIP_TOKENS,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -79,13 +85,10 @@ def gemma_tokenizer() -> hf.GemmaTokenizer:
     return hf.GemmaTokenizer(vocab=vocab, merges=[], model_max_length=GEMMA_TOKENS)
 
 
-def gemma_encoder(tokenizer: hf.GemmaTokenizer, hidden_size: int) -> hf.Gemma2Model:
+def gemma_encoder(tokenizer: hf.GemmaTokenizer) -> hf.Gemma2Model:
     config = hf.Gemma2Config(
+        **LAYERS,
         vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=16,
         query_pre_attn_scalar=16,
@@ -94,9 +97,10 @@ def gemma_encoder(tokenizer: hf.GemmaTokenizer, hidden_size: int) -> hf.Gemma2Mo
     return hf.Gemma2Model(config)
 
 
-def qwen_encoder(seed: int) -> tuple[hf.PreTrainedModel, hf.Qwen2Tokenizer]:
-    """The tiny Qwen2.5-VL and its tokenizer, with the chat template that a pipeline without processor looks for."""
-    row = TINY["qwen2.5-vl"]
+def language_model(name: str, seed: int, **text: Any) -> tuple[hf.PreTrainedModel, hf.Qwen2Tokenizer]:
+    """The model `name` of `TINY`, with other settings `text` of its decoder if there are any, and its tokenizer, with
+    the chat template that a pipeline without processor looks for."""
+    row = replace(TINY[name], text=text) if text else TINY[name]
     tokenizer = row.new_tokenizer()
     return row.new_model(tokenizer, seed=seed), tokenizer
 
@@ -152,8 +156,7 @@ def deep_vae(channels: int) -> diffusers.AutoencoderDC:
     )
 
 
-SD3_CLIP_SIZE, SD3_HIDDEN_SIZE = 32, 64
-NewEncoder = Callable[[hf.CLIPTokenizer, int], hf.CLIPTextModelWithProjection]
+NewEncoder = Callable[[hf.CLIPTokenizer], hf.CLIPTextModelWithProjection]
 
 
 def sd3(seed: int) -> Any:
@@ -177,11 +180,11 @@ def _sd3_pipeline(
         transformer=transformer,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae,
-        text_encoder=new_encoder(clip, SD3_CLIP_SIZE),
+        text_encoder=new_encoder(clip),
         tokenizer=clip,
-        text_encoder_2=new_encoder(clip, SD3_CLIP_SIZE),
+        text_encoder_2=new_encoder(clip),
         tokenizer_2=clip,
-        text_encoder_3=t5_encoder(t5, SD3_HIDDEN_SIZE),
+        text_encoder_3=t5_encoder(t5, WIDE_TEXT_SIZE),
         tokenizer_3=t5,
     )
 
@@ -192,18 +195,14 @@ def _sd3_transformer(side: int, patch: int, channels: int, **own: Any) -> diffus
         patch_size=patch,
         in_channels=channels,
         out_channels=channels,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=SD3_HIDDEN_SIZE,
-        caption_projection_dim=SD3_HIDDEN_SIZE,
-        pooled_projection_dim=2 * SD3_CLIP_SIZE,
+        joint_attention_dim=WIDE_TEXT_SIZE,
+        caption_projection_dim=WIDE_TEXT_SIZE,
+        pooled_projection_dim=2 * TEXT_SIZE,
         pos_embed_max_size=32,
         qk_norm="rms_norm",
+        **HEADS,
         **own,
     )
-
-
-FLUX_CLIP_SIZE, FLUX_T5_SIZE = 32, 32
 
 
 def flux(seed: int) -> Any:
@@ -223,18 +222,17 @@ def _flux_pipeline(pipeline: Any, vae: Any, channels: int, **own: Any) -> Any:
         transformer=diffusers.FluxTransformer2DModel(
             patch_size=1,
             in_channels=4 * channels,
-            attention_head_dim=16,
-            num_attention_heads=4,
-            joint_attention_dim=FLUX_T5_SIZE,
-            pooled_projection_dim=FLUX_CLIP_SIZE,
+            joint_attention_dim=TEXT_SIZE,
+            pooled_projection_dim=TEXT_SIZE,
             axes_dims_rope=(4, 4, 8),
+            **HEADS,
             **sizes,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=vae,
-        text_encoder=hf.CLIPTextModel(_clip_config(clip, FLUX_CLIP_SIZE)),
+        text_encoder=hf.CLIPTextModel(_clip_config(clip)),
         tokenizer=clip,
-        text_encoder_2=t5_encoder(t5, FLUX_T5_SIZE),
+        text_encoder_2=t5_encoder(t5, TEXT_SIZE),
         tokenizer_2=t5,
     )
 
@@ -242,32 +240,28 @@ def _flux_pipeline(pipeline: Any, vae: Any, channels: int, **own: Any) -> Any:
 def flux2(seed: int) -> Any:
     """FLUX.2 klein for images of 32 x 32; the pipeline reads layers 9, 18 and 27 of its text encoder."""
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    row = replace(TINY["qwen3"], text={**small, "head_dim": 16, "num_hidden_layers": 28})
-    tokenizer = row.new_tokenizer()
+    encoder, tokenizer = language_model("qwen3", seed, **small, head_dim=16, num_hidden_layers=28)
     return diffusers.Flux2KleinPipeline(
         transformer=diffusers.Flux2Transformer2DModel(
             in_channels=4 * CHANNELS,
             num_layers=1,
             num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=4,
             joint_attention_dim=3 * small["hidden_size"],
             timestep_guidance_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
             guidance_embeds=False,
+            **HEADS,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=diffusers.AutoencoderKLFlux2(**IMAGE_VAE),
-        text_encoder=row.new_model(tokenizer, seed=seed),
+        text_encoder=encoder,
         tokenizer=tokenizer,
     )
 
 
 def z_image(seed: int) -> Any:
     """Pipeline for images of 32 x 32."""
-    row = TINY["qwen3"]
-    tokenizer = row.new_tokenizer()
-    encoder = row.new_model(tokenizer, seed=seed)
+    encoder, tokenizer = language_model("qwen3", seed)
     return diffusers.ZImagePipeline(
         transformer=diffusers.ZImageTransformer2DModel(
             in_channels=CHANNELS,
@@ -299,16 +293,15 @@ def qwen_image_edit(seed: int) -> Any:
 
 
 def _qwen_image_pipeline(pipeline: Any, seed: int, **own: Any) -> Any:
-    encoder, tokenizer = qwen_encoder(seed)
+    encoder, tokenizer = language_model("qwen2.5-vl", seed)
     return pipeline(
         transformer=diffusers.QwenImageTransformer2DModel(
             in_channels=4 * CHANNELS,
             out_channels=CHANNELS,
             num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=4,
             joint_attention_dim=encoder.config.get_text_config().hidden_size,
             axes_dims_rope=(8, 4, 4),
+            **HEADS,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=diffusers.AutoencoderKLQwenImage(**VIDEO_VAE),
@@ -320,7 +313,6 @@ def _qwen_image_pipeline(pipeline: Any, seed: int, **own: Any) -> Any:
 
 FLOW_LEVELS: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 SANA_CHANNELS = 8  # of latents
-GEMMA_SIZE = 32
 
 
 def sana(seed: int) -> Any:
@@ -328,25 +320,21 @@ def sana(seed: int) -> Any:
     tokenizer = gemma_tokenizer()
     return diffusers.SanaPipeline(
         tokenizer=tokenizer,
-        text_encoder=gemma_encoder(tokenizer, GEMMA_SIZE),
+        text_encoder=gemma_encoder(tokenizer),
         vae=deep_vae(SANA_CHANNELS),
         transformer=diffusers.SanaTransformer2DModel(
             in_channels=SANA_CHANNELS,
             out_channels=SANA_CHANNELS,
-            num_attention_heads=4,
-            attention_head_dim=16,
             num_layers=2,
             num_cross_attention_heads=4,
             cross_attention_head_dim=16,
             cross_attention_dim=64,
-            caption_channels=GEMMA_SIZE,
+            caption_channels=TEXT_SIZE,
             sample_size=16,
+            **HEADS,
         ),
         scheduler=diffusers.DPMSolverMultistepScheduler(**FLOW_LEVELS),
     )
-
-
-WAN_T5_SIZE = 32
 
 
 def wan(seed: int) -> Any:
@@ -362,15 +350,9 @@ def wan2_2(seed: int) -> Any:
 
 def wan_i2v(seed: int) -> Any:
     """Pipeline that continues an image of 32 x 32 and more."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    clip = hf.CLIPVisionModel(hf.CLIPVisionConfig(image_size=32, patch_size=8, **sizes))
+    clip = hf.CLIPVisionModel(hf.CLIPVisionConfig(image_size=32, patch_size=8, **LAYERS))
     images = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    network = {"in_channels": 2 * CHANNELS + 4, "image_dim": sizes["hidden_size"], "added_kv_proj_dim": 4 * 24}
+    network = {"in_channels": 2 * CHANNELS + 4, "image_dim": clip.config.hidden_size, "added_kv_proj_dim": 4 * 24}
     return _wan_pipeline(diffusers.WanImageToVideoPipeline, network, image_encoder=clip, image_processor=images)
 
 
@@ -378,7 +360,7 @@ def _wan_pipeline(pipeline: Any, network: dict[str, int], **own: Any) -> Any:
     tokenizer = t5_tokenizer()
     return pipeline(
         tokenizer=tokenizer,
-        text_encoder=hf.UMT5EncoderModel(hf.UMT5Config(**_t5_sizes(tokenizer, WAN_T5_SIZE))),
+        text_encoder=hf.UMT5EncoderModel(hf.UMT5Config(**_t5_sizes(tokenizer, TEXT_SIZE))),
         vae=video_vae(),
         scheduler=diffusers.UniPCMultistepScheduler(**FLOW_LEVELS),
         transformer=_wan_transformer({"in_channels": CHANNELS, **network}),
@@ -389,13 +371,12 @@ def _wan_pipeline(pipeline: Any, network: dict[str, int], **own: Any) -> Any:
 def _wan_transformer(shape: dict[str, int]) -> diffusers.WanTransformer3DModel:
     return diffusers.WanTransformer3DModel(
         out_channels=CHANNELS,
-        num_attention_heads=4,
-        attention_head_dim=24,
-        text_dim=WAN_T5_SIZE,
+        text_dim=TEXT_SIZE,
         freq_dim=32,
         ffn_dim=128,
         num_layers=2,
         rope_max_seq_len=64,
+        **VIDEO_HEADS,
         **shape,
     )
 
@@ -404,61 +385,57 @@ def _wan_transformer(shape: dict[str, int]) -> diffusers.WanTransformer3DModel:
 #
 # They come without a safety checker, as the released checkpoints do; plain diffusers wants one to be given.
 
-COSMOS_T5_SIZE = 64
-
 
 def cosmos2(seed: int) -> Any:
     """Cosmos Predict 2 for images of 32 x 32 and more."""
     tokenizer = t5_tokenizer()
-    pipeline = diffusers.Cosmos2TextToImagePipeline(
-        text_encoder=t5_encoder(tokenizer, COSMOS_T5_SIZE),
+    return _cosmos_pipeline(
+        diffusers.Cosmos2TextToImagePipeline,
+        text_encoder=t5_encoder(tokenizer, WIDE_TEXT_SIZE),
         tokenizer=tokenizer,
-        transformer=_transformer_cosmos(CHANNELS, COSMOS_T5_SIZE),
-        vae=video_vae(),
+        transformer=_cosmos_transformer(CHANNELS),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
-        safety_checker=nn.Identity(),
     )
-    pipeline.register_modules(safety_checker=None)
-    return pipeline
 
 
 def cosmos2_5(seed: int) -> Any:
     """Cosmos Predict 2.5 for videos of 32 x 32 and more."""
-    encoder, tokenizer = qwen_encoder(seed)
+    encoder, tokenizer = language_model("qwen2.5-vl", seed)
     text = encoder.config.get_text_config()
-    pipeline = diffusers.Cosmos2_5_PredictBasePipeline(
+    return _cosmos_pipeline(
+        diffusers.Cosmos2_5_PredictBasePipeline,
         text_encoder=encoder,
         tokenizer=tokenizer,
-        transformer=_transformer_cosmos(
+        transformer=_cosmos_transformer(
             CHANNELS + 1,  # latents and which of them are given
-            COSMOS_T5_SIZE,
             use_crossattn_projection=True,
             crossattn_proj_in_channels=text.num_hidden_layers * text.hidden_size,
-            encoder_hidden_states_channels=COSMOS_T5_SIZE,
+            encoder_hidden_states_channels=WIDE_TEXT_SIZE,
         ),
-        vae=video_vae(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
-        safety_checker=nn.Identity(),
     )
-    pipeline.register_modules(safety_checker=None)
-    return pipeline
 
 
-def _transformer_cosmos(in_channels: int, text_size: int, **own: Any) -> diffusers.CosmosTransformer3DModel:
+def _cosmos_pipeline(pipeline: Any, **parts: Any) -> Any:
+    made = pipeline(**parts, vae=video_vae(), safety_checker=nn.Identity())
+    made.register_modules(safety_checker=None)
+    return made
+
+
+def _cosmos_transformer(in_channels: int, **own: Any) -> diffusers.CosmosTransformer3DModel:
     return diffusers.CosmosTransformer3DModel(
         in_channels=in_channels,
         out_channels=CHANNELS,
-        num_attention_heads=4,
-        attention_head_dim=24,
         num_layers=2,
         mlp_ratio=2,
-        text_embed_dim=text_size,
+        text_embed_dim=WIDE_TEXT_SIZE,
         adaln_lora_dim=8,
         max_size=(4, 16, 16),
         patch_size=(1, 2, 2),
         rope_scale=(1.0, 4.0, 4.0),
         concat_padding_mask=True,
         extra_pos_embed_type=None,
+        **VIDEO_HEADS,
         **own,
     )
 
@@ -478,7 +455,7 @@ def sd3_glyphs(seed: int) -> Any:
     clip.model_max_length = GLYPHS_CLIP_TOKENS
     transformer = _sd3_transformer(SIDE, PATCH, 1, num_layers=3)
     _begin_at_zero(transformer)
-    return _sd3_pipeline(transformer, pixel_codec(1), clip, _loud_clip)
+    return _sd3_pipeline(transformer, pixel_codec(1), clip, lambda tokenizer: _make_loud(clip_encoder(tokenizer)))
 
 
 def flux_kontext_letters(seed: int) -> Any:
@@ -524,10 +501,6 @@ def pixel_codec(channels: int) -> diffusers.AutoencoderTiny:
     joined.weight[:, :, 1, 1] = torch.cat([same, -same], 1).expand(3, -1) / (2 * SCALE)
     joined.bias.fill_(0.5)
     return vae
-
-
-def _loud_clip(tokenizer: hf.CLIPTokenizer, hidden_size: int) -> hf.CLIPTextModelWithProjection:
-    return _make_loud(clip_encoder(tokenizer, hidden_size))
 
 
 def _make_loud(model: Any) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from mobula.learner.policies.nextstep.model import AREA, NextStep, NextStepConfig
 from mobula.learner.policies.tiny.writing import build_tokenizer, decoder_config, token_id
@@ -44,7 +43,7 @@ def write_tiny_patches(folder: Path, *, seed: int = 0) -> Path:
         model = NextStep(config)
     for name, weight in model.named_parameters():  # a new head predicts 0, and its blocks are the identity
         if name.endswith(("adaLN_modulation.1.weight", "final_layer.linear.weight")):
-            nn.init.zeros_(weight)
+            torch.nn.init.zeros_(weight)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     pixel_codec(1).save_pretrained(folder / "vae")

@@ -17,22 +17,13 @@ from mobula.cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGro
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.cluster.runtime.seeds import derived_seed
 from mobula.configs.schema import RunConfig
+from mobula.learner import shares
 from mobula.learner.algorithms.policy_losses import Totals
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.policies.base import PolicyRow, RowOutline
 from mobula.learner.policies.batch import PADDING_ID, TokenSequence, column
 from mobula.learner.policies.flow.policy import CleanSequence, Noising
 from mobula.learner.policies.trained import PolicyBatch, collate_rows
-from mobula.learner.shares import (
-    ELSEWHERE,
-    GROUPS,
-    Planner,
-    Portion,
-    planned_by,
-    planned_shares,
-    planner_of,
-    with_portion,
-)
 
 Row = Callable[[Prompt, Any], PolicyRow]
 """A prompt and the actions of an ending -> what a model reads of them, and where."""
@@ -227,9 +218,9 @@ class _Examples:
     """Implements `Entries` for examples. `sizes` are the sizes of the parts: each part is one pass and is assigned to
     ranks separately. `portion` has the references of this rank, if the examples have none."""
 
-    kind = GROUPS
+    kind = shares.GROUPS
 
-    def __init__(self, sizes: Sequence[int], config: RunConfig, portion: Portion | None) -> None:
+    def __init__(self, sizes: Sequence[int], config: RunConfig, portion: shares.Portion | None) -> None:
         self._sizes = sizes
         self._config = config
         self.is_planned = portion is not None and not portion.is_final
@@ -245,8 +236,8 @@ class _Examples:
         """For each rank, the indices of its examples, including padding rows."""
         wanted: list[set[int]] = [set() for _ in range(num_ranks)]
         for part in filter(None, self.in_parts([ExampleOutline.of(entry, n) for n, entry in enumerate(entries)])):
-            for own, shares in zip(wanted, shares_of_ranks(part, self._config.learner, num_ranks), strict=True):
-                own.update(outline.index for share in shares for outline in share)
+            for own, found in zip(wanted, shares_of_ranks(part, self._config.learner, num_ranks), strict=True):
+                own.update(outline.index for share in found for outline in share)
         return wanted
 
     def outline(self, entry: SharedExample, index: int) -> ExampleOutline:
@@ -265,18 +256,23 @@ class DataRows(_Examples):
     """
 
     def __init__(
-        self, parts: Parts, config: RunConfig, row: Row, portion: Portion | None = None, kind: str = GROUPS
+        self,
+        parts: Parts,
+        config: RunConfig,
+        row: Row,
+        portion: shares.Portion | None = None,
+        kind: str = shares.GROUPS,
     ) -> None:
         super().__init__([len(part) for part in parts], config, portion)
         self.kind = kind
-        self._rows = with_portion([row for part in parts for row in part], portion)
+        self._rows = shares.with_portion([row for part in parts for row in part], portion)
         self._row = row
 
     def expected(self) -> list[SharedExample]:
         return [_expected(row, index, self._row) for index, row in enumerate(self._rows)]
 
     def fetch(self, indices: Sequence[int]) -> list[SharedExample]:
-        assert all(self._rows[n].group is not ELSEWHERE for n in indices), "rows without references on this rank"
+        assert all(self._rows[n].group is not shares.ELSEWHERE for n in indices), "rows without references on this rank"
         return [*fetch_examples([self._rows[n] for n in indices], self._row, self._config.timeouts.object_s)]
 
 
@@ -296,7 +292,9 @@ def stored_examples(examples: Sequence[SharedExample], put: Callable[[Any], Any]
 class TaughtExamples(_Examples):
     """Implements `learner.shares.share_fetcher.Entries` for warm-start examples, which have exact sizes."""
 
-    def __init__(self, stored: Sequence[StoredExample], config: RunConfig, portion: Portion | None = None) -> None:
+    def __init__(
+        self, stored: Sequence[StoredExample], config: RunConfig, portion: shares.Portion | None = None
+    ) -> None:
         super().__init__([len(stored)], config, portion)
         references = {} if portion is None else portion.references
         self._stored = [
@@ -308,17 +306,17 @@ class TaughtExamples(_Examples):
 
     def fetch(self, indices: Sequence[int]) -> list[SharedExample]:
         contents = [self._stored[n].content for n in indices]
-        assert all(content is not ELSEWHERE for content in contents), "examples without references on this rank"
+        assert all(content is not shares.ELSEWHERE for content in contents), "examples without references on this rank"
         return fetch_or_miss(contents, timeout_s=self._config.timeouts.object_s, what="examples of the warm start")
 
 
-def rows_planner(config: RunConfig, row: Row, part_size: int | None = None) -> Planner:
+def rows_planner(config: RunConfig, row: Row, part_size: int | None = None) -> shares.Planner:
     """Returns the planner of dataset rows: each rank fetches first what the summaries assign to it.
 
     Args:
         part_size: rows of each pass; None: all rows are one pass.
     """
-    return planned_by(lambda rows, _: DataRows(parts_of(rows, part_size or len(rows)), config, row))
+    return shares.planned_by(lambda rows, _: DataRows(parts_of(rows, part_size or len(rows)), config, row))
 
 
 def parts_of(rows: Sequence[ScoredGroup], size: int) -> list[Sequence[ScoredGroup]]:
@@ -327,11 +325,11 @@ def parts_of(rows: Sequence[ScoredGroup], size: int) -> list[Sequence[ScoredGrou
 
 def portions_of_examples(
     stored: Sequence[StoredExample], num_ranks: int, *, config: RunConfig
-) -> tuple[list[StoredExample], list[Portion]]:
+) -> tuple[list[StoredExample], list[shares.Portion]]:
     """Returns the examples without references, and the references of each rank, which follow from exact sizes."""
-    held, _ = planned_shares(TaughtExamples(stored, config), num_ranks)
-    portions = [Portion({n: (stored[n].content, None) for n in sorted(own)}, is_final=True) for own in held]
-    return [replace(one, content=ELSEWHERE) for one in stored], portions
+    held, _ = shares.planned_shares(TaughtExamples(stored, config), num_ranks)
+    portions = [shares.Portion({n: (stored[n].content, None) for n in sorted(own)}, is_final=True) for own in held]
+    return [replace(one, content=shares.ELSEWHERE) for one in stored], portions
 
 
 def _expected(row: ScoredGroup, index: int, row_of: Row) -> ExampleOutline:
@@ -344,7 +342,7 @@ def _expected(row: ScoredGroup, index: int, row_of: Row) -> ExampleOutline:
     return ExampleOutline(index, sequence, num_targets, ())
 
 
-ExamplesPlanner = Callable[[Sequence[StoredExample], int], tuple[Sequence[StoredExample], Sequence[Portion]]]
+ExamplesPlanner = Callable[[Sequence[StoredExample], int], tuple[Sequence[StoredExample], Sequence[shares.Portion]]]
 """(examples, ranks) -> examples without references, and the portion of each rank."""
 
 
@@ -352,8 +350,8 @@ ExamplesPlanner = Callable[[Sequence[StoredExample], int], tuple[Sequence[Stored
 class Planners:
     """The planners of a learner group. None: every rank receives all references."""
 
-    groups: Planner | None = None  # of an RL step, or the rows of an offline job
-    supervised: Planner | None = None  # rows of `algorithm.supervised`
+    groups: shares.Planner | None = None  # of an RL step, or the rows of an offline job
+    supervised: shares.Planner | None = None  # rows of `algorithm.supervised`
     examples: ExamplesPlanner | None = None  # of the warm start
 
 
@@ -364,7 +362,7 @@ def planners_of(config: RunConfig) -> Planners:
     if config.offline.is_on:
         return Planners(rows_planner(config, end_row if config.offline.job == "reward_model" else answer_row))
     return Planners(
-        planner_of(config),
+        shares.planner_of(config),
         rows_planner(config, answer_row, config.algorithm.supervised.batch_size),
         partial(portions_of_examples, config=config),
     )

@@ -19,15 +19,8 @@ import tinker.types as tk
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.files import sync_folder
 from mobula.cluster.training_service.interfaces import AdapterLearner, LossCall, LossResult
+from mobula.deploy.training_service import messages
 from mobula.deploy.training_service.checkpoints import CheckpointStore
-from mobula.deploy.training_service.messages import (
-    InputBuilder,
-    json_outcome,
-    parsed,
-    read_adam,
-    read_call,
-    write_result,
-)
 from mobula.deploy.training_service.store import Database, Kind, ModelRecord, RequestOutcome, RequestRecord
 from mobula.deploy.training_service.tenants import Futures, RequestError, ServiceLimits
 
@@ -102,7 +95,7 @@ class Execution:
     database: Database
     futures: Futures
     checkpoints: CheckpointStore
-    inputs: InputBuilder
+    inputs: messages.InputBuilder
     limits: ServiceLimits
     folder: Path
     _incarnation: int = 0
@@ -214,7 +207,7 @@ class Execution:
 
     async def _run(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         if request.kind is Kind.CREATE:
-            return json_outcome(type="create_model", model_id=queue.model_id)
+            return messages.json_outcome(type="create_model", model_id=queue.model_id)
         if request.kind is Kind.STEP:
             return await self._step(queue, request)
         if request.kind in (Kind.LOAD, Kind.CREATE_FROM):
@@ -231,9 +224,11 @@ class Execution:
             reason, queue.gradient_error = queue.gradient_error, ""
             await self._discard_gradient(queue, request)
             return _failed(f"no step was made, the gradient is not complete and was discarded: {reason}", "user")
-        metrics = await self._call(self.learner.step(queue.model_id, read_adam(request.body)), "make an optimizer step")
+        metrics = await self._call(
+            self.learner.step(queue.model_id, messages.read_adam(request.body)), "make an optimizer step"
+        )
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}  # as JSON requires
-        outcome = json_outcome(metrics=finite)
+        outcome = messages.json_outcome(metrics=finite)
         queue.last_step = request.seq_id
         queue.num_steps += 1
         return outcome
@@ -246,10 +241,10 @@ class Execution:
     async def _load(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         path = await self._load_checkpoint(queue, request)
         queue.last_step, queue.gradient_error = request.seq_id, ""
-        return json_outcome(type="load_weights", path=path, model_id=queue.model_id)
+        return messages.json_outcome(type="load_weights", path=path, model_id=queue.model_id)
 
     async def _load_checkpoint(self, queue: ModelQueue, request: RequestRecord) -> str:
-        message = parsed(tk.LoadWeightsRequest, request.body)
+        message = messages.parsed(tk.LoadWeightsRequest, request.body)
         folder = Path(self.checkpoints.trained(message.path, queue.record.tenant).folder)
         loading = self.learner.load(queue.model_id, folder, with_optimizer=message.optimizer)
         await self._call(loading, "load a checkpoint")
@@ -268,10 +263,10 @@ class Execution:
 
         for request in await self.database.finished_since(queue.model_id, queue.record.snapshot_seq):
             if request.kind is Kind.FORWARD_BACKWARD:
-                calls.append(await asyncio.to_thread(read_call, request.body, self.inputs, self.limits))
+                calls.append(await asyncio.to_thread(messages.read_call, request.body, self.inputs, self.limits))
             elif request.kind is Kind.STEP:
                 await add_gradients()
-                await self._call(self.learner.step(queue.model_id, read_adam(request.body)), "repeat a step")
+                await self._call(self.learner.step(queue.model_id, messages.read_adam(request.body)), "repeat a step")
             elif request.kind in (Kind.LOAD, Kind.CREATE_FROM):
                 calls.clear()
                 await self._load_checkpoint(queue, request)
@@ -279,7 +274,7 @@ class Execution:
 
     def _read_call(self, body: bytes) -> LossCall | RequestOutcome:
         try:
-            return read_call(body, self.inputs, self.limits)
+            return messages.read_call(body, self.inputs, self.limits)
         except RequestError as error:
             return _failed(str(error), "user")
 
@@ -334,7 +329,7 @@ def _outcome(result: LossResult | Exception) -> RequestOutcome:
         return _failed(str(result), "user" if isinstance(result, ValueError) else "server")
     if not all(math.isfinite(value) for value in result.metrics.values()):
         logger.warning("a loss is not finite: %s", dict(result.metrics))
-    return RequestOutcome(write_result(result), is_proto=True)
+    return RequestOutcome(messages.write_result(result), is_proto=True)
 
 
 WAITED_SHARE = 0.25  # of the last call

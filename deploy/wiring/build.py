@@ -38,13 +38,7 @@ from mobula.cluster.workers.status import Scalable
 from mobula.cluster.workers.supervisor import Supervisor, Watched
 from mobula.configs.schema import RunConfig
 from mobula.deploy.checks.parity import parity_gate, tolerance_of
-from mobula.deploy.wiring.evaluation import (
-    RESPONSES_FOLDER,
-    build_evaluator,
-    content_of,
-    record_evaluation,
-    response_log,
-)
+from mobula.deploy.wiring import evaluation
 from mobula.deploy.wiring.persistence import (
     JudgedLog,
     RunContext,
@@ -105,11 +99,17 @@ def build_controller(
     observers: Sequence[GroupObserver] = [rejections, stages] if stages else [rejections]
     dispatcher = _dispatcher(run, source, rollouts, inference, training, observers)
     guard = build_guard(run, training.learner, dispatcher.reject_before)
-    responses = response_log(prepared, config.run_folder / RESPONSES_FOLDER, is_reported=bool(metrics.samples))
+    responses = evaluation.response_log(
+        prepared, config.run_folder / evaluation.RESPONSES_FOLDER, is_reported=bool(metrics.samples)
+    )
     informing = InformingLog(JudgedLog(guard, responses) if guard else responses)
     accuracy = config.rewards.accuracy_component
-    on_result = partial(record_evaluation, metrics, config.run_folder / RESPONSES_FOLDER, accuracy)
-    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, informing, training.replay.journal)
+    on_result = partial(
+        evaluation.record_evaluation, metrics, config.run_folder / evaluation.RESPONSES_FOLDER, accuracy
+    )
+    evaluator = evaluation.build_evaluator(
+        prepared, rollouts, inference.rewards, on_result, informing, training.replay.journal
+    )
     # An early held-out prompt with an image, else the first, compares engines and learner.
     prompts = prepared.fixed_prompts(config.evaluation.split, PROBE_CANDIDATES).prompts
     probe = next((prompt for prompt in prompts if prompt.media), prompts[0])
@@ -382,8 +382,8 @@ def build_offline_controller(
         "split": config.evaluation.split,
         "num_prompts": len(rows),
         "num_samples": 1,
-        "rows": content_of([row.summary.sha256 for row in rows]),
-        "objective": content_of(config.offline.model_dump(mode="json", exclude={"batch_size"})),
+        "rows": evaluation.content_of([row.summary.sha256 for row in rows]),
+        "objective": evaluation.content_of(config.offline.model_dump(mode="json", exclude={"batch_size"})),
     }
     evaluator = RowEvaluator(
         rows=rows,

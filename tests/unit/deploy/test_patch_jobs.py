@@ -162,7 +162,7 @@ def test_what_is_trained(config: Config) -> None:
     [
         (("sampler.temperature=0.5",), r"set sampler\.temperature=1"),
         (("sampler.flow.num_frames=5",), r"set sampler\.flow\.num_frames=1"),
-        (("sampler.flow.window_end=9",), r"set window_start < window_end <= 4"),
+        (("sampler.flow.window_end=9",), r"set 0 <= window_start < window_end <= 4"),
         (("sampler.flow.kernel=vrl",), r"sampler\.flow\.window_start=3 window_end=4"),
         (("sampler.flow.kernel=vrl", "sampler.flow.window_start=3", "sampler.image_patches.shift=2"), "shift=1"),
         (("algorithm=diffusion_nft",), r"set sampler=flow, or algorithm\.loss=ppo_clip"),

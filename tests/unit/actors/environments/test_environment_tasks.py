@@ -33,8 +33,8 @@ def pixels(content: bytes) -> np.ndarray:
     return np.asarray(Image.open(BytesIO(content)))
 
 
-# Those that need a server, a class of the user's or a Python of their own have tests of their own.
-OTHERS = ("none", "openenv", "program", "trl", "vagen", "verifiers")
+# Those that need a server, tools, a class of the user's or a Python of their own have tests of their own.
+OTHERS = ("none", "openenv", "program", "tools", "trl", "vagen", "verifiers")
 NEEDS_CHROMIUM = pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="there is no chromium on this machine")
 OPTIONS = [
     pytest.param(name, marks=NEEDS_CHROMIUM) if name == "miniwob" else name

@@ -182,7 +182,7 @@ class Images(TargetExamples):
 
 
 class PatchImages(TargetExamples):
-    """Each token of an image has noise levels of its own."""
+    """Each token of an image has separate noise levels."""
 
     def __init__(self, processor: ImagePatchProcessor, config: RunConfig) -> None:
         num_tokens, draws = processor.num_tokens, model_config(config.policy.model).fm_head_batch_mul

@@ -172,7 +172,7 @@ class PatchSequence(LatentSequence):
 
 @dataclass(frozen=True)
 class CleanPatches(CleanSequence):
-    """One row: an image of a data set as tokens [L, D], each at noise levels of its own."""
+    """One row: an image of a data set as tokens [L, D], each at separate noise levels."""
 
     _: KW_ONLY
     prompt_ids: np.ndarray  # int [P]

@@ -75,7 +75,7 @@ def released_vae(folder: Path, settings: dict[str, Any]) -> diffusers.Autoencode
     missing, unexpected = vae.load_state_dict(state, strict=False)
     if missing or unexpected or len(state) != len(stored):
         raise ValueError(
-            f"{folder / RELEASED} does not fit the config.json beside it: {len(missing)} tensors are missing "
+            f"{folder / RELEASED} does not fit its config.json: {len(missing)} tensors are missing "
             f"{missing[:2]}, and {len(stored) - len(state) + len(unexpected)} are left over: download both again"
         )
     return vae

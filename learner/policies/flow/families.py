@@ -450,7 +450,7 @@ REFUSED: dict[str, str] = {
     "Cosmos2VideoToWorldPipeline": _TAKES_VIDEOS,
     "CosmosTextToWorldPipeline": "Cosmos Predict 1 predicts noise on EDM levels; use Cosmos Predict 2 or 2.5",
     "Flux2Pipeline": "its text encoder, a Mistral 3 of 30 layers or more, was not measured; use FLUX.2 klein",
-    "QwenImageEditPlusPipeline": "it scales each image by two rules of its own, which are not computed here",
+    "QwenImageEditPlusPipeline": "it scales each image by two rules, which are not computed here",
     "SanaSprintPipeline": "a model of one or two distilled steps has no schedule of stochastic steps",
     "StableDiffusionPipeline": "it predicts noise and is no flow model",
     "StableDiffusionXLPipeline": "it predicts noise and is no flow model",

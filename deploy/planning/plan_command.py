@@ -17,7 +17,7 @@ from rich.table import Table
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.placement import PlacementPlan, PlanRow, needed_roles, plan_placement, plan_table
 from mobula.configs.load import resolved
-from mobula.configs.overrides import groups, merge, own_values
+from mobula.configs.overrides import MISSING, groups, merge, own_values
 from mobula.configs.rules import checked
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.host.authentication import connected
@@ -478,7 +478,9 @@ def show_plan(
     console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
     shape = policy_shape(config, by_name=True)
     if shape is None:
-        console.print(f"{len(placement.workers)} workers fit {location}. Memory is planned once policy.model is named.")
+        is_named = config.policy.model != MISSING
+        reason = "of models that make images is not planned" if is_named else "is planned once policy.model is named"
+        console.print(f"{len(placement.workers)} workers fit {location}. Memory {reason}.")
         return None
     refuse_small_cache(config, shape)
     plan = plan_memory(config, shape, nodes)

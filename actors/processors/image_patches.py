@@ -10,8 +10,8 @@ from mobula.actors.processors.flow import TargetImages
 from mobula.actors.processors.image_tokens import DrawingProcessor
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.flow.codec import ImageCodec
+from mobula.learner.policies.flow.patches import codec_folder, grid_of, ids_of, model_config
 from mobula.learner.policies.flow.policy import Denoising
-from mobula.learner.policies.image_patches import codec_folder, grid_of, ids_of, model_config
 
 
 class ImagePatchProcessor(DrawingProcessor, TargetImages):

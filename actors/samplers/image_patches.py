@@ -18,8 +18,7 @@ from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.learner.policies.flow.codec import ImageCodec, normalised
-from mobula.learner.policies.flow.policy import Denoising, StepRescoring
-from mobula.learner.policies.image_patches import (
+from mobula.learner.policies.flow.patches import (
     VRL,
     PatchModel,
     PatchSequence,
@@ -32,6 +31,7 @@ from mobula.learner.policies.image_patches import (
     patch_policy,
     patch_schedule,
 )
+from mobula.learner.policies.flow.policy import Denoising, StepRescoring
 from mobula.learner.policies.loading import DTYPES, load_model
 
 HEAD_ROWS = 4096  # rows of the flow head at a time, when steps are scored

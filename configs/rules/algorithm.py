@@ -209,9 +209,7 @@ RULES: tuple[Rule, ...] = (
         "offline.job={offline.job} trains on rows alone: set algorithm.supervised.coef=0 and path=''",
     ),
     RuleRow(
-        lambda c: (
-            c.algorithm.supervised.is_on and (c.sampler.is_flow or c.sampler.draws_tokens) and not c.offline.is_on
-        ),
+        lambda c: c.algorithm.supervised.is_on and c.sampler.makes_images and not c.offline.is_on,
         "algorithm.supervised.coef={algorithm.supervised.coef:g} trains the tokens of conversations, and sampler.kind="
         "{sampler.kind} makes images: set algorithm.supervised.coef=0 and path='', or sampler=vllm",
     ),

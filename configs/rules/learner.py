@@ -25,7 +25,7 @@ def _rows_can_be_split(config: RunConfig) -> str | None:
     key = f"learner.sequence_parallel={num_sharing}"
     if config.learner.backend != "fsdp2":
         return f"{key} but learner.backend={config.learner.backend}: use learner=fsdp2, or set it to 1"
-    if config.sampler.is_flow or config.sampler.draws_tokens:
+    if config.sampler.makes_images:
         return (
             f"{key} splits the tokens of a text, and sampler.kind={config.sampler.kind} trains images: set "
             "learner.sequence_parallel=1"
@@ -281,10 +281,7 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "weight_sync.payload={weight_sync.payload}: set policy.lora.rank to 8 or more and weight_sync.payload=adapters",
     ),
     RuleRow(
-        lambda c: (
-            c.policy.quantisation != "none"
-            and (c.learner.backend == "deepspeed" or c.sampler.is_flow or c.sampler.draws_tokens)
-        ),
+        lambda c: c.policy.quantisation != "none" and (c.learner.backend == "deepspeed" or c.sampler.makes_images),
         "policy.quantisation={policy.quantisation} is of token models with learner.backend=single or fsdp2, got "
         "learner.backend={learner.backend} and sampler.kind={sampler.kind}: change them, or leave it out",
     ),

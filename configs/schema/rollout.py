@@ -275,6 +275,11 @@ class SamplerConfig(Section):
         return self.kind is SamplerKind.IMAGE_PATCHES
 
     @property
+    def makes_images(self) -> bool:
+        """Whether responses are images or videos."""
+        return self.is_flow or self.draws_tokens
+
+    @property
     def denoises(self) -> bool:
         """Whether actions are denoising steps, as `flow` configures them."""
         return self.is_flow or self.draws_patches

@@ -10,7 +10,8 @@ function write(value) {
 // Draws the curves that a figure holds as JSON. Dragging zooms, and a double click shows all steps again. The pointer
 // and the arrow keys read values into the legend.
 function drawChart(figure) {
-  const { axis, unit, domain, marks, isLog, isStacked, curves } = JSON.parse(figure.querySelector("script").textContent);
+  const { axis, unit, domain, marks, isStacked, curves, ...given } = JSON.parse(figure.querySelector("script").textContent);
+  const isLog = given.isLog && curves.some(({ values }) => values.some((value) => value > 0)); // zeros have no logarithm
   const plot = figure.querySelector(".plot");
   const colour = (name) => () => getComputedStyle(figure).getPropertyValue(name).trim();
   if (isStacked) curves.reverse(); // the sum of all is painted first, smaller sums over it

@@ -53,7 +53,7 @@ def policy_shape(config: RunConfig, *, by_name: bool = False) -> ModelShape | No
     models that make images, whose memory is not planned. With `by_name`, a released model that is not on this machine
     is found by its name, without the hub."""
     source = config.policy.model
-    if source == MISSING or config.sampler.is_flow or config.sampler.draws_tokens:
+    if source == MISSING or config.sampler.makes_images:
         return None
     if config.policy.tiny != "none" and not has_config(source):
         if config.policy.tiny not in (known := (*TINY, *PRETRAINED)):

@@ -69,7 +69,7 @@ def serve(
     listener = address.listen(tenants, "--tenants")
     _refuse_unfit(config, tenants)
     require_model(config)
-    if config.sampler.is_flow or config.sampler.draws_tokens:
+    if config.sampler.makes_images:
         raise PreflightError(f"sampler={config.sampler.kind} makes images, not text: use sampler=vllm or huggingface")
     refuse_too_small_cache(config)
     prepared = prepare_base(config, ray.put)

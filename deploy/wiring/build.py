@@ -74,9 +74,9 @@ ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 
 def build_controller(
-    prepared: Prepared, inference: Inference, training: Training, run: RunContext, beside: Sequence[Watched]
+    prepared: Prepared, inference: Inference, training: Training, run: RunContext, more: Sequence[Watched]
 ) -> Controller:
-    """Builds the main loop and its collaborators; the supervisor also watches the roles in `beside`. Prepares the
+    """Builds the main loop and its collaborators; the supervisor also watches the roles in `more`. Prepares the
     held-out prompts: call it in a thread, since the event loop serves the processor workers."""
     config, metrics, audit = run.config, run.metrics, run.audit
     curriculum = _curriculum(config, metrics)
@@ -171,7 +171,7 @@ def build_controller(
         checkpoints=checkpoints,
         weights=LeasedWeights(weights, gpu_lease) if gpu_lease else weights,
         supervisor=Supervisor(
-            [*training.watched, *inference.watched, *beside],
+            [*training.watched, *inference.watched, *more],
             [inference.rollouts],
             interval_s=config.supervision.interval_s,
             deadline_s=config.supervision.sign_timeout_s,
@@ -357,16 +357,16 @@ class OfflineTraining:
 
 
 def spawn_offline(
-    prepared: PreparedRows, spawner: Spawner, run: RunContext, beside: Sequence[Watched]
+    prepared: PreparedRows, spawner: Spawner, run: RunContext, more: Sequence[Watched]
 ) -> OfflineTraining:
     """Starts the learner ranks, and reference scorers if the job compares with the initial policy. The supervisor also
-    watches the roles in `beside`."""
+    watches the roles in `more`."""
     config = prepared.config
     learner, watched = spawn_learner(prepared, spawner, run.lost)
     frozen = reference_folder(config)
     reference = reference_pool(config, spawner, frozen, (), teachers={}, on_lost=run.lost, on_retry=run.rescored)
     rows = RowStream(prepared.source(), ray.put, reference, total_steps=config.num_steps)
-    return OfflineTraining(learner, reference, rows, (*watched, *watched_reference(reference), *beside))
+    return OfflineTraining(learner, reference, rows, (*watched, *watched_reference(reference), *more))
 
 
 def build_offline_controller(

@@ -27,8 +27,8 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import VALIDATION, Prepared
 from mobula.learner.examples import Example
 from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.policies.flow.patches import CleanPatches, model_config, negative_ids, teaching_levels
 from mobula.learner.policies.flow.policy import CleanSequence, Denoising, Noising, condition_of
-from mobula.learner.policies.image_patches import CleanPatches, model_config, negative_ids, teaching_levels
 from mobula.learner.policies.trained import teaching_noising
 
 if TYPE_CHECKING:

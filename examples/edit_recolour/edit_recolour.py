@@ -21,20 +21,14 @@ from PIL import Image, ImageDraw, ImageFont
 from mobula.actors.datasets.written import install_dataset
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.images import PALETTE
 from mobula.rewards.images import decode_image
 
 FORMAT_VERSION = 1
 SIDE = 12  # pixels
 SIZES = (11.0, 12.0, 13.0)  # of the font, in pixels
 SHIFT = 1  # pixels that a letter is off the centre at most
-COLOURS = {
-    "red": (255, 0, 0),
-    "green": (0, 255, 0),
-    "blue": (0, 0, 255),
-    "yellow": (255, 255, 0),
-    "cyan": (0, 255, 255),
-    "magenta": (255, 0, 255),
-}
+COLOURS = {name: body for name, body in PALETTE.items() if name not in ("white", "black")}
 
 
 NUM_VALIDATION, NUM_TEST = 2, 7  # letters; the others are trained

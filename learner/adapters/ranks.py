@@ -197,7 +197,7 @@ def refuse_unsupported(config: RunConfig) -> None:
             f"learner.sequence_parallel={learner.sequence_parallel}",
             "set learner.sequence_parallel=1",
         ),
-        (sampler.is_flow or sampler.draws_tokens, "a policy that makes images", "set policy.model to a language model"),
+        (sampler.makes_images, "a policy that makes images", "set policy.model to a language model"),
         (
             is_full and learner.optimizer not in OPTIMIZERS,
             f"learner.optimizer={learner.optimizer}",

@@ -22,6 +22,16 @@ from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyRow, RowOutline
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.checkpoint import StoredWeights, save_policy, unread_policy_model
+from mobula.learner.policies.flow.patches import (
+    NUM_LEVELS,
+    CleanPatches,
+    PatchSequence,
+    canary_patches,
+    collate_clean_patches,
+    collate_patches,
+    freeze_text_head,
+    patch_policy,
+)
 from mobula.learner.policies.flow.policy import (
     CleanSequence,
     Denoising,
@@ -35,16 +45,6 @@ from mobula.learner.policies.flow.policy import (
     collate_noised,
 )
 from mobula.learner.policies.head import PLAIN, Distribution
-from mobula.learner.policies.image_patches import (
-    NUM_LEVELS,
-    CleanPatches,
-    PatchSequence,
-    canary_patches,
-    collate_clean_patches,
-    collate_patches,
-    freeze_text_head,
-    patch_policy,
-)
 from mobula.learner.policies.image_tokens import ImageTokenPolicy, canary_tokens, freeze_the_rest
 from mobula.learner.policies.loading import DTYPES, disable_dropout
 from mobula.learner.policies.quantised import quantised_layers, rounded

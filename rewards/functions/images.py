@@ -96,7 +96,7 @@ class ShapesCheck:
 
     `shapes` of the metadata is a list of {"shape": "circle", "colour": "red", "count": 2}; circles, squares and
     triangles in a plain colour on a plain background. There is no detector: pixels take the nearest of eight colours,
-    connected pixels are an object, and its shape is the one that fills a box most similarly. value is the share of
+    connected pixels are an object, and the share of its box that it fills gives its shape. value is the share of
     entries whose count is right, or with `strict` 1 if all are and there are no other objects. Source: GenEval
     (arXiv:2310.11513).
     """

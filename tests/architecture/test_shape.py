@@ -90,7 +90,7 @@ NAMES = re.compile(
 HOME = (
     "learner/policies/families/", "learner/policies/pretrained.py", "learner/policies/tiny/",
     "learner/policies/flow/families.py", "learner/policies/flow/tiny/", "learner/policies/image_tokens.py",
-    "learner/policies/nextstep/", "learner/policies/image_patches.py",
+    "learner/policies/nextstep/", "learner/policies/flow/patches.py",
 )  # fmt: skip
 # Names of another program's models, which it wants on its command line.
 FOREIGN = ("deploy/checks/lmms_eval.py", "deploy/cli/check_commands.py")

@@ -20,6 +20,7 @@ LOADERS = {
 # Where a loader reads what this process has made itself, or what is restricted or was checked before: {path: why}.
 OWN = {
     "actors/rollout/server.py": "shows that an error can be pickled, by a round trip in memory",
+    "rewards/isolation/foreign.py": "reads requests that the parent process writes to a pipe",
     "learner/state_files.py": "replaces the metadata reader of torch, and restricts the unpickler",
     "learner/backends/deepspeed.py": "reads each file of a state with weights_only=True before",
 }

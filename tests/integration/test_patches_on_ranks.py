@@ -18,7 +18,7 @@ from mobula.cluster.records.trajectory import Prompt, Response, Reward, ScoredGr
 from mobula.configs.schema.rollout import ImagePatchesConfig
 from mobula.learner.backends import native
 from mobula.learner.learner import Learner
-from mobula.learner.policies.image_patches import patch_schedule
+from mobula.learner.policies.flow.patches import patch_schedule
 
 CASES = {"full": (), "lora": ("policy.lora.rank=4",), "guided": ("sampler.flow.guidance=3",)}
 

@@ -192,7 +192,7 @@ class RowTools:
         return math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
 
     def _zoom(self, bbox_2d: Box, label: str = "", target_image: int = 1) -> Image.Image:
-        """Zoom in on a region of an image. bbox_2d is [left, top, right, bottom]; label names what is in it."""
+        """Zoom in on a region of an image. bbox_2d is [left, top, right, bottom]; label names its content."""
         return self._crop(bbox_2d, target_image)
 
     def _crop(self, bbox_2d: Box, target_image: int = 1) -> Image.Image:

@@ -81,7 +81,7 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
         "",
         "## What a family is",
         "",
-        "| pipeline class | adapters are usually put at | what it makes | condition images |",
+        "| pipeline class | adapters are usually put at | output | condition images |",
         "|---|---|---|---|",
     )
     for name, family in FAMILIES.items():

@@ -246,7 +246,7 @@ def run_trials(folder: Path | None, config: RunConfig) -> list[RunFinding]:
 def _missing(folder: Path | None, config: RunConfig) -> str:
     if folder is None:
         return "trials need the recorded groups of a run"
-    if config.sampler.is_flow or config.sampler.draws_tokens or config.environment.is_on:
+    if config.sampler.makes_images or config.environment.is_on:
         return "trials score answers in text, without an environment"
     if not trajectory_log(folder, config).steps():
         return "the run has no recorded step: run with replay.trajectory_log=true"

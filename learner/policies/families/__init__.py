@@ -88,7 +88,7 @@ class Janus(DrawingFamily):
 
 
 class AutoregressiveFlow(DrawingFamily):
-    """`mobula.learner.policies.image_patches` computes its continuous image tokens."""
+    """`mobula.learner.policies.flow.patches` computes its continuous image tokens."""
 
     model_types = (NextStepConfig.model_type,)
     image_sampler = "image_patches"

@@ -74,7 +74,7 @@ class FlowCheckpoint:
 
     @property
     def weights_folder(self) -> Path:
-        """The folder of the trained network; of two networks, the one that has their folders."""
+        """The folder of the trained network; with two networks, the folder above both."""
         return self.folder if self._boundary is not None else self.folder / TRANSFORMER
 
     def unread_transformer(self) -> tuple[nn.Module, StoredWeights]:

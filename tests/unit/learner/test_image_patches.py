@@ -15,9 +15,7 @@ from mobula.cluster.records.actions import PatchActions, to_bfloat16
 from mobula.configs.schema.rollout import ImagePatchesConfig
 from mobula.learner.policies.flow.codec import RELEASED, ImageCodec
 from mobula.learner.policies.flow.family import packed, unpacked
-from mobula.learner.policies.flow.policy import Denoising, StepRescoring
-from mobula.learner.policies.flow.tiny.patches import write_tiny_patches
-from mobula.learner.policies.image_patches import (
+from mobula.learner.policies.flow.patches import (
     PatchPolicy,
     PatchSequence,
     codec_folder,
@@ -25,6 +23,8 @@ from mobula.learner.policies.image_patches import (
     negative_ids,
     patch_schedule,
 )
+from mobula.learner.policies.flow.policy import Denoising, StepRescoring
+from mobula.learner.policies.flow.tiny.patches import write_tiny_patches
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.nextstep.model import NextStep, NextStepConfig, grid_positions
 from mobula.learner.policies.sde import KERNELS, FlowStep

@@ -1,4 +1,4 @@
-"""Rows of data that an environment plays: their prompts, demonstrations, episodes, and what is refused."""
+"""Rows of data that an environment plays: their prompts, demonstrations, episodes and refusals."""
 
 from __future__ import annotations
 

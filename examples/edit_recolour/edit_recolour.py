@@ -92,9 +92,8 @@ def _rows(folder: Path, letter: str, number: int) -> list[dict[str, object]]:
 
 
 def letter_in_colour(request: RewardRequest) -> Score:
-    """1 less the mean difference, in levels of 0 to 1, of the letter's pixels from the wanted colour.
-
-    Pixels count by their level in the condition image, so the background does not. Needs `needs_images`.
+    """1 less the difference of the letter's pixels from the wanted colour, as a share of that of a black image; not
+    below 0. Pixels count by their level in the condition image, so the background does not. Needs `needs_images`.
     """
     wanted = COLOURS.get(request.references[0] if request.references else "")
     if wanted is None:
@@ -104,7 +103,8 @@ def letter_in_colour(request: RewardRequest) -> Score:
     after = _pixels(request.response.images[0], "the edited image")
     weights = _pixels(request.prompt_images[0], "the condition image").mean(-1, keepdims=True)  # [H, W, 1]
     target = np.asarray(wanted) / 255 * weights
-    return Score(1 - float(np.abs(after - target).mean(-1, keepdims=True)[weights > 0].mean()))
+    difference = np.abs(after - target)[weights[..., 0] > 0].sum()
+    return Score(max(0.0, 1 - float(difference / target.sum())))
 
 
 def letter_judge(request: RewardRequest) -> Score:

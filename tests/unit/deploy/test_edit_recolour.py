@@ -173,6 +173,7 @@ def test_rewards_compare_the_condition_image_with_the_result() -> None:
     right, wrong = (rendered("R", 12.0, (0, 0), COLOURS[colour]) for colour in ("red", "cyan"))
     kept = build_function("image_change", {"area": "dark", "wanted": "same", "full_at": 1.0}, TOOLS)
     assert letter_in_colour(edited(right)).value > 0.99 > 0.6 > letter_in_colour(edited(wrong)).value
+    assert letter_in_colour(edited(Image.new("RGB", (12, 12)))).value == 0, "a black image has no colour"
     assert evaluate(kept, edited(right)).value > 0.9 > evaluate(kept, edited(Image.new("RGB", (12, 12), "white"))).value
     assert letter_judge(edited(right)).value == 1.0 and letter_judge(edited(wrong)).value == 0.5
     assert letter_judge(edited(rendered("W", 12.0, (0, 0), COLOURS["red"]))).value == 0.5

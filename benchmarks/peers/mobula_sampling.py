@@ -1,4 +1,4 @@
-"""Mobula's flow sampler as one side: images of one prompt a call, in a rollout actor within this process."""
+"""Mobula's flow sampler as one side: a batch of prompts a call, in a rollout actor within this process."""
 
 from __future__ import annotations
 
@@ -22,23 +22,29 @@ from mobula.deploy.wiring.preparation import prepare
 from mobula.deploy.wiring.roles import engine_settings
 
 
-async def main(num_calls: int, num_images: int, *words: str) -> None:
+async def main(num_calls: int, *words: str) -> None:
     """`words` describe a job of `mobula train` whose sampler is a flow sampler."""
     prepared = prepare(load_config(words), lambda value: value)
     actor = RolloutActor("flow", engine_settings(prepared, 0), object_timeout_s=5)
     torch.set_num_threads(prepared.config.resources.rollout.num_threads)  # threads that run already keep theirs
     await actor.start()
     rows = prepared.usable("train").rows
-    prompts = [prepared.processor.prepare(rows[n % len(rows)], f"0/{n}/x") for n in range(num_calls)]
+    prompts = [prepared.processor.prepare(row, f"0/{n}/x") for n, row in enumerate(rows)]
+    num_images = prepared.config.algorithm.samples_per_prompt
+    num_prompts = prepared.config.sampler.flow.batch_size // num_images
     run = Run()
-    for call, prompt in enumerate(prompts):
+    for call in range(num_calls):
+        settings, first = SamplingSettings(num_images, 1.0, 1, call), call * num_prompts
+        chosen = [prompts[n % len(prompts)] for n in range(first, first + num_prompts)]
         since = time.perf_counter()
-        group, *_ = await actor.generate(prompt, SamplingSettings(num_images, 1.0, 1, call), Attempt(str(call)))
+        asked = [actor.generate(prompt, settings, Attempt(f"{call}/{prompt.prompt_id}")) for prompt in chosen]
+        made = await asyncio.gather(*asked)
         run.seconds.append(time.perf_counter() - since)
-        run.samples.append(len(group.trajectories))
-        run.tokens.append(sum(trajectory.num_steps for trajectory in group.trajectories))
+        trajectories = [trajectory for group, *_ in made for trajectory in group.trajectories]
+        run.samples.append(len(trajectories))
+        run.tokens.append(sum(trajectory.num_steps for trajectory in trajectories))
     run.print()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))
+    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))

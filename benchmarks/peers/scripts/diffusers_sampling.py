@@ -23,7 +23,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--guidance", type=float, required=True)
     asked = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # as an engine of `resources=laptop` has
     logging.set_verbosity_error()  # each text is longer than its tokens
     pipeline = DiffusionPipeline.from_pretrained(asked.model)
     pipeline.set_progress_bar_config(disable=True)

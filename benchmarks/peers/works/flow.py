@@ -28,12 +28,12 @@ PEER = "diffusers"
 
 
 def sampling(name: str, *, num_steps: int) -> Work:
-    """A call is the images of one group of `glyphs_grpo`."""
+    """A call is a batch of the sampler of `glyphs_grpo`: the images of several prompts."""
 
     def sides(num_steps: int) -> Sequence[Side]:
         config = _prepared(GLYPHS)
-        calls, images = num_steps + NUM_WARMUP + 1, config.algorithm.samples_per_prompt
-        words = (sys.executable, "-m", "benchmarks.peers.mobula_sampling", str(calls), str(images), *GLYPHS)
+        calls, images = num_steps + NUM_WARMUP + 1, config.sampler.flow.batch_size
+        words = (sys.executable, "-m", "benchmarks.peers.mobula_sampling", str(calls), *GLYPHS)
         asked = {**_asked(config), "steps": calls, "images": images, "guidance": config.sampler.flow.guidance}
         return (
             Side(OURS, lambda folder: (*words, f"folder={folder}")),
@@ -46,9 +46,8 @@ def sampling(name: str, *, num_steps: int) -> Work:
         num_steps,
         sides,
         {OURS: 0.95},
-        equal="checkpoint, prompts, images a call, denoising steps, guidance, texts encoded before",
-        unequal="we draw from Gaussians, score each step and write PNG files, with the one thread of an engine; "
-        "the pipeline follows the ODE with two threads",
+        equal="checkpoint, images a call, denoising steps, guidance, texts encoded before, one thread",
+        unequal="we draw from Gaussians, score each step and write PNG files; the pipeline follows the ODE",
     )
 
 

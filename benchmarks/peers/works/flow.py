@@ -8,13 +8,13 @@ from pathlib import Path
 
 from benchmarks.peers.rounds import Side
 from benchmarks.peers.works.work import (
-    IN_PAIRS,
+    IN_TURNS,
     NUM_WARMUP,
     OURS,
     OVERLAPPED,
-    PAIRS,
     STEADY,
     SYNCHRONOUS,
+    TURNS,
     Work,
     mobula_side,
     peer_side,
@@ -72,7 +72,7 @@ def flow_grpo(name: str, *, num_steps: int) -> Work:
         }
         return (
             mobula_side(OVERLAPPED, "train", (*own, *overlapped), num_steps, num_ahead=1),
-            mobula_side(SYNCHRONOUS, "train", (*own, *PAIRS), num_steps),
+            mobula_side(SYNCHRONOUS, "train", (*own, *TURNS), num_steps),
             peer_side("flow_grpo's inner loop, written with diffusers", PEER, "diffusers_flow_grpo", asked),
         )
 
@@ -83,7 +83,7 @@ def flow_grpo(name: str, *, num_steps: int) -> Work:
         sides,
         {OVERLAPPED: 1.0, SYNCHRONOUS: 1.0},
         equal="checkpoint, prompts, images and trained denoising steps of a step, optimizer steps (AdamW), JPEG reward",
-        unequal=f"overlapped trains images one version old; {IN_PAIRS}; the loop adds noise to the last step too",
+        unequal=f"overlapped trains images one version old; {IN_TURNS}; the loop adds noise to the last step too",
     )
 
 

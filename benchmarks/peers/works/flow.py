@@ -53,7 +53,9 @@ def sampling(name: str, *, num_steps: int) -> Work:
 
 def flow_grpo(name: str, *, num_steps: int) -> Work:
     """Compares a whole step of `glyphs_grpo`, with a cheap reward, to the same loop in one process."""
-    own = (*GLYPHS, "evaluation.num_samples=1", *STEADY)
+    # Not `LEARNING_RATE`: with it the gradients behind the output, which begins at zero, are denormal numbers.
+    steady = (word for word in STEADY if not word.startswith("learner.learning_rate="))
+    own = (*GLYPHS, "evaluation.num_samples=1", *steady, "learner.learning_rate=3e-4")
     overlapped = ("resources=laptop_overlapped", "learner=single", "algorithm.max_staleness=1")
 
     def sides(num_steps: int) -> Sequence[Side]:

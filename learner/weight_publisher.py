@@ -11,19 +11,7 @@ import numpy as np
 import torch
 
 from mobula.cluster.errors import WeightSyncError
-from mobula.cluster.weight_sync.changes import (
-    HEADER,
-    Base,
-    PushedChanges,
-    TensorChanges,
-    VersionStep,
-    apply,
-    digest,
-    message,
-    offsets,
-    weights_checksum,
-    words_of,
-)
+from mobula.cluster.weight_sync import changes
 from mobula.cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from mobula.cluster.weight_sync.transport import (
     DIGESTS,
@@ -64,7 +52,7 @@ class WeightPublisher:
     def __post_init__(self) -> None:
         self.num_senders = min(self.num_senders, self.num_ranks)
         self._staging = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._base = Base()  # this rank's part of the last push of changes, in host memory
+        self._base = changes.Base()  # this rank's part of the last push of changes, in host memory
         self._stores: dict[int, RendezvousStore] = {}
         self._groups: dict[int, TransferGroup] = {}
 
@@ -94,7 +82,7 @@ class WeightPublisher:
             self._groups.pop(epoch).close()
         self._stores.pop(epoch, None)
 
-    def send(self, bucket_bytes: int, epoch: int) -> PushedChanges:
+    def send(self, bucket_bytes: int, epoch: int) -> changes.PushedChanges:
         """Broadcasts this rank's buckets to transfer group `epoch`, then their digests, int64 [number of buckets].
         Called on every rank; returns what this rank sent."""
         buckets = list(self.manifest.buckets(bucket_bytes))
@@ -102,11 +90,11 @@ class WeightPublisher:
         sent: list[tuple[TensorSpec, torch.Tensor]] = []
 
         def send_bucket(index: int, packed: torch.Tensor) -> WeightSyncError | None:
-            digests.append(digest(packed))
+            digests.append(changes.digest(packed))
             slots = buckets[index].slots
             for slot in slots:  # gaps between tensors have no defined bytes
                 part = packed[slot.offset : slot.offset + slot.spec.num_bytes]
-                sent.append((slot.spec, digests[-1] if len(slots) == 1 else digest(part)))
+                sent.append((slot.spec, digests[-1] if len(slots) == 1 else changes.digest(part)))
             return self._broadcast(epoch, packed, f"weight bucket {index} ({packed.numel()} bytes)")
 
         self._send_rounds(bucket_bytes, send_bucket)
@@ -114,10 +102,10 @@ class WeightPublisher:
         if digests and (failure := self._broadcast(epoch, torch.stack(digests), DIGESTS)) is not None:
             raise failure
         values = torch.stack([value for _, value in sent]).tolist() if sent else []
-        checksum = weights_checksum((spec, value) for (spec, _), value in zip(sent, values, strict=True))
-        return PushedChanges(sum(spec.num_bytes for spec, _ in sent), None, checksum)
+        checksum = changes.weights_checksum((spec, value) for (spec, _), value in zip(sent, values, strict=True))
+        return changes.PushedChanges(sum(spec.num_bytes for spec, _ in sent), None, checksum)
 
-    def send_changes(self, bucket_bytes: int, epoch: int, step: VersionStep) -> PushedChanges:
+    def send_changes(self, bucket_bytes: int, epoch: int, step: changes.VersionStep) -> changes.PushedChanges:
         """Broadcasts the changes of this rank's buckets since `step.base_version`: of each bucket the headers, int64
         [tensors, HEADER], and, if there are any, the changes. Called on every rank.
 
@@ -125,18 +113,18 @@ class WeightPublisher:
         """
         buckets = list(self.manifest.buckets(bucket_bytes))
         has_base = step.base_version is not None and step.base_version == self._base.version
-        sent: list[PushedChanges] = []
+        sent: list[changes.PushedChanges] = []
 
         def send_bucket(index: int, packed: torch.Tensor) -> WeightSyncError | None:
             messages = self._messages(buckets[index], packed, has_base=has_base)
             headers = [item.header for item in messages]
-            starts = offsets(buckets[index], headers)
+            starts = changes.offsets(buckets[index], headers)
             if step.is_last:
                 for slot, item in zip(buckets[index].slots, messages, strict=True):
                     spec = slot.spec
                     if spec.name not in self._base.tensors:
                         self._base.tensors[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-                    apply(item.header, item.data, words_of(self._base.tensors[spec.name], spec))
+                    changes.apply(item.header, item.data, changes.words_of(self._base.tensors[spec.name], spec))
             header = torch.tensor(headers, dtype=torch.int64, device=self.device)
             failure = self._broadcast(epoch, header, f"the header of weight bucket {index}")
             if starts[-1] > 0 and failure is None:
@@ -145,20 +133,23 @@ class WeightPublisher:
                     body[start : start + item.data.numel()] = item.data
                 failure = self._broadcast(epoch, body, f"the changes of weight bucket {index} ({starts[-1]} bytes)")
             digests = ((slot.spec, item.header[-1]) for slot, item in zip(buckets[index].slots, messages, strict=True))
-            num_bytes, num_changed = 8 * HEADER * len(headers) + starts[-1], sum(m.num_changed for m in messages)
-            sent.append(PushedChanges(num_bytes, num_changed, weights_checksum(digests)))
+            num_bytes, num_changed = (
+                8 * changes.HEADER * len(headers) + starts[-1],
+                sum(m.num_changed for m in messages),
+            )
+            sent.append(changes.PushedChanges(num_bytes, num_changed, changes.weights_checksum(digests)))
             return failure
 
         with self._base.changing_to(step.version) if step.is_last else nullcontext():
             self._send_rounds(bucket_bytes, send_bucket)
-        return PushedChanges.total(sent)
+        return changes.PushedChanges.total(sent)
 
-    def _messages(self, bucket: Bucket, packed: torch.Tensor, *, has_base: bool) -> list[TensorChanges]:
+    def _messages(self, bucket: Bucket, packed: torch.Tensor, *, has_base: bool) -> list[changes.TensorChanges]:
         """Returns the message of each tensor of a packed bucket."""
         messages = []
         for slot, (name, tensor) in zip(bucket.slots, unpack(bucket, packed), strict=True):
-            base = words_of(self._base.tensors[name], slot.spec).to(self.device) if has_base else None
-            messages.append(message(words_of(tensor, slot.spec), base))
+            base = changes.words_of(self._base.tensors[name], slot.spec).to(self.device) if has_base else None
+            messages.append(changes.message(changes.words_of(tensor, slot.spec), base))
         return messages
 
     def _send_rounds(

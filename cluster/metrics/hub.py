@@ -12,21 +12,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mobula.cluster.errors import RunStopped
+from mobula.cluster.metrics import step_records
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.sinks.base import SampleSink, Sink
-from mobula.cluster.metrics.step_records import (
-    EvaluationRecord,
-    MetricsRecord,
-    RunTotals,
-    SampleRecord,
-    StepRecord,
-    component_means,
-    correlations,
-    reasons_of,
-    sampled_values,
-    staleness_of,
-    step_values,
-)
 from mobula.cluster.tracing.tracer import UNTRACED, RunTracer
 from mobula.cluster.workers.status import Progress, RunStatus
 
@@ -118,7 +106,7 @@ LASTING = (  # gauges that a resume does not set again
 class Samples(Protocol):
     """Keeps a few responses of the run for the report."""
 
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[step_records.SampleRecord]:
         """Selects responses from the groups of one step and returns them."""
 
 
@@ -167,25 +155,27 @@ class MeasuredStep:
         assert groups, f"step {self._step} recorded no groups"
         self.groups, self.replay, self._update = groups, replay, update.metrics
 
-    def finish(self, observed: Mapping[str, float], counters: Mapping[str, Counter[str]]) -> StepRecord:
+    def finish(self, observed: Mapping[str, float], counters: Mapping[str, Counter[str]]) -> step_records.StepRecord:
         """Returns the step's record. `observed` are the run's gauges."""
         assert self.replay is not None, f"step {self._step} ended without step.record(...)"
         total = self._clock() - self._start
         other = max(0.0, total - math.fsum(self._seconds.values()))
-        staleness = staleness_of(self.groups, trained_version=self._step - 1)
-        components = component_means(self.groups)
-        values = step_values(self.groups, self.replay, staleness, total)
-        values |= sampled_values([*(group.rewards for group in self.groups), *self.rejected], self._accuracy_component)
+        staleness = step_records.staleness_of(self.groups, trained_version=self._step - 1)
+        components = step_records.component_means(self.groups)
+        values = step_records.step_values(self.groups, self.replay, staleness, total)
+        values |= step_records.sampled_values(
+            [*(group.rewards for group in self.groups), *self.rejected], self._accuracy_component
+        )
         if self._accuracy_component in components:  # recipes may leave it out
             values[MetricName.ACCURACY] = components[self._accuracy_component]
-        return StepRecord(
+        return step_records.StepRecord(
             step=self._step,
             seconds={**self._seconds, "other": other, "total": total},
             values={**observed, **{name: float(v) for name, v in self._update.items()}, **values},  # ours win
             staleness=staleness,
             components=components,
             counters={name: dict(reasons) for name, reasons in counters.items()},
-            correlations=correlations(self.groups),
+            correlations=step_records.correlations(self.groups),
         )
 
 
@@ -208,7 +198,7 @@ class Metrics:
     start_up: StartUp = field(default_factory=lambda: StartUp(time.perf_counter()))  # has the phases before this call
 
     def __post_init__(self) -> None:
-        self.totals = RunTotals()
+        self.totals = step_records.RunTotals()
         self._sinks = list(self.sinks)  # that have not failed
         self._observed: dict[str, float] = {}
         self._counters: dict[str, Counter[str]] = {}
@@ -217,10 +207,10 @@ class Metrics:
         self._scope: MeasuredStep | None = None
         self._outside, self._outside_start = STARTING, self.clock()
 
-    def resume(self, records: Sequence[MetricsRecord]) -> None:
+    def resume(self, records: Sequence[step_records.MetricsRecord]) -> None:
         """Restores totals and counters of an earlier part of this run from the records that `JsonlSink` kept."""
         for record in records:
-            if isinstance(record, EvaluationRecord):
+            if isinstance(record, step_records.EvaluationRecord):
                 self.totals.add_evaluation(record)
             else:
                 self.totals.add(record)
@@ -250,7 +240,7 @@ class Metrics:
         if step <= self.totals.version:
             return
         samples = self._kept_samples(step, scope.groups)
-        for reason, num in reasons_of(scope.groups).items():
+        for reason, num in step_records.reasons_of(scope.groups).items():
             known = self.counts(CounterName.REWARD_REASONS)
             name = reason if reason in known or len(known) < MAX_REASONS else OTHER
             self.count(CounterName.REWARD_REASONS, name, num)
@@ -281,7 +271,7 @@ class Metrics:
         for watcher in self.watchers:
             watcher.post(status)
 
-    def record_evaluation(self, record: EvaluationRecord) -> None:
+    def record_evaluation(self, record: step_records.EvaluationRecord) -> None:
         self.totals.add_evaluation(record)
         self._each(lambda sink: sink.emit_evaluation(record))
 
@@ -338,7 +328,7 @@ class Metrics:
                 self._sinks.remove(sink)
                 self.count(CounterName.DROPPED_SINKS, sink.name)
 
-    def _kept_samples(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
+    def _kept_samples(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[step_records.SampleRecord]:
         try:
             return [sample for keeper in self.samples for sample in keeper.offer(step, groups)]
         except Exception:  # a sample of the report must not end the run
@@ -346,7 +336,7 @@ class Metrics:
             self.count(CounterName.DROPPED_SAMPLES, "error")
             return ()
 
-    def _warn_of_idle_steps(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> None:
+    def _warn_of_idle_steps(self, record: step_records.StepRecord, groups: Sequence[ScoredGroup]) -> None:
         try:
             warning = None if self.signal is None else self.signal.look(record, groups)
         except Exception:  # a sample of a warning must not end the run

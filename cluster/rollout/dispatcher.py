@@ -10,18 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
-from mobula.cluster.errors import (
-    DeadlineError,
-    DependencyError,
-    EngineDiedError,
-    ExcludedPromptError,
-    LostObjectError,
-    LostReplyError,
-    RewardError,
-    RolloutError,
-    UnscoredGroupError,
-    WorkerDiedError,
-)
+from mobula.cluster import errors
 from mobula.cluster.failures import in_one_line
 from mobula.cluster.records.trajectory import Generated, GroupOutcome, GroupSummary, Prompt, Reward, ScoredGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
@@ -102,7 +91,13 @@ class RetryingRollouts:
     pool logs the loss of an engine once; other failures of one cause within `LOG_WINDOW_S` are one line of the log.
     """
 
-    RETRIED = (RolloutError, WorkerDiedError, DeadlineError, LostReplyError, DependencyError)
+    RETRIED = (
+        errors.RolloutError,
+        errors.WorkerDiedError,
+        errors.DeadlineError,
+        errors.LostReplyError,
+        errors.DependencyError,
+    )
 
     rollouts: Rollouts
     in_flight_requests: InFlightRequests
@@ -126,23 +121,23 @@ class RetryingRollouts:
         while True:
             try:
                 return await work()
-            except EngineDiedError as error:
+            except errors.EngineDiedError as error:
                 # Not counted for this prompt: others shared the engine. The pool bounds such losses.
                 self.on_retry(type(error).__name__)
             except self.RETRIED as error:
                 # A retry may go to an actor of the same node before the pool knows of its death.
                 now = asyncio.get_running_loop().time()
-                is_repeated = isinstance(error, WorkerDiedError) and now - last_death_s < LOST_TOGETHER_S
-                last_death_s = now if isinstance(error, WorkerDiedError) else last_death_s
+                is_repeated = isinstance(error, errors.WorkerDiedError) and now - last_death_s < LOST_TOGETHER_S
+                last_death_s = now if isinstance(error, errors.WorkerDiedError) else last_death_s
                 num_failed += 0 if is_repeated else 1
                 if num_failed > self.max_retries:
-                    raise RolloutError(
+                    raise errors.RolloutError(
                         f"prompt {prompt.prompt_id} (sample {prompt.sample_id}) failed {num_failed} times, last with "
                         f"{type(error).__name__}: {error}; take the sample out of the data, or raise "
                         f"max_rollout_retries={self.max_retries} if the actors were at fault"
                     ) from error
                 self.on_retry(type(error).__name__)
-                if not isinstance(error, WorkerDiedError):
+                if not isinstance(error, errors.WorkerDiedError):
                     cause = f"{type(error).__name__}: {in_one_line(error)}".replace(prompt.prompt_id, "...")
                     self._log.note(f"failed and are retried: {cause}", f"prompt {prompt.prompt_id}", "prompts")
 
@@ -168,13 +163,13 @@ async def sample_and_score(
                 scored = await rewards.score(generated.to_score, prompt.prompt_id)
                 attributes["unscored"] = sum(reward is None for reward in scored)
             return generated, scored
-        except UnscoredGroupError as error:
+        except errors.UnscoredGroupError as error:
             _logger.warning("prompt %s has no reward: %s", prompt.prompt_id, error)
             return generated, [None] * generated.summary.num_trajectories
-        except LostObjectError as error:
+        except errors.LostObjectError as error:
             _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
             on_lost(type(error).__name__)
-    raise RolloutError(
+    raise errors.RolloutError(
         f"prompt {prompt.prompt_id} was sampled {MAX_NODES_LOST} times, and each group was lost with its node before "
         "it was scored: find out why nodes are lost, then go on with resume=auto"
     )
@@ -371,7 +366,7 @@ class RolloutDispatcher:
     async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
         try:
             group = await self._scored(prompt, admission.version)
-        except ExcludedPromptError as error:
+        except errors.ExcludedPromptError as error:
             outcome = GroupOutcome(prompt.prompt_id)
             self.gate.reject(admission)
             self._show(outcome, error.reason)
@@ -395,7 +390,7 @@ class RolloutDispatcher:
         )
         summary = generated.summary
         if len(rewards) != summary.num_trajectories:
-            raise RewardError(
+            raise errors.RewardError(
                 f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
                 "rewards: a reward pool returns one entry per trajectory, None where scoring failed"
             )
@@ -411,7 +406,7 @@ class RolloutDispatcher:
     async def _reject(self, group: ScoredGroup, admission: Admission, reason: str) -> None:
         self._show(group.outcome, reason)
         if self._num_rejected_in_a_row >= self.admission_filter.max_rejected_in_a_row:
-            raise RolloutError(
+            raise errors.RolloutError(
                 f"{self._num_rejected_in_a_row} groups in a row were rejected, the last one ({group.summary.group_id}) "
                 f"as {reason!r}, so no step can be filled; for 'uniform' the task is solved or out of reach: end the "
                 "run, change the data, or set algorithm.drop_uniform_groups=false (algorithm.uniform_by=reward keeps "

@@ -10,15 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from mobula.cluster.errors import (
-    DeadlineError,
-    EngineDiedError,
-    ExcludedPromptError,
-    LostReplyError,
-    MobulaError,
-    WorkerDiedError,
-    loss_kind,
-)
+from mobula.cluster import errors
 from mobula.cluster.records.trajectory import Generated, Prompt
 from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.runtime.vitals import Vitals
@@ -69,7 +61,7 @@ class _Member:
     num_failures_in_a_row: int = 0
     num_pushes: int = 0  # begun while it served
     last_sign_s: float = 0.0
-    death: EngineDiedError | None = None  # why it was lost, if its engine core ended
+    death: errors.EngineDiedError | None = None  # why it was lost, if its engine core ended
     in_flight: dict[object, Prompt] = field(default_factory=dict)  # by call
 
 
@@ -96,7 +88,7 @@ class RolloutPool:
         policy: RestartPolicy,
         health: HealthChecks,
         on_lost: Callable[[str], None],
-        on_excluded: Callable[[Prompt, ExcludedPromptError], None] = lambda prompt, error: None,
+        on_excluded: Callable[[Prompt, errors.ExcludedPromptError], None] = lambda prompt, error: None,
     ) -> None:
         """`spawn(index)` starts the process of one engine, `release(index)` releases its resources. `on_lost` gets the
         kind of each loss, `on_excluded` each prompt that crashed several engines."""
@@ -136,7 +128,7 @@ class RolloutPool:
         self._version = -1  # of the last completed push
         self._announced = -1  # of the last push that was begun
         self._suspects = Suspects(on_excluded)
-        self._fatal: WorkerDiedError | None = None  # ends the run
+        self._fatal: errors.WorkerDiedError | None = None  # ends the run
 
     def admit_with(self, admit: Callable[[Engine], Awaitable[int]]) -> None:
         """Sets the function that gives weights to a late joiner: `WeightSync.admit`."""
@@ -192,13 +184,13 @@ class RolloutPool:
     async def _watched(self, member: _Member, call: Awaitable[Result]) -> Result:
         try:
             result = await call
-        except (WorkerDiedError, EngineDiedError) as error:
+        except (errors.WorkerDiedError, errors.EngineDiedError) as error:
             self._pool.lose(member, error)
             # A dying engine may be killed before it has answered all prompts: report the cause, not the lost process.
             raise member.death or error from None
-        except DeadlineError as error:
+        except errors.DeadlineError as error:
             raise await self._missed(member, error) from None
-        except MobulaError as error:
+        except errors.MobulaError as error:
             self._failed(member, error)
             raise
         member.num_failures_in_a_row = 0
@@ -259,7 +251,7 @@ class RolloutPool:
                     await self._changed.wait()
         except TimeoutError as error:
             states = ", ".join(f"{worker.name} {worker.state}" for worker in self.status())
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"{what} waited {self._health.no_worker_s:g} s for a rollout actor: {states}"
             ) from error
         return ready
@@ -268,29 +260,29 @@ class RolloutPool:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _failed(self, member: _Member, error: MobulaError) -> None:
+    def _failed(self, member: _Member, error: errors.MobulaError) -> None:
         member.num_failures_in_a_row += 1
         if member.num_failures_in_a_row >= self._health.max_failures_in_a_row:
             self._pool.lose(member, error)
 
-    async def _missed(self, member: _Member, error: DeadlineError) -> DeadlineError | LostReplyError:
+    async def _missed(self, member: _Member, error: errors.DeadlineError) -> errors.MobulaError:
         """Returns the error of a prompt that was not answered in time. An engine that cannot sample a token is lost."""
         try:
             await member.engine.probe()
         except Exception as probe_error:  # a healthy engine raises nothing here
             self._pool.lose(member, probe_error)
             return error
-        lost = LostReplyError(
+        lost = errors.LostReplyError(
             f"{error}: the worker is healthy, but its reply was lost or takes longer than timeouts.rollout_s"
         )
         self._failed(member, lost)
         return lost
 
     def _note_loss(self, worker: Worker[_Member], error: Exception) -> None:
-        self._on_lost(f"rollout_{loss_kind(error)}")
+        self._on_lost(f"rollout_{errors.loss_kind(error)}")
         if worker.state is WorkerState.SERVING:
             member = worker.process
-            member.death = error if isinstance(error, EngineDiedError) else None
+            member.death = error if isinstance(error, errors.EngineDiedError) else None
             in_flight = {prompt.prompt_id: prompt for prompt in member.in_flight.values()}
             self._fatal = self._fatal or self._suspects.engine_died(error, member.num_pushes, in_flight)
 

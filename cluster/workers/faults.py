@@ -14,15 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mobula.cluster.errors import (
-    DeadlineError,
-    EngineDiedError,
-    EngineLostError,
-    ExcludedPromptError,
-    RestartLoopError,
-    WorkerDiedError,
-    loss_kind,
-)
+from mobula.cluster import errors
 from mobula.cluster.failures import COLOUR, Failure, at_frames, frames_in, in_one_line
 from mobula.cluster.files import append_line
 from mobula.cluster.workers.status import Progress
@@ -169,16 +161,16 @@ class Fault:
 
 def cause_of(error: Exception) -> str:
     """Returns the cause of a loss in one line, with the innermost stack frames if they are known."""
-    if isinstance(error, EngineDiedError | EngineLostError):
+    if isinstance(error, errors.EngineDiedError | errors.EngineLostError):
         return str(error.failure)
-    if isinstance(error, WorkerDiedError | DeadlineError):
+    if isinstance(error, errors.WorkerDiedError | errors.DeadlineError):
         return in_one_line(error)
     return f"{type(error).__name__}: {in_one_line(error)}{at_frames(frames_in(_notes(error)))}"
 
 
 def report_loss(worker: str, error: Exception, consequence: str = "") -> Fault:
     """Logs the loss of a worker once. `consequence` describes the effect on its work."""
-    fault = Fault(time.time(), worker, loss_kind(error), cause_of(error))
+    fault = Fault(time.time(), worker, errors.loss_kind(error), cause_of(error))
     line = f"{worker} is lost ({fault.kind}): {fault.cause}" + (f"; {consequence}" if consequence else "")
     details = _details(error)
     _logger.warning("%s", f"{line}\n{details}" if details else line, extra={"fault": fault})
@@ -226,7 +218,7 @@ def read_faults(path: Path) -> list[Fault]:
 
 
 def _details(error: Exception) -> str:
-    if isinstance(error, EngineDiedError | EngineLostError) and error.failure.traceback:
+    if isinstance(error, errors.EngineDiedError | errors.EngineLostError) and error.failure.traceback:
         return error.failure.traceback.rstrip()
     text = COLOUR.sub("", str(error)).strip()
     return "\n".join([*([text] if "\n" in text else []), _notes(error)]).strip()
@@ -246,11 +238,11 @@ class Suspects:
         finding = suspects.engine_died(error, num_pushes, in_flight)    # an error that ends the run, or None
     """
 
-    def __init__(self, on_excluded: Callable[[Prompt, ExcludedPromptError], None]) -> None:
+    def __init__(self, on_excluded: Callable[[Prompt, errors.ExcludedPromptError], None]) -> None:
         """`on_excluded` is called once for each excluded prompt."""
         self._on_excluded = on_excluded
         self._patterns = FaultPatterns()
-        self._excluded: dict[tuple[str, str], ExcludedPromptError] = {}
+        self._excluded: dict[tuple[str, str], errors.ExcludedPromptError] = {}
         self._num_in_flight: Counter[str] = Counter()  # prompt id -> calls
         self._waiting: Counter[str] = Counter()
         self._changed = asyncio.Event()  # set, and replaced, whenever a suspect may go on
@@ -276,16 +268,18 @@ class Suspects:
             self._num_in_flight -= Counter([prompt.prompt_id])
             self._notify()
 
-    def engine_died(self, error: Exception, num_pushes: int, in_flight: dict[str, Prompt]) -> RestartLoopError | None:
+    def engine_died(
+        self, error: Exception, num_pushes: int, in_flight: dict[str, Prompt]
+    ) -> errors.RestartLoopError | None:
         """Records a death. A finding excludes a prompt, or is returned as the error that ends the run."""
-        failure = error.failure if isinstance(error, EngineDiedError | WorkerDiedError) else None
+        failure = error.failure if isinstance(error, errors.EngineDiedError | errors.WorkerDiedError) else None
         failure = failure or Failure(cause_of(error))
         finding = self._patterns.died(Death(failure.fingerprint, num_pushes, frozenset(in_flight)))
         if isinstance(finding, OnePrompt):
             self._exclude(in_flight[finding.prompt_id], finding, failure)
         self._notify()
         if isinstance(finding, AfterPushes):
-            return RestartLoopError(
+            return errors.RestartLoopError(
                 f"{finding.num_deaths} engines in a row died within {MAX_PUSHES} weight pushes after their start, with "
                 f"the same cause: {failure}. A restart does not help, so the run ends before "
                 "supervision.max_restarts is reached. Look for the cause in the engine or its settings (sampler.*, "
@@ -294,7 +288,7 @@ class Suspects:
         return None
 
     def _exclude(self, prompt: Prompt, finding: OnePrompt, failure: Failure) -> None:
-        error = ExcludedPromptError(
+        error = errors.ExcludedPromptError(
             f"prompt {prompt.prompt_id} (sample {prompt.sample_id}) is excluded: it was in flight at each of "
             f"{finding.num_deaths} deaths of engines with the same cause: {failure}"
         )
@@ -304,7 +298,7 @@ class Suspects:
 
     def _refuse_if_excluded(self, prompt: Prompt) -> None:
         if (error := self._excluded.get(_row(prompt))) is not None:
-            raise ExcludedPromptError(str(error))
+            raise errors.ExcludedPromptError(str(error))
 
     def _must_wait(self, prompt_id: str) -> bool:
         limit = self._patterns.max_suspects_in_flight

@@ -9,26 +9,8 @@ from mobula.configs.schema.rollout import LoRAConfig, PolicyConfig, SamplerConfi
 from mobula.configs.schema.run import EvaluationConfig, RunConfig, TimeoutsConfig, TracingConfig
 
 __all__ = [
-    "AlgorithmConfig",
-    "DataConfig",
-    "DataKind",
-    "EvaluationConfig",
-    "Gate",
-    "KLConfig",
-    "LearnerConfig",
-    "LoRAConfig",
-    "OfflineConfig",
-    "PolicyConfig",
-    "Recipe",
-    "ResourcesConfig",
-    "RewardComponent",
-    "RewardPoolConfig",
-    "RewardsConfig",
-    "RunConfig",
-    "SamplerConfig",
-    "SamplerKind",
-    "TimeoutsConfig",
-    "TracingConfig",
-    "WarmStartConfig",
-    "WorkerResources",
-]
+    "AlgorithmConfig", "DataConfig", "DataKind", "EvaluationConfig", "Gate", "KLConfig", "LearnerConfig",
+    "LoRAConfig", "OfflineConfig", "PolicyConfig", "Recipe", "ResourcesConfig", "RewardComponent",
+    "RewardPoolConfig", "RewardsConfig", "RunConfig", "SamplerConfig", "SamplerKind", "TimeoutsConfig",
+    "TracingConfig", "WarmStartConfig", "WorkerResources",
+]  # fmt: skip

@@ -12,7 +12,7 @@ from math import ceil
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.weight_sync.manifest import DTYPE_BYTES
 from mobula.configs.schema import RunConfig, SamplerKind
-from mobula.learner.policies.shapes import ModelShape, TowerShape
+from mobula.learner.policies.shapes import AnyShape, ImageShape, ModelShape, TowerShape
 
 FLOAT32 = 4
 MLP_TENSORS = 4  # gate, its activation, up, their product
@@ -29,13 +29,16 @@ class Microbatch:
     patches: int  # of all images and videos that the vision tower encodes
 
     @classmethod
-    def of(cls, config: RunConfig, shape: ModelShape, num_sharing: int = 1) -> Microbatch:
+    def of(cls, config: RunConfig, shape: AnyShape, num_sharing: int = 1) -> Microbatch:
         """Shorter rows fill it up to `learner.tokens_per_microbatch`. An image is encoded once a micro-batch; the
         siblings of a group share their images, and with `share_prompts` a prompt.
 
         `num_sharing` ranks share the tokens of rows; each of them encodes all images.
         """
         learner, siblings, step = config.learner, config.algorithm.samples_per_prompt, step_rows(config)
+        if isinstance(shape, ImageShape):
+            rows = max(1, min(step, learner.tokens_per_microbatch // shape.row_tokens))
+            return cls(rows, rows * shape.row_tokens, 0, 0)
         length = min(config.data.max_prompt_tokens + config.sampler.max_tokens, config.sampler.max_model_len)
         answer = min(config.sampler.max_tokens, length)
         prompt, per_prompt = length - answer, siblings if learner.shares_prompts else 1
@@ -68,8 +71,11 @@ def step_rows(config: RunConfig) -> int:
     return ceil(rows * config.learner.sequence_parallel / config.resources.learner.num_workers)
 
 
-def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> tuple[int, int]:
+def training_bytes(config: RunConfig, shape: AnyShape, batch: Microbatch) -> tuple[int, int]:
     """Bytes on the device and in host memory that one forward and backward pass of `batch` keeps, logits left out."""
+    if isinstance(shape, ImageShape):
+        kept = shape.kept if config.learner.activation_checkpointing == "none" else shape.kept_inputs
+        return kept * max(batch.rows, shape.least_rows), 0
     is_autocast = config.learner.backend != "fsdp2" and config.resources.dtype != "float32"
     text, vision, stored = shape.text, shape.vision, DTYPE_BYTES[config.resources.dtype]
     block = _block(text, stored, is_autocast)
@@ -94,10 +100,11 @@ def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> t
     return device + pixels, host
 
 
-def logits_bytes(config: RunConfig, shape: ModelShape, targets: int) -> int:
+def logits_bytes(config: RunConfig, shape: AnyShape, targets: int) -> int:
     """Returns the bytes of logits, log-probs and entropy terms of `targets`, all float32 [targets, vocabulary]; the
     backward pass recomputes a chunk's logits."""
-    return min(targets, config.learner.logprob_chunk_tokens) * shape.vocab * (1 + HEAD_COPIES) * FLOAT32
+    vocab = shape.vocab if isinstance(shape, ModelShape) else 0
+    return min(targets, config.learner.logprob_chunk_tokens) * vocab * (1 + HEAD_COPIES) * FLOAT32
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -142,10 +149,12 @@ def sequence_bytes(config: RunConfig, shape: ModelShape, length: int) -> int:
     return blocks * block * token
 
 
-def refuse_small_cache(config: RunConfig, shape: ModelShape) -> None:
+def refuse_small_cache(config: RunConfig, shape: AnyShape) -> None:
     """Checks that the KV cache holds one sequence of the longest length; vLLM checks it when its model is loaded."""
     sampler, vllm = config.sampler, config.sampler.vllm
-    if sampler.kind is not SamplerKind.VLLM or config.offline.is_on or vllm.kv_cache_bytes == 0:
+    if isinstance(shape, ImageShape) or sampler.kind is not SamplerKind.VLLM:
+        return
+    if config.offline.is_on or vllm.kv_cache_bytes == 0:
         return  # a cache that follows from the plan holds one
     needed = sequence_bytes(config, shape, sampler.max_model_len)
     if vllm.kv_cache_bytes >= needed:

@@ -40,7 +40,15 @@ from mobula.learner.backends.sharded import MAX_COPY_BYTES
 from mobula.learner.policies.adapters import adapter_manifest, quantised_modules
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.quantised import BLOCK
-from mobula.learner.policies.shapes import ModelShape, has_config, shape_of, shape_of_values, tiny_shape
+from mobula.learner.policies.shapes import (
+    AnyShape,
+    ImageShape,
+    ModelShape,
+    has_config,
+    shape_of,
+    shape_of_values,
+    tiny_shape,
+)
 from mobula.learner.policies.tiny import TINY
 
 RELEASED_MODELS = Path(__file__).with_name("released_models.yaml")
@@ -48,21 +56,29 @@ RELEASED_MODELS = Path(__file__).with_name("released_models.yaml")
 HUB_TIMEOUT_S = 3.0
 
 
-def policy_shape(config: RunConfig, *, by_name: bool = False) -> ModelShape | None:
-    """The shape of `policy.model`, of which config.json alone is read; None while no model is named, and of
-    models that make images, whose memory is not planned. With `by_name`, a released model that is not on this machine
-    is found by its name, without the hub."""
+def policy_shape(config: RunConfig, *, by_name: bool = False) -> AnyShape | None:
+    """The shape of `policy.model`, of which the configuration alone is read; None while no model is named, and of
+    models that sample image tokens, whose memory is not planned. With `by_name`, a released model that is not on this
+    machine is found by its name, without the hub."""
     source = config.policy.model
-    if source == MISSING or config.sampler.makes_images:
+    if source == MISSING or config.sampler.kind is SamplerKind.IMAGE_TOKENS:
         return None
-    if config.policy.tiny != "none" and not has_config(source):
+    if config.policy.tiny != "none" and not (config.sampler.denoises or has_config(source)):
         if config.policy.tiny not in (known := (*TINY, *PRETRAINED)):
             raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(known)} or none")
         return tiny_shape(config.policy.tiny, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     try:
+        if config.sampler.denoises:
+            from mobula.deploy.planning.images import policy_image_shape
+
+            return policy_image_shape(config)
         if by_name and not Path(source).exists():
             return _shape_by_name(source)
         return shape_of(source)
+    except ModuleNotFoundError as error:
+        raise PreflightError(
+            f"sampler.kind={config.sampler.kind} needs {error.name}: pip install mobula[visual]"
+        ) from error
     except (ValueError, OSError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise PreflightError(
@@ -149,7 +165,7 @@ class WorkerMemory:
         return {name: max(parts.get(name, 0) for parts in self.device.values()) for name in names}
 
 
-def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemory:
+def worker_memory(config: RunConfig, shape: AnyShape, role: str) -> WorkerMemory:
     kind = role.partition(".")[0]
     match kind:
         case "learner":
@@ -162,6 +178,8 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
             memory = WorkerMemory(_phases(_reference(config, shape)))
         case "reward":
             memory = WorkerMemory(_phases({}), gpu_share=reward_share(config, role))
+        case "processor":
+            memory = WorkerMemory(_phases({}), encoders(shape))
         case _:
             memory = WorkerMemory(_phases({}))
     extra = _kept(config, shape, kind) if config.resources.device == "cpu" else {}
@@ -178,7 +196,12 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
     )
 
 
-def _kept(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
+def encoders(shape: AnyShape) -> Parts:
+    """Host memory of what encodes prompts of a flow model."""
+    return {"encoders": FLOAT32 * shape.num_encoders} if isinstance(shape, ImageShape) else {}
+
+
+def _kept(config: RunConfig, shape: AnyShape, kind: str) -> dict[str, int]:
     """Host memory that a worker on CPU keeps unused, fitted to the largest processes of runs with 72 M and 135 M
     parameters (docs/measured.md)."""
     if kind not in ("learner", "critic", "rollout", "reference"):
@@ -202,7 +225,7 @@ def _shared(config: RunConfig) -> dict[str, Parts]:
     return {device: {"shared": num_waves * NUM_CHUNKS * CHUNK_BYTES[device]} for device in devices}
 
 
-def _pushed_copy(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
+def _pushed_copy(config: RunConfig, shape: AnyShape, kind: str) -> dict[str, int]:
     """Returns the host memory of the pushed weights that changes apply to: in learner ranks that send, each its part,
     and in every rank of a vLLM engine."""
     whole, resources = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters, config.resources
@@ -242,18 +265,19 @@ def reward_share(config: RunConfig, role: str) -> float:
     return min(USABLE, max([booked, *fractions]))
 
 
-def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
+def trained_parameters(config: RunConfig, shape: AnyShape) -> list[TensorSpec]:
     """Parameters of the optimizer: adapters, or every weight that `policy.freeze` does not name."""
-    starts = shape.family.starts(config.policy.freeze)
+    own = shape if isinstance(shape, ModelShape) else None
+    starts = shape.frozen if isinstance(shape, ImageShape) else shape.family.starts(config.policy.freeze)
     trained = shape.manifest.tensors
     if config.policy.lora.is_on:
         unfrozen = config.policy.model_copy(update={"freeze": ()})  # its names need a checkpoint that is there
         with refusing():
-            trained = adapter_manifest(shape.manifest, unfrozen, shape).tensors
+            trained = adapter_manifest(shape.manifest, unfrozen, own).tensors
     return [spec for spec in trained if not spec.name.startswith(starts)]
 
 
-def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
+def _learner(config: RunConfig, shape: AnyShape) -> WorkerMemory:
     batch = Microbatch.of(config, shape, config.learner.sequence_parallel)
     trained = trained_parameters(config, shape)
     num_trained = sum(prod(spec.shape) for spec in trained)
@@ -306,12 +330,13 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, **joining}, host)
 
 
-def _quantised(config: RunConfig, shape: ModelShape) -> tuple[int, dict[str, int], dict[str, int]]:
+def _quantised(config: RunConfig, shape: AnyShape) -> tuple[int, dict[str, int], dict[str, int]]:
     """Returns the number of values that a rank holds in few bits, their bytes, and those of the largest weight that is
     dequantised for a product: the whole one, and its copy in float32."""
     policy = config.policy
     if policy.quantisation == "none":
         return 0, {}, {}
+    assert isinstance(shape, ModelShape), "rules refuse it for models that make images"
     with refusing():
         layers = quantised_modules(shape.manifest, policy, shape)
     sizes = [prod(size) for size in layers.values()]
@@ -320,7 +345,7 @@ def _quantised(config: RunConfig, shape: ModelShape) -> tuple[int, dict[str, int
     return sum(sizes), base, {"dequantised": working}
 
 
-def _adapter_learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
+def _adapter_learner(config: RunConfig, shape: AnyShape) -> WorkerMemory:
     """Returns the memory of a rank of the training service: the frozen base, and adapters of the highest rank.
 
     It counts as many adapters as one tenant may have active. Every rank holds all adapters; on a GPU the optimizer
@@ -349,12 +374,13 @@ def _adapter_learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     return WorkerMemory(_phases(training), host)
 
 
-def _text_matrices(shape: ModelShape) -> list[TensorSpec]:
+def _text_matrices(shape: AnyShape) -> list[TensorSpec]:
+    assert isinstance(shape, ModelShape), "rules refuse it for models that make images"
     towers = shape.family.starts(("vision", "connector"))
     return [s for s in shape.manifest.tensors if len(s.shape) == 2 and not s.name.startswith(towers)]
 
 
-def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
+def _critic(config: RunConfig, shape: AnyShape) -> WorkerMemory:
     lora = config.policy.lora.model_copy(update={"rank": 0})
     whole = config.policy.model_copy(update={"freeze": (), "lora": lora})
     in_float32 = config.learner.model_copy(update={"master_dtype": "float32"})
@@ -368,7 +394,7 @@ def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
 
 
 def _state(
-    config: RunConfig, shape: ModelShape, batch: Microbatch, trained: list[TensorSpec], held: int, value: int
+    config: RunConfig, shape: AnyShape, batch: Microbatch, trained: list[TensorSpec], held: int, value: int
 ) -> tuple[int, int, int]:
     """Weights, gradients and optimizer state of one rank, in bytes.
 
@@ -415,20 +441,25 @@ def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:
     return FLOAT32 * (2 * sum(prod(s.shape) for s in trained) - sum(prod(s.shape) for s in matrices))
 
 
-def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
+def _engine(config: RunConfig, shape: AnyShape) -> WorkerMemory:
     """On each of its GPUs: a part of the weights, adapters, and a KV cache of `sampler.vllm.kv_cache_bytes`."""
-    num_ranks = config.resources.rollout.tensor_parallel
-    whole = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
-    weights = ceil(whole / num_ranks) + _adapter_slots(config, shape)
-    awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
-    if config.resources.device == "cuda" and not config.sampler.vllm.enforce_eager:
-        awake["graphs"] = CUDA_GRAPHS
+    value, is_cuda = DTYPE_BYTES[config.resources.dtype], config.resources.device == "cuda"
+    whole = value * shape.num_parameters
+    if isinstance(shape, ImageShape):
+        weights = whole + value * shape.num_others
+        widest = config.algorithm.samples_per_prompt * max(shape.sampled, shape.decoded)
+        awake = {"weights": weights, "activations": widest}
+    else:
+        weights = ceil(whole / config.resources.rollout.tensor_parallel) + _adapter_slots(config, shape)
+        awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
+        if is_cuda and not config.sampler.vllm.enforce_eager:
+            awake["graphs"] = CUDA_GRAPHS
     is_pushed = not config.sampler.adapters.are_on
     buckets = (
         is_pushed * min(config.weight_sync.max_senders, config.resources.learner.num_workers) * _staging(config, shape)
     )
     sync = {**awake, "sync": buckets}
-    if not (config.resources.colocated and config.resources.device == "cuda"):
+    if not (config.resources.colocated and is_cuda):
         return WorkerMemory({TRAINING: awake, SYNC: sync, SAMPLING: awake})
     graphs = {"graphs": awake["graphs"]} if "graphs" in awake else {}
     waking = {"weights": weights, "sync": buckets, **graphs}
@@ -451,7 +482,8 @@ def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
     return config.algorithm.samples_per_prompt * config.sampler.max_model_len * token
 
 
-def _reference(config: RunConfig, shape: ModelShape) -> dict[str, int]:
+def _reference(config: RunConfig, shape: AnyShape) -> dict[str, int]:
+    assert isinstance(shape, ModelShape), "rules refuse it for models that make images"
     batch = Microbatch.of(config, shape)
     num_policies = 1 + len(config.algorithm.distillation.teachers)  # of about the size of the policy
     value = DTYPE_BYTES[config.resources.dtype]
@@ -465,7 +497,7 @@ def _reference(config: RunConfig, shape: ModelShape) -> dict[str, int]:
     }
 
 
-def _frozen_weights(config: RunConfig, shape: ModelShape) -> int:
+def _frozen_weights(config: RunConfig, shape: AnyShape) -> int:
     """Of the reference; in 8 or 4 bits its matrices, but not those of the vocabulary (scales are a hundredth of it)."""
     value, kind = DTYPE_BYTES[config.resources.dtype], config.reference.scorers.quantisation
     if kind == "none":
@@ -476,7 +508,7 @@ def _frozen_weights(config: RunConfig, shape: ModelShape) -> int:
     return ceil(value * (shape.num_parameters - num_small) + {"int8": 1.0, "int4": 0.5}[kind] * num_small)
 
 
-def _staging(config: RunConfig, shape: ModelShape) -> int:
+def _staging(config: RunConfig, shape: AnyShape) -> int:
     """Returns the bytes of one bucket: `weight_sync.bucket_bytes`, or the largest tensor if it is larger; at most all
     that is pushed."""
     value, largest, num_values = DTYPE_BYTES[config.resources.dtype], shape.largest_tensor, shape.num_parameters

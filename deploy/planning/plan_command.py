@@ -23,9 +23,9 @@ from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.host.authentication import connected
 from mobula.deploy.planning.activations import FLOAT32, HEAD_COPIES, refuse_small_cache, sequence_bytes
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes, joined_nodes, read_cluster, this_node
-from mobula.deploy.planning.memory import CONTEXT, KV_CACHE, USABLE, WorkerMemory, policy_shape, worker_memory
+from mobula.deploy.planning.memory import CONTEXT, KV_CACHE, USABLE, WorkerMemory, encoders, policy_shape, worker_memory
 from mobula.deploy.preflight.decisions import decided
-from mobula.learner.policies.shapes import ModelShape
+from mobula.learner.policies.shapes import AnyShape, ImageShape, ModelShape
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def _shares_a_gpu(placement: PlacementPlan) -> bool:
 
 
 def with_engine_sizes(
-    config: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: Sequence[PlannedNode]
+    config: RunConfig, shape: AnyShape, placement: PlacementPlan, nodes: Sequence[PlannedNode]
 ) -> RunConfig:
     """The configuration with numbers for `kv_cache_bytes` and `max_num_seqs` of `sampler.vllm` where they are 0.
 
@@ -71,7 +71,12 @@ def with_engine_sizes(
     """
     sampler, vllm = config.sampler, config.sampler.vllm
     is_sized = vllm.kv_cache_bytes > 0 and vllm.max_num_seqs > 0
-    if is_sized or sampler.kind is not SamplerKind.VLLM or not placement.of_role("rollout"):
+    if (
+        is_sized
+        or isinstance(shape, ImageShape)
+        or sampler.kind is not SamplerKind.VLLM
+        or not placement.of_role("rollout")
+    ):
         return config
     sequence = sequence_bytes(config, shape, sampler.max_model_len)
     logits = shape.vocab * HEAD_COPIES * FLOAT32
@@ -153,15 +158,17 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], roles: Sequence[str] | None = None
+    config: RunConfig, shape: AnyShape, nodes: Sequence[PlannedNode], roles: Sequence[str] | None = None
 ) -> MemoryPlan:
     """Places `roles` (None: all roles of the run) on `nodes` and sums the demand on each memory."""
     roles = needed_roles(config) if roles is None else roles
-    config, _ = decided(config, {shape.model_type: shape.family})
+    if isinstance(shape, ModelShape):
+        config, _ = decided(config, {shape.model_type: shape.family})
     placement = plan_placement(config.resources, [node.resources for node in nodes], roles)
     sized = with_engine_sizes(config, shape, placement, nodes)
     by_role = {role: worker_memory(sized, shape, role) for role in roles}
-    demands = [*_on_gpus(placement, by_role, nodes), *_in_hosts(sized, placement, by_role, nodes)]
+    driver = {"process": DRIVER_PROCESS, **encoders(shape)}
+    demands = [*_on_gpus(placement, by_role, nodes), *_in_hosts(sized, placement, by_role, nodes, driver)]
     engine = engine_sizes(config, sized, by_role["rollout"], placement) if "rollout" in by_role else None
     return MemoryPlan(placement, by_role, tuple(demands), engine)
 
@@ -188,7 +195,11 @@ def _peak(workers: Sequence[WorkerMemory], gpu_bytes: int | None, phases: Iterab
 
 
 def _in_hosts(
-    config: RunConfig, placement: PlacementPlan, by_role: Mapping[str, WorkerMemory], nodes: Sequence[PlannedNode]
+    config: RunConfig,
+    placement: PlacementPlan,
+    by_role: Mapping[str, WorkerMemory],
+    nodes: Sequence[PlannedNode],
+    driver: Mapping[str, int],
 ) -> list[Demand]:
     is_cpu = config.resources.device == "cpu"
     total: dict[str, int] = defaultdict(int)
@@ -197,8 +208,8 @@ def _in_hosts(
         memory = by_role[worker.role]
         total[worker.node_id] += sum(memory.host.values()) + (memory.peak if is_cpu else 0)
         names[worker.node_id].append(worker.name)
-    # The driver: its libraries, the images that it keeps processed, and the replay buffer.
-    total[nodes[0].node_id] += DRIVER_PROCESS + config.data.media_cache_bytes + config.replay.max_bytes
+    # The images that the driver keeps processed, and the replay buffer.
+    total[nodes[0].node_id] += sum(driver.values()) + config.data.media_cache_bytes + config.replay.max_bytes
     for node in nodes:
         total[node.node_id] += config.resources.object_store_bytes if node.node_id in names else 0
     return [
@@ -216,7 +227,7 @@ Setting = Mapping[str, Any]  # key -> value, or group -> option
 
 
 def remedies(
-    config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], roles: Sequence[str] | None = None
+    config: RunConfig, shape: AnyShape, nodes: Sequence[PlannedNode], roles: Sequence[str] | None = None
 ) -> list[str]:
     """Returns up to three proposals, each a list of overrides; the shortest first. `roles` are as in `plan_memory`."""
     proposals: list[Setting] = []
@@ -262,7 +273,7 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
 
 def fits_with(
     config: RunConfig,
-    shape: ModelShape,
+    shape: AnyShape,
     nodes: Sequence[PlannedNode],
     setting: Setting,
     roles: Sequence[str] | None = None,
@@ -274,7 +285,7 @@ def fits_with(
         return False
 
 
-def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
+def _settings(config: RunConfig, shape: AnyShape, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
     learner, resources = config.learner, config.resources
     if learner.activation_checkpointing == "none":
         yield CHECKPOINTING
@@ -290,9 +301,10 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
         tokens //= 4
     if tokens < longest < learner.tokens_per_microbatch:
         yield {"learner.tokens_per_microbatch": longest}
-    least = LEAST_SEQUENCES * sequence_bytes(config, shape, config.sampler.max_model_len)
-    shares = (config.sampler.vllm.kv_cache_bytes // n for n in (2, 4, 8) if config.sampler.kind is SamplerKind.VLLM)
-    yield from ({"sampler.vllm.kv_cache_bytes": share} for share in shares if share >= least)
+    if config.sampler.kind is SamplerKind.VLLM and isinstance(shape, ModelShape):
+        least = LEAST_SEQUENCES * sequence_bytes(config, shape, config.sampler.max_model_len)
+        shares = (config.sampler.vllm.kv_cache_bytes // n for n in (2, 4, 8))
+        yield from ({"sampler.vllm.kv_cache_bytes": share} for share in shares if share >= least)
     if learner.backend == "deepspeed" and learner.zero_stage == 2:
         yield {"learner.zero_stage": 3}
     if serves_adapters:
@@ -304,7 +316,7 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
         adapters = {} if config.policy.lora.is_on else {"policy.lora.rank": ADAPTER_RANK}
         yield {**adapters, "reference.place": "learner_ranks"}
         yield {"algorithm.kl.coef": 0.0}
-    if shape.vision is not None and not config.policy.freeze:
+    if isinstance(shape, ModelShape) and shape.vision is not None and not config.policy.freeze:
         yield {"policy.freeze": ("visual.",)}
     if not (config.policy.lora.is_on or is_service):
         yield {"policy.lora.rank": ADAPTER_RANK}
@@ -422,7 +434,7 @@ def demand_table(demands: Sequence[Demand]) -> Table:
     return table
 
 
-def refuse_shortfalls(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], plan: MemoryPlan) -> None:
+def refuse_shortfalls(config: RunConfig, shape: AnyShape, nodes: Sequence[PlannedNode], plan: MemoryPlan) -> None:
     """Name what is missing on each node and up to three settings with which it would fit."""
     short = plan.shortfalls
     if not short:
@@ -470,7 +482,7 @@ def make_plan(config: RunConfig, *, short: str | None = None, file: Path | None 
 
 def show_plan(
     config: RunConfig, console: Console, *, address: str | None, short: str | None, file: Path | None
-) -> tuple[ModelShape, Sequence[PlannedNode]] | None:
+) -> tuple[AnyShape, Sequence[PlannedNode]] | None:
     """Prints the plan for the cluster at `address`, a described one, or this machine. Returns the model's shape and the
     nodes, or None while no model is named."""
     location, nodes = _nodes(config, address, short, file)
@@ -478,8 +490,9 @@ def show_plan(
     console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
     shape = policy_shape(config, by_name=True)
     if shape is None:
-        is_named = config.policy.model != MISSING
-        reason = "of models that make images is not planned" if is_named else "is planned once policy.model is named"
+        reason = "of models that sample image tokens is not planned"
+        if config.policy.model == MISSING:
+            reason = "is planned once policy.model is named"
         console.print(f"{len(placement.workers)} workers fit {location}. Memory {reason}.")
         return None
     refuse_small_cache(config, shape)
@@ -508,12 +521,12 @@ def planned_engine(config: RunConfig, nodes: Sequence[PlannedNode], roles: Seque
 
 def refuse_too_small_cache(config: RunConfig) -> None:
     """Before a run loads anything: whether the KV cache of an engine holds one sequence."""
-    shape = _known_shape(config)
+    shape = _known_shape(config) if config.sampler.kind is SamplerKind.VLLM else None
     if shape is not None:
         refuse_small_cache(config, shape)
 
 
-def _known_shape(config: RunConfig) -> ModelShape | None:
+def _known_shape(config: RunConfig) -> AnyShape | None:
     """None for a model that has no usable config.json yet, which the checks that follow refuse."""
     try:
         return policy_shape(config)

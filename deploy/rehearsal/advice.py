@@ -14,13 +14,13 @@ from mobula.deploy.planning.clusters import PlannedNode
 from mobula.deploy.planning.plan_command import Setting, changed, fits_with, on_preset, presets, words
 from mobula.deploy.rehearsal.speeds import estimated_speeds, gpu_of_memory
 from mobula.deploy.rehearsal.stage import shrunk, step_time
-from mobula.learner.policies.shapes import ModelShape
+from mobula.learner.policies.shapes import AnyShape, ImageShape
 
 SPREAD = 2  # between the estimate from peak rates and a real step
 
 
 def show_advice(
-    config: RunConfig, given: Sequence[str], shape: ModelShape, nodes: Sequence[PlannedNode], console: Console
+    config: RunConfig, given: Sequence[str], shape: AnyShape, nodes: Sequence[PlannedNode], console: Console
 ) -> None:
     """Prints the fastest of the presets that fit, by an estimate on GPUs, and the commands that start the run."""
     settings: dict[str, Setting] = {config.resources.preset: {}}
@@ -39,7 +39,10 @@ def show_advice(
             + (f"; others that fit: {others}" if others else "")
         )
     else:
-        console.print("the time of a step is not estimated on CPU: `mobula rehearse RUN` takes the speeds of a run")
+        reason = (
+            "for models that make images" if isinstance(shape, ImageShape) else "on CPU: `mobula rehearse RUN` does"
+        )
+        console.print(f"the time of a step is not estimated {reason}")
     run = [word for word in given if word.partition("=")[0] not in ("resources", "resources.num_nodes")]
     chosen = " ".join([*run, words(fitting.get(best) or {"resources": best})])
     console.print(f"start it:         mobula train {chosen}")
@@ -49,10 +52,10 @@ def show_advice(
 
 
 def _times(
-    config: RunConfig, settings: Mapping[str, Setting], shape: ModelShape, nodes: Sequence[PlannedNode]
+    config: RunConfig, settings: Mapping[str, Setting], shape: AnyShape, nodes: Sequence[PlannedNode]
 ) -> Iterator[tuple[str, float]]:
     """Yields each preset with the seconds of a step by `estimated_speeds`."""
-    if config.resources.device != "cuda" or not nodes[0].gpu_bytes:
+    if isinstance(shape, ImageShape) or config.resources.device != "cuda" or not nodes[0].gpu_bytes:
         return
     with TemporaryDirectory(prefix="mobula-plan-") as folder:
         small = shrunk(config, shape.model_type, Path(folder) / "model")

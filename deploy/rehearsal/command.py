@@ -256,8 +256,10 @@ def _shape(config: RunConfig, model: str | None) -> ModelShape:
             raise PreflightError(f"--model {model} is unknown: choose {', '.join(known)}, or set policy.model")
         return shape_of_values(known[model])
     shape = policy_shape(config)
-    if shape is None:
-        raise PreflightError("a rehearsal needs the sizes of a model: set policy.model, or give --model")
+    if not isinstance(shape, ModelShape):
+        raise PreflightError(
+            "a rehearsal needs the sizes of a language model: set policy.model to one, or give --model"
+        )
     return shape
 
 

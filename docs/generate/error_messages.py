@@ -65,7 +65,7 @@ def messages_of(source: str, path: str) -> Iterator[ErrorMessage]:
     known = set(kinds())
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[first, *_])):
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, *_])):
                 kind, text = name, template(first)
             case ast.Return(value=ast.JoinedStr() as first) if path.startswith(CONFIGURATION):
                 kind, text = ConfigError.__name__, template(first)

@@ -52,21 +52,12 @@ class CacheShape:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Facts of a model for memory estimates. `manifest` has checkpoint names; tied weights are in it once."""
+class NetworkShape:
+    """Facts of a network for memory estimates. `manifest` has checkpoint names; tied weights are in it once."""
 
-    model_type: str
     manifest: Manifest
-    text: TowerShape
-    cache: CacheShape
-    vision: TowerShape | None
-    vocab: int
     largest_block: int  # parameters of the largest block
     num_in_blocks: int  # parameters that belong to some block
-    pixels_per_patch: int  # 0 without a vision tower
-    family: Family
-    linear_kinds: frozenset[str]  # of all linear layers but the output layer, see `layer_kind`
-    decoder: tuple[str, ...]  # names of the decoder's weights below it; checkpoints differ in the names above it
 
     @property
     def num_parameters(self) -> int:
@@ -75,6 +66,40 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         return max(prod(spec.shape) for spec in self.manifest.tensors)
+
+
+@dataclass(frozen=True)
+class ModelShape(NetworkShape):
+    """The same of a language model."""
+
+    model_type: str
+    text: TowerShape
+    cache: CacheShape
+    vision: TowerShape | None
+    vocab: int
+    pixels_per_patch: int  # 0 without a vision tower
+    family: Family
+    linear_kinds: frozenset[str]  # of all linear layers but the output layer, see `layer_kind`
+    decoder: tuple[str, ...]  # names of the decoder's weights below it; checkpoints differ in the names above it
+
+
+@dataclass(frozen=True)
+class ImageShape(NetworkShape):
+    """The same of a model that makes images. Bytes are those of one row of a micro-batch, or of one image, without
+    parameters."""
+
+    frozen: tuple[str, ...]  # beginnings of the names of parameters that are not trained
+    row_tokens: int  # the row's share of `learner.tokens_per_microbatch`
+    least_rows: int  # that a pass computes
+    kept: int  # bytes that a forward pass keeps for the backward pass
+    kept_inputs: int  # the same with `learner.activation_checkpointing`
+    sampled: int  # bytes of the widest pass that samples an image
+    decoded: int  # bytes of the widest step that decodes it
+    num_others: int  # parameters of the VAE, in the sampler
+    num_encoders: int  # parameters of the encoders of a prompt
+
+
+AnyShape = ModelShape | ImageShape
 
 
 def shape_of(source: str, *, is_local: bool = False) -> ModelShape:
@@ -104,18 +129,16 @@ def has_config(source: str) -> bool:
 def shape_of_config(config: PretrainedConfig) -> ModelShape:
     """The shape of a model with this configuration, built on torch's meta device."""
     family = family_of(config)
-    own = family.policy_config(config)
-    with torch.device("meta"):
-        model = auto_class(own).from_config(own, trust_remote_code=False)
+    own, model = family.policy_config(config), described_model(config)
     vision = getattr(own, "vision_config", None)
-    blocks = [_num_parameters(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    blocks = [num_parameters(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     head = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     return ModelShape(
         model_type=family.model_types[0] if config.model_type in family.inner_types else config.model_type,
-        manifest=_manifest(model),
+        manifest=described_manifest(model),
         text=_tower(config.get_text_config()),
-        cache=_cache(config.get_text_config()),
+        cache=cache_shape(config.get_text_config()),
         vision=None if vision is None else _vision_tower(vision),
         vocab=config.get_text_config().vocab_size,
         largest_block=max(blocks),
@@ -125,6 +148,13 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         decoder=_decoder_weights(model),
         pixels_per_patch=0 if vision is None else _pixels(vision.patch_size),
     )
+
+
+def described_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The policy's model with parameters on the meta device."""
+    own = family_of(config).policy_config(config)
+    with torch.device("meta"):
+        return auto_class(own).from_config(own, trust_remote_code=False)
 
 
 def layer_kind(module: str) -> str:
@@ -140,7 +170,7 @@ def _decoder_weights(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(name[start:].removeprefix(".") for name in names)
 
 
-def _manifest(model: PreTrainedModel) -> Manifest:
+def described_manifest(model: PreTrainedModel) -> Manifest:
     names, state = checkpoint_names(model), model.state_dict()
     stored = {name: as_stored(model, name, state[key]) for key, name in names.items()}
     return Manifest(tuple(TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in stored.items()))
@@ -158,7 +188,7 @@ def _tower(text: PretrainedConfig) -> TowerShape:
     )
 
 
-def _cache(text: PretrainedConfig) -> CacheShape:
+def cache_shape(text: PretrainedConfig) -> CacheShape:
     """By `layer_types`, if config.json has them; models with a latent of keys and values (MLA) cache the latent."""
     tower, window = _tower(text), getattr(text, "sliding_window", None) or 0
     latent = getattr(text, "kv_lora_rank", None)
@@ -209,5 +239,5 @@ def _first(config: PretrainedConfig, *names: str) -> int:
     raise ValueError(f"the vision tower of {config.model_type} has none of {', '.join(names)} in its config.json")
 
 
-def _num_parameters(module: torch.nn.Module) -> int:
+def num_parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

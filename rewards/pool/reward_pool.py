@@ -10,16 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mobula.cluster.errors import (
-    DeadlineError,
-    LostObjectError,
-    LostReplyError,
-    RewardError,
-    StuckError,
-    UnscoredGroupError,
-    WorkerDiedError,
-    loss_kind,
-)
+from mobula.cluster import errors
 from mobula.cluster.records.trajectory import Answers, EndedResponse, Reward
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.ray_actors import answer
@@ -145,7 +136,7 @@ class RewardService:
                 if batch:
                     await self._deliver(slot, batch)
         except asyncio.CancelledError:
-            _fail(batch, RewardError(f"the {self._role} service was closed"))
+            _fail(batch, errors.RewardError(f"the {self._role} service was closed"))
             raise
         except Exception as error:  # no caller waits for this task: the error goes to the callers of its groups
             if self._is_waiting and not batch:  # no worker will become free again
@@ -158,12 +149,12 @@ class RewardService:
         call = slot.handle.score.remote([waiting.question for waiting in batch])
         try:
             results = await answer(call, timeout_s=self._settings.timeout_s, what=what)
-        except (WorkerDiedError, DeadlineError, StuckError) as error:
+        except (errors.WorkerDiedError, errors.DeadlineError, errors.StuckError) as error:
             loss = await self._work.failed(slot, error)
-            if isinstance(loss, LostReplyError):
+            if isinstance(loss, errors.LostReplyError):
                 self._on_lost(loss)
             self._again(batch, loss)
-        except (LostObjectError, RewardError) as error:
+        except (errors.LostObjectError, errors.RewardError) as error:
             if len(batch) == 1:
                 _fail(batch, error)
             for waiting in batch if len(batch) > 1 else ():  # one of them is the cause: send each in a separate call
@@ -181,7 +172,7 @@ class RewardService:
                 self._queue.appendleft(waiting)
             else:
                 who = f"{len(waiting.lost)} {self._role} workers, or their answers,"
-                _fail([waiting], UnscoredGroupError(f"{who} were lost over one group; last: {error}"))
+                _fail([waiting], errors.UnscoredGroupError(f"{who} were lost over one group; last: {error}"))
         self._carry(is_urgent=True)
 
     async def _join(self, name: str, handle: Any) -> None:
@@ -209,10 +200,10 @@ class LossCounter:
         self.failures: Counter[str] = Counter(dict.fromkeys([*(kind.value for kind in FailureKind), RETRIED], 0))
 
     def count_loss(self, error: Exception) -> None:
-        if isinstance(error, LostReplyError):
+        if isinstance(error, errors.LostReplyError):
             self.failures[FailureKind.REPLY_LOST] += 1
             return
-        is_hung = loss_kind(error) == "hung"
+        is_hung = errors.loss_kind(error) == "hung"
         self.failures[FailureKind.WORKER_HUNG if is_hung else FailureKind.WORKER_DIED] += 1
         self._on_lost(HUNG if is_hung else DIED)
 
@@ -259,7 +250,7 @@ class ScoringAhead:
         """Scores a response. Failures of workers are logged here; the group is scored again and then raises them."""
         try:
             return await self._score(ended)
-        except (RewardError, LostObjectError, WorkerDiedError) as error:
+        except (errors.RewardError, errors.LostObjectError, errors.WorkerDiedError) as error:
             name = f"{ended.prompt.prompt_id}#{ended.sibling}"
             logger.warning("%s was not scored ahead, so it is scored with its group: %s", name, error)
             return None
@@ -300,10 +291,12 @@ class RewardPool:
                 group = self._as_read(group)
                 scored = await self._ask(group, {sibling: begun.digest for sibling, begun in ahead.items()})
                 outcomes = await self._completed(group, scored, ahead)
-        except UnscoredGroupError as error:
+        except errors.UnscoredGroupError as error:
             if self._on_failure == "exclude":
                 raise
-            raise RewardError(f"{group_id}: {error}: fix the reward, or set rewards.on_failure=exclude") from error
+            raise errors.RewardError(
+                f"{group_id}: {error}: fix the reward, or set rewards.on_failure=exclude"
+            ) from error
         return tuple(
             self._reward(scored.label, trajectory_id, of_one)
             for trajectory_id, of_one in zip(scored.trajectory_ids, outcomes, strict=True)
@@ -359,7 +352,7 @@ class RewardPool:
             self.failures[error.kind] += 1
             logger.warning("%s has no reward: %s %s: %s", trajectory_id, error.component, error.kind, error.reason)
             if self._on_failure == "stop":
-                raise RewardError(
+                raise errors.RewardError(
                     f"{trajectory_id}: reward component {error.component!r} {error.kind} ({error.reason}): "
                     "fix it, or set rewards.on_failure=exclude"
                 ) from error

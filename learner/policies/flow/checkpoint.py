@@ -11,6 +11,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from accelerate import init_empty_weights
 from diffusers import AutoModel, DiffusionPipeline
 from diffusers.models.modeling_utils import ModelMixin, no_init_weights
@@ -87,6 +88,25 @@ class FlowCheckpoint:
     def transformer(self, dtype: torch.dtype) -> nn.Module:
         """The trained network with its weights, on the CPU."""
         return self._joined({name: self._part(name, dtype) for name in self.networks})
+
+    @property
+    def encoders(self) -> list[str]:
+        """Names of the networks that encode a prompt."""
+        parts = [name for name in self._parts() if name not in DENOISING and name not in self.family.placeholders]
+        return [name for name in parts if (self.folder / name / "config.json").is_file()]
+
+    def described(self, name: str) -> nn.Module:
+        """A network of the pipeline with parameters on the meta device, of which config.json alone is read."""
+        library, kind = self._index[name]
+        with torch.device("meta"):
+            if library == "diffusers":
+                return self._unread(name)
+            return getattr(transformers, kind)(transformers.AutoConfig.from_pretrained(self.folder / name))
+
+    def encoded_shapes(self, denoising: Denoising, max_tokens: int) -> dict[str, tuple[int, ...]]:
+        """Input of the network -> shape of one row of an encoded prompt."""
+        latents, model = self.latent_shape(denoising), self._config(self.networks[0])
+        return self.family.encoded_shapes(model, max_tokens, latents, denoising.num_images)
 
     def _joined(self, networks: Mapping[str, ModelMixin]) -> nn.Module:
         if self._boundary is None:
@@ -205,9 +225,14 @@ class FlowCheckpoint:
         return json.loads((self.folder / part / "config.json").read_text(encoding="utf-8"))
 
 
-def _downloaded(source: str) -> Path:
+def described_folder(source: str) -> Path:
+    """The checkpoint at a folder or hub name, of which weights are not downloaded."""
+    return Path(source) if Path(source).is_dir() else _downloaded(source, ["*.json", "*.txt", "*.model"])
+
+
+def _downloaded(source: str, patterns: list[str] | None = None) -> Path:
     try:
-        return Path(snapshot_download(source))
+        return Path(snapshot_download(source, allow_patterns=patterns))
     except GatedRepoError as error:
         raise ValueError(
             f"policy.model={source} is gated: accept its license on the hub and set HF_TOKEN to your token, or name a "

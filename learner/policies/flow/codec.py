@@ -13,7 +13,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from mobula.learner.policies.flow.family import decoded, encoded, packed, unpacked
+from mobula.learner.policies.flow.family import decoded, encoded, levels, packed, unpacked
 
 RELEASED = "checkpoint.pt"
 EPSILON = 1e-6  # of layer norms
@@ -39,7 +39,7 @@ class ImageCodec:
     def decode(self, tokens: Tensor, rows: int) -> np.ndarray:
         """uint8 [N, H, W, 3]: of tokens [N, L, D] in `rows` rows."""
         height, width = rows * self._side, tokens.shape[1] // rows * self._side
-        return decoded(self.vae, unpacked(tokens, height, width, self._side))[:, 0]
+        return levels(decoded(self.vae, unpacked(tokens, height, width, self._side)))[:, 0]
 
     @torch.no_grad()
     def encode(self, pixels: np.ndarray) -> Tensor:
@@ -53,11 +53,13 @@ class ImageCodec:
         return unpacked(normalised(packed(latents, side)), latents.shape[-2], latents.shape[-1], side)
 
 
-def released_vae(folder: Path, settings: dict[str, Any]) -> diffusers.AutoencoderKL:
-    """Reads config.json and checkpoint.pt of a released VAE, whose modules have the names of the original FLUX."""
+def vae_of(settings: dict[str, Any]) -> Any:
+    """A VAE of random weights with these settings, which are those of a released one or of diffusers."""
+    if "_class_name" in settings:
+        return getattr(diffusers, settings["_class_name"]).from_config(settings)
     widths = [settings.get("ch", 128) * multiple for multiple in settings.get("ch_mult", [1, 2, 4, 4])]
     num = len(widths)
-    vae = diffusers.AutoencoderKL(
+    return diffusers.AutoencoderKL(
         in_channels=settings.get("in_channels", 3),
         out_channels=settings.get("out_ch", 3),
         down_block_types=("DownEncoderBlock2D",) * num,
@@ -70,6 +72,11 @@ def released_vae(folder: Path, settings: dict[str, Any]) -> diffusers.Autoencode
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
+
+
+def released_vae(folder: Path, settings: dict[str, Any]) -> diffusers.AutoencoderKL:
+    """Reads config.json and checkpoint.pt of a released VAE, whose modules have the names of the original FLUX."""
+    vae = vae_of(settings)
     stored = torch.load(folder / RELEASED, map_location="cpu", weights_only=True)
     state = convert_ldm_vae_checkpoint(stored, vae.config)
     missing, unexpected = vae.load_state_dict(state, strict=False)

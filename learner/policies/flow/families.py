@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ from mobula.learner.policies.flow.family import (
     ImageSize,
     PackedFamily,
     Schedule,
+    Shape,
     VideoVaeFamily,
     config_of,
     fit,
-    levels,
     of_levels,
     packed,
     statistics,
@@ -43,6 +44,7 @@ class StableDiffusion3(FlowFamily):
     """Two CLIPs and a T5, latents of 16 channels, an MMDiT."""
 
     lora_targets = MMDIT_TARGETS
+    num_fixed_tokens = 77  # of the CLIPs
     reads_shape = True  # for the zeros in the place of a T5 that is left out
     num_images = range(2)
     starts_from_image = True
@@ -125,6 +127,8 @@ QWEN_IMAGE_MASK = "encoder_hidden_states_mask"
 class QwenImage(PackedFamily, VideoVaeFamily):
     """One text encoder, whose rows are filled up to the longest prompt."""
 
+    text_mask = QWEN_IMAGE_MASK
+
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         embeds, _ = pipeline.encode_prompt(prompt=[text], max_sequence_length=max_tokens)
         missing = max_tokens - embeds.shape[1]
@@ -166,14 +170,19 @@ class QwenImage(PackedFamily, VideoVaeFamily):
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return super().encode_images(vae, pixels).squeeze(2)
 
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return super().decode(vae, latents.unsqueeze(2))
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        return super().pixels(vae, latents.unsqueeze(2))
 
 
 class QwenImageEdit(QwenImage):
     """The text encoder reads the condition image before the text. Its tokens do not count as tokens of the text."""
 
     num_images = range(1, 2)
+
+    def encoded_shapes(self, model: Config, max_tokens: int, latents: Shape, num_images: int) -> dict[str, Shape]:
+        """A token of the image in the text is 28 x 28 pixels, and a number of a latent 8 x 8."""
+        max_tokens += math.prod(max(1, round(8 * side / 28)) for side in latents[-2:])
+        return super().encoded_shapes(model, max_tokens, latents, num_images)
 
     def encode_with(
         self, pipeline: Any, text: str, images: Sequence[Image.Image], max_tokens: int
@@ -191,6 +200,7 @@ class ZImage(PackedFamily):
     """Captions have their own lengths. `guidance` is the pipeline's `guidance_scale`, c + g (c - u), and 1 is none."""
 
     lora_targets = ATTENTION_TARGETS
+    text_input, text_mask = CAPTION, CAPTION_MASK
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         [embeds], _ = pipeline.encode_prompt([text], do_classifier_free_guidance=False, max_sequence_length=max_tokens)
@@ -262,10 +272,10 @@ class Flux2(PackedFamily):
         )[0]
         return tokens[:, : latents[0, 0].numel()].transpose(1, 2).reshape_as(latents)
 
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         mean, std = _normalisation(vae)
         tiles = nn.functional.pixel_shuffle(latents * std + mean, 2)
-        return levels(vae.decode(tiles.to(vae.dtype), return_dict=False)[0].unsqueeze(2))
+        return vae.decode(tiles.to(vae.dtype), return_dict=False)[0].unsqueeze(2)
 
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         mean, std = _normalisation(vae)
@@ -293,6 +303,7 @@ class Sana(FlowFamily):
     """Prompts are encoded as they are, without the pipeline's instruction to embellish them."""
 
     is_exact = False
+    text_mask = SANA_MASK
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         embeds, mask, _, _ = pipeline.encode_prompt(
@@ -323,13 +334,18 @@ class Wan(VideoVaeFamily):
     is_video = True
 
 
-WAN_CONDITION, WAN_TEXT_TOKENS = "condition_video", 512
+WAN_CONDITION, WAN_TEXT_TOKENS, WAN_IMAGE_TOKENS = "condition_video", 512, 257
 
 
 class WanImageToVideo(Wan):
     """The condition image is the first frame, as further channels, and for Wan 2.1 also encoded by a CLIP."""
 
     num_images = range(1, 2)
+
+    def encoded_shapes(self, model: Config, max_tokens: int, latents: Shape, num_images: int) -> dict[str, Shape]:
+        found = super().encoded_shapes(model, WAN_TEXT_TOKENS, latents, num_images=0)
+        seen = {"encoder_hidden_states_image": (WAN_IMAGE_TOKENS, model["image_dim"])} if model["image_dim"] else {}
+        return {**found, **seen, WAN_CONDITION: (model["in_channels"] - latents[0], *latents[1:])}
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         """The attention of Wan 2.1 separates text and image behind 512 tokens, whatever `max_tokens` is. The text

@@ -16,9 +16,17 @@ from mobula.learner.policies.sde import guided
 
 Conditions = Mapping[str, Tensor]  # forward() argument -> [N, ...]
 Config = Mapping[str, Any]
+Shape = tuple[int, ...]
 MIN_ROWS = {"cpu": 16, "cuda": 4}  # of a forward pass; fewer have other kernels, and a row would depend on their number
 IMAGES = "condition_latents"  # name of the encoded condition images among the inputs of a prompt, [N, images, ...]
 
+TEXT_WIDTHS = (
+    "crossattn_proj_in_channels", "joint_attention_dim", "cap_feat_dim", "caption_channels", "text_dim",
+    "text_embed_dim",
+)  # fmt: skip
+POOLED = "pooled_projection_dim"
+"""Keys of a transformer's configuration: sizes of a token of the encoded text (the first: of a projected one), and of
+its pooled encoding."""
 
 ATTENTION_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -51,6 +59,9 @@ class FlowFamily(ABC):
     starts_from_image = False  # whether denoising starts from the condition image with noise
     crops_images = False  # whether condition images are cut to the aspect ratio of the run; others are stretched
     is_exact = True  # whether a row is bit-identical for any number of rows in a forward pass; convolutions are not
+    text_input = "encoder_hidden_states"  # forward() argument of the encoded text
+    text_mask = ""  # name of its mask, if there is one
+    num_fixed_tokens = 0  # of the encoded text, besides `sampler.flow.max_text_tokens`
     reads_shape = False  # whether encoding reads sizes from the pipeline's transformer
     placeholders: tuple[str, ...] = ()
     """Parts that the pipeline's constructor requires and that neither encoding nor denoising uses."""
@@ -71,6 +82,16 @@ class FlowFamily(ABC):
     def encode_conditions(self, pipeline: Any, vae: Any, images: np.ndarray, size: ImageSize) -> dict[str, Tensor]:
         """Input of `velocity` -> encoded condition images, one row [1, ...] each, of uint8 [n, H, W, 3]."""
         return {IMAGES: self.encode_images(vae, images).unsqueeze(0)}
+
+    def encoded_shapes(self, model: Config, max_tokens: int, latents: Shape, num_images: int) -> dict[str, Shape]:
+        """Input of `velocity` -> shape of one row of what `encode` and `encode_conditions` return."""
+        num = max_tokens + self.num_fixed_tokens
+        is_projected = model.get("use_crossattn_projection", False)
+        width = next(model[key] for key in TEXT_WIDTHS[not is_projected :] if model.get(key))
+        masks = {self.text_mask: (num,)} if self.text_mask else {}
+        pooled = {"pooled_projections": (model[POOLED],)} if POOLED in model else {}
+        images = {IMAGES: (num_images, *latents)} if num_images else {}
+        return {self.text_input: (num, width), **masks, **pooled, **images}
 
     def first_latents(self, noise: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """Returns [N, ...]: the latents at the noise level `sigma` where denoising starts, of scaled noise [N, ...]."""
@@ -97,7 +118,11 @@ class FlowFamily(ABC):
         return model(hidden_states=latents, timestep=timesteps, return_dict=False, **others)[0]
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        """uint8 [N, F, H, W, 3]: the frames of clean latents; one of an image. The VAE has one scale and shift."""
+        """uint8 [N, F, H, W, 3]: the frames of clean latents; one of an image."""
+        return levels(self.pixels(vae, latents))
+
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        """[N, 3, F, H, W] in -1 .. 1: the frames of clean latents. The VAE has one scale and shift."""
         return decoded(vae, latents)
 
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
@@ -160,9 +185,9 @@ class VideoVaeFamily(FlowFamily):
         num_latents = fit_frames(size, 2 ** sum(vae["temperal_downsample"]), num_frames)
         return (vae["z_dim"], num_latents, size.height // factor, size.width // factor)
 
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         mean, std = statistics(vae, latents.device)
-        return levels(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0])
+        return vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0]
 
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         latents = vae.encode(of_levels(vae, pixels).unsqueeze(2)).latent_dist.mode()
@@ -238,10 +263,10 @@ def unpacked(tokens: Tensor, height: int, width: int, side: int = 2) -> Tensor:
     return tiles.reshape(num, channels, height, width)
 
 
-def decoded(vae: Any, latents: Tensor) -> np.ndarray:
-    """uint8 [N, F, H, W, 3]: the images of clean latents, by a VAE of one scale and shift."""
+def decoded(vae: Any, latents: Tensor) -> Tensor:
+    """[N, 3, 1, H, W] in -1 .. 1: the images of clean latents, by a VAE of one scale and shift."""
     scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
-    return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
+    return vae.decode(scaled, return_dict=False)[0].unsqueeze(2)
 
 
 def encoded(vae: Any, pixels: np.ndarray, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:

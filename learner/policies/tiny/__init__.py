@@ -22,6 +22,7 @@ from mobula.learner.policies.tiny.writing import (
     audio_template,
     chat_template,
     rename,
+    template_of,
     vision_config,
 )
 
@@ -276,28 +277,6 @@ def idefics(model: type[hf.PreTrainedModel], processor: Callable[[Qwen2Tokenizer
     )
 
 
-GLM4V_TEMPLATE = """\
-{{- '[gMASK]<sop>' -}}
-{%- for message in messages -%}
-{{- '<|' + message['role'] + '|>\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}
-{{- '<|begin_of_image|><|image|><|end_of_image|>' -}}
-{%- elif part['type'] == 'video' -%}
-{{- '<|begin_of_video|><|video|><|end_of_video|>' -}}
-{%- elif part['type'] == 'text' -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|assistant|>\\n' -}}
-{%- endif -%}
-"""
 GLM4V_IDS = {
     "image_start_token_id": "<|begin_of_image|>",
     "image_end_token_id": "<|end_of_image|>",
@@ -313,7 +292,7 @@ GLM4V = TinyModel(
     processor=lambda tokenizer: hf.Glm4vProcessor(
         hf.Glm4vImageProcessor(**patches(28)), tokenizer, hf.Glm4vVideoProcessor(**patches(28))
     ),
-    template=GLM4V_TEMPLATE,
+    template=template_of("glm4v"),
     tokenizer={"special": GLM4V_TOKENS, "eos": "<|endoftext|>"},
     # Engines leave the biases of attention out, without an error, where the config does not have this.
     text={"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}, "attention_bias": True},
@@ -321,23 +300,6 @@ GLM4V = TinyModel(
     ids=GLM4V_IDS,
 )
 
-GEMMA3_TEMPLATE = """\
-{{- '<bos>' -}}
-{%- for message in messages -%}
-{{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{{- '<start_of_image>' if part['type'] == 'image' else part['text'] -}}
-{%- endfor -%}
-{%- endif -%}
-{{- '<end_of_turn>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<start_of_turn>model\\n' -}}
-{%- endif -%}
-"""
 TIED = {"tie_word_embeddings": True}
 
 # Embeddings are tied, as in every released Gemma 3.
@@ -346,7 +308,7 @@ GEMMA3 = TinyModel(
     processor=lambda tokenizer: hf.Gemma3Processor(
         hf.Gemma3ImageProcessor(**TILES), tokenizer, image_seq_length=TOKENS_PER_TILE
     ),
-    template=GEMMA3_TEMPLATE,
+    template=template_of("gemma3"),
     tokenizer={
         "special": ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
         "named": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},

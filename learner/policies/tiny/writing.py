@@ -28,15 +28,9 @@ MAX_POSITIONS = 4096
 # learning starts several times slower.
 INITIALIZER_RANGE = 0.08
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
 
 # The pre-tokenizer would part "\boxed" from "{", so the opening of an answer is an added token; it is not special, and
 # decoding therefore keeps it.
@@ -48,28 +42,14 @@ WORDS = (
     "Which", "What", " digit", " digits", " is", " this", " the", " sum", " of", " in", " are", " these",
     " Answer", " answer",
 )  # fmt: skip
-VISION_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' or part['type'] == 'image_url' -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif part['type'] == 'video' -%}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-{%- elif part['type'] == 'text' -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
+
+
+def template_of(name: str) -> str:
+    """The chat template in a file beside this one."""
+    return Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8")
+
+
+VISION_TEMPLATE = template_of("vision")
 
 
 def chat_template(*, image: str, video: str = "", end: str = "<|im_end|>") -> str:

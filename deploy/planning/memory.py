@@ -447,8 +447,8 @@ def _engine(config: RunConfig, shape: AnyShape) -> WorkerMemory:
     whole = value * shape.num_parameters
     if isinstance(shape, ImageShape):
         weights = whole + value * shape.num_others
-        widest = config.algorithm.samples_per_prompt * max(shape.sampled, shape.decoded)
-        awake = {"weights": weights, "activations": widest}
+        num_images = config.sampler.flow.batch_size or config.algorithm.samples_per_prompt
+        awake = {"weights": weights, "activations": num_images * max(shape.sampled, shape.decoded)}
     else:
         weights = ceil(whole / config.resources.rollout.tensor_parallel) + _adapter_slots(config, shape)
         awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}

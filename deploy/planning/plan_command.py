@@ -70,13 +70,9 @@ def with_engine_sizes(
     then names the shortfall.
     """
     sampler, vllm = config.sampler, config.sampler.vllm
-    is_sized = vllm.kv_cache_bytes > 0 and vllm.max_num_seqs > 0
-    if (
-        is_sized
-        or isinstance(shape, ImageShape)
-        or sampler.kind is not SamplerKind.VLLM
-        or not placement.of_role("rollout")
-    ):
+    if isinstance(shape, ImageShape) or min(vllm.kv_cache_bytes, vllm.max_num_seqs) > 0:
+        return config
+    if sampler.kind is not SamplerKind.VLLM or not placement.of_role("rollout"):
         return config
     sequence = sequence_bytes(config, shape, sampler.max_model_len)
     logits = shape.vocab * HEAD_COPIES * FLOAT32

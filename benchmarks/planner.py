@@ -1,7 +1,7 @@
 """The planner's estimate of every worker's memory over what real runs take at most, on CPU.
 
-A run of a model of some 80 M random weights, with each learner backend; its workers' processes are looked at all the
-time. Counted is what a process has of its own (anonymous memory and mapped files, not the object store's), which is
+A run of a model of some 80 M random weights, with each learner backend, and of a flow model of 93 M; its workers'
+processes are looked at all the time. Counted is what a process has of its own (anonymous memory and mapped files, not the object store's), which is
 what `mobula plan` estimates as a worker's device and host memory together where the device is the CPU.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import diffusers
 import torch
 from rich.console import Console
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
@@ -25,6 +26,7 @@ from mobula.cluster.runtime.ray_actors import LOGS_FOLDER
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.memory import policy_shape, worker_memory
 from mobula.deploy.run.runtime import run_training
+from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.learner.policies.tiny import TINY
 
 WIDTH, NUM_BLOCKS, NUM_HEADS = 768, 8, 24
@@ -51,6 +53,17 @@ SETTINGS = (
 )
 SINGLE = ("learner=single", "resources.learner.num_workers=1")
 WIDE = ("policy.tiny=none",)
+FLOW = (
+    "resources=laptop",
+    "rewards=jpeg_size",
+    "algorithm.prompts_per_step=4",
+    "warm_start.num_steps=0",
+    "evaluation.num_prompts=4",
+    "evaluation.num_samples=1",
+    "checkpoints.interval_steps=1",
+    "timeouts.start_s=900",
+)
+FLOW_VARIANTS = {"flow, single": SINGLE, "flow, two ranks": ("learner=fsdp2",)}
 VARIANTS = {
     "tiny model": SINGLE,  # a process and its libraries are nearly all that there is
     "single": (*WIDE, *SINGLE),
@@ -75,12 +88,19 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         for name in names:
             model = wide if set(WIDE) <= set(VARIANTS[name]) else folder / "tiny"
             found[name] = _one_run([*SETTINGS, *VARIANTS[name], f"policy.model={model}"], overrides)
+        for name, own in {} if effort == QUICK else FLOW_VARIANTS.items():
+            model = _write_flow_model(folder)
+            settings = [*FLOW, *WIDE, *own, f"policy.model={model}"]
+            found[name] = _one_run(settings, overrides, experiment="glyphs_grpo")
     return _findings(found)
 
 
-def _one_run(settings: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[int, int]]:
+def _one_run(
+    settings: Sequence[str], overrides: Sequence[str], *, experiment: str = "digits"
+) -> dict[str, tuple[int, int]]:
     """Role -> bytes measured and estimated."""
-    with scratch_config([*settings, f"num_steps={NUM_STEPS}"], overrides) as config, private_ray(config):
+    run = [*settings, f"num_steps={NUM_STEPS}"]
+    with scratch_config(run, overrides, experiment=experiment) as config, private_ray(config):
         estimated = estimates(config)
         with watched(config.run_folder / LOGS_FOLDER) as peaks:
             run_training(config, Console(stderr=True))
@@ -131,6 +151,17 @@ def _findings(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Findings:
             claims.append(Claim(f"{name}: measured and estimated, the larger over the smaller", off, MOST, False))
     settings = {"width": WIDTH, "blocks": NUM_BLOCKS, "parameters": _num_parameters(), "steps": NUM_STEPS}
     return Findings(settings, series, tuple(claims))
+
+
+def _write_flow_model(folder: Path) -> Path:
+    """The tiny model of the glyphs, with a transformer of 93 M parameters."""
+    if not (folder / "flow").is_dir():
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(write_tiny_flow("sd3_glyphs", folder / "narrow"))
+        sizes = {"num_layers": NUM_BLOCKS, "num_attention_heads": 12, "attention_head_dim": 48}
+        own = {**pipeline.transformer.config, **sizes, "caption_projection_dim": 576, "pos_embed_max_size": 32}
+        pipeline.register_modules(transformer=diffusers.SD3Transformer2DModel.from_config(own))
+        pipeline.save_pretrained(folder / "flow")
+    return folder / "flow"
 
 
 def _config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:

@@ -52,6 +52,9 @@ def write_configurations(parts: Mapping[str, Any], folder: Path) -> Path:
         else:
             getattr(transformers, kind).config_class(**values).save_pretrained(folder / name)
         index[name] = ["diffusers" if hasattr(diffusers, kind) else "transformers", kind]
+    clip = folder / "tokenizer" / "tokenizer_config.json"
+    clip.parent.mkdir()
+    clip.write_text(json.dumps({"model_max_length": 77}), encoding="utf-8")
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
 

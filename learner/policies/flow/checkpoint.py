@@ -106,6 +106,9 @@ class FlowCheckpoint:
     def encoded_shapes(self, denoising: Denoising, max_tokens: int) -> dict[str, tuple[int, ...]]:
         """Input of the network -> shape of one row of an encoded prompt."""
         latents, model = self.latent_shape(denoising), self._config(self.networks[0])
+        if self.family.has_clip_tokens:
+            file = self.folder / "tokenizer" / "tokenizer_config.json"
+            max_tokens += json.loads(file.read_text(encoding="utf-8"))["model_max_length"]
         return self.family.encoded_shapes(model, max_tokens, latents, denoising.num_images)
 
     def _joined(self, networks: Mapping[str, ModelMixin]) -> nn.Module:

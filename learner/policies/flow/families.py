@@ -44,7 +44,7 @@ class StableDiffusion3(FlowFamily):
     """Two CLIPs and a T5, latents of 16 channels, an MMDiT."""
 
     lora_targets = MMDIT_TARGETS
-    num_fixed_tokens = 77  # of the CLIPs
+    has_clip_tokens = True
     reads_shape = True  # for the zeros in the place of a T5 that is left out
     num_images = range(2)
     starts_from_image = True

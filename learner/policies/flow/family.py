@@ -61,7 +61,7 @@ class FlowFamily(ABC):
     is_exact = True  # whether a row is bit-identical for any number of rows in a forward pass; convolutions are not
     text_input = "encoder_hidden_states"  # forward() argument of the encoded text
     text_mask = ""  # name of its mask, if there is one
-    num_fixed_tokens = 0  # of the encoded text, besides `sampler.flow.max_text_tokens`
+    has_clip_tokens = False  # whether the tokens of a CLIP are a part of the encoded text
     reads_shape = False  # whether encoding reads sizes from the pipeline's transformer
     placeholders: tuple[str, ...] = ()
     """Parts that the pipeline's constructor requires and that neither encoding nor denoising uses."""
@@ -85,13 +85,12 @@ class FlowFamily(ABC):
 
     def encoded_shapes(self, model: Config, max_tokens: int, latents: Shape, num_images: int) -> dict[str, Shape]:
         """Input of `velocity` -> shape of one row of what `encode` and `encode_conditions` return."""
-        num = max_tokens + self.num_fixed_tokens
         is_projected = model.get("use_crossattn_projection", False)
         width = next(model[key] for key in TEXT_WIDTHS[not is_projected :] if model.get(key))
-        masks = {self.text_mask: (num,)} if self.text_mask else {}
+        masks = {self.text_mask: (max_tokens,)} if self.text_mask else {}
         pooled = {"pooled_projections": (model[POOLED],)} if POOLED in model else {}
         images = {IMAGES: (num_images, *latents)} if num_images else {}
-        return {self.text_input: (num, width), **masks, **pooled, **images}
+        return {self.text_input: (max_tokens, width), **masks, **pooled, **images}
 
     def first_latents(self, noise: Tensor, sigma: Tensor, conditions: Conditions) -> Tensor:
         """Returns [N, ...]: the latents at the noise level `sigma` where denoising starts, of scaled noise [N, ...]."""

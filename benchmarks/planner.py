@@ -1,8 +1,9 @@
 """The planner's estimate of every worker's memory over what real runs take at most, on CPU.
 
 A run of a model of some 80 M random weights, with each learner backend, and of a flow model of 93 M; its workers'
-processes are looked at all the time. Counted is what a process has of its own (anonymous memory and mapped files, not the object store's), which is
-what `mobula plan` estimates as a worker's device and host memory together where the device is the CPU.
+processes are looked at all the time. Counted is what a process has of its own (anonymous memory and mapped files, not
+the object store's), which is what `mobula plan` estimates as a worker's device and host memory together where the
+device is the CPU.
 """
 
 from __future__ import annotations

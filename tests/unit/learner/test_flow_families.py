@@ -295,7 +295,7 @@ def test_a_missing_part_is_named(flux: Path, tmp_path: Path) -> None:
 
 
 def test_a_gated_checkpoint_is_named_with_the_next_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gated(source: str) -> str:
+    def gated(source: str, *, allow_patterns: list[str] | None) -> str:
         raise GatedRepoError("403", response=httpx.Response(403, request=httpx.Request("GET", "https://hub/x")))
 
     monkeypatch.setattr(checkpoint_module, "snapshot_download", gated)

@@ -1,9 +1,8 @@
 """The planner's estimate of every worker's memory over what real runs take at most, on CPU.
 
 A run of a model of some 80 M random weights, with each learner backend, and of a flow model of 93 M; its workers'
-processes are looked at all the time. Counted is what a process has of its own (anonymous memory and mapped files, not
-the object store's), which is what `mobula plan` estimates as a worker's device and host memory together where the
-device is the CPU.
+processes are looked at all the time. Anonymous memory and mapped files of a process count, the object store does not:
+`mobula plan` estimates them as a worker's device and host memory together where the device is the CPU.
 """
 
 from __future__ import annotations
@@ -89,10 +88,10 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         for name in names:
             model = wide if set(WIDE) <= set(VARIANTS[name]) else folder / "tiny"
             found[name] = _one_run([*SETTINGS, *VARIANTS[name], f"policy.model={model}"], overrides)
-        for name, own in {} if effort == QUICK else FLOW_VARIANTS.items():
-            model = _write_flow_model(folder)
-            settings = [*FLOW, *WIDE, *own, f"policy.model={model}"]
-            found[name] = _one_run(settings, overrides, experiment="glyphs_grpo")
+        if effort != QUICK:
+            settings = [*FLOW, *WIDE, f"policy.model={_write_flow_model(folder)}"]
+            for name, own in FLOW_VARIANTS.items():
+                found[name] = _one_run([*settings, *own], overrides, experiment="glyphs_grpo")
     return _findings(found)
 
 
@@ -156,12 +155,11 @@ def _findings(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Findings:
 
 def _write_flow_model(folder: Path) -> Path:
     """The tiny model of the glyphs, with a transformer of 93 M parameters."""
-    if not (folder / "flow").is_dir():
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(write_tiny_flow("sd3_glyphs", folder / "narrow"))
-        sizes = {"num_layers": NUM_BLOCKS, "num_attention_heads": 12, "attention_head_dim": 48}
-        own = {**pipeline.transformer.config, **sizes, "caption_projection_dim": 576, "pos_embed_max_size": 32}
-        pipeline.register_modules(transformer=diffusers.SD3Transformer2DModel.from_config(own))
-        pipeline.save_pretrained(folder / "flow")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(write_tiny_flow("sd3_glyphs", folder / "narrow"))
+    sizes = {"num_layers": NUM_BLOCKS, "num_attention_heads": 12, "attention_head_dim": 48}
+    own = {**pipeline.transformer.config, **sizes, "caption_projection_dim": 576, "pos_embed_max_size": 32}
+    pipeline.register_modules(transformer=diffusers.SD3Transformer2DModel.from_config(own))
+    pipeline.save_pretrained(folder / "flow")
     return folder / "flow"
 
 

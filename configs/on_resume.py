@@ -1,4 +1,4 @@
-"""Declares for every configuration key, or its section, whether a resumed run may change it.
+"""Reads `on_resume.yaml`: for every configuration key, or its section, whether a resumed run may change it.
 
 The longest declared prefix of a key counts, so a key may differ from its section.
 """

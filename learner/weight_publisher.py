@@ -133,10 +133,8 @@ class WeightPublisher:
                     body[start : start + item.data.numel()] = item.data
                 failure = self._broadcast(epoch, body, f"the changes of weight bucket {index} ({starts[-1]} bytes)")
             digests = ((slot.spec, item.header[-1]) for slot, item in zip(buckets[index].slots, messages, strict=True))
-            num_bytes, num_changed = (
-                8 * changes.HEADER * len(headers) + starts[-1],
-                sum(m.num_changed for m in messages),
-            )
+            num_bytes = 8 * changes.HEADER * len(headers) + starts[-1]
+            num_changed = sum(message.num_changed for message in messages)
             sent.append(changes.PushedChanges(num_bytes, num_changed, changes.weights_checksum(digests)))
             return failure
 

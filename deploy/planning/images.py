@@ -65,8 +65,8 @@ class _Counted(TorchDispatchMode):
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Attention that keeps no matrix of all pairs of tokens, as on other devices. Of what transformers asks values for,
-    whether a row is a single sequence, the answer is yes."""
+    """Computes attention without a matrix of all pairs of tokens, as the kernels of other devices do. transformers
+    reads one value, whether each row is a single sequence; it is true."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,9 +117,8 @@ def image_shape(config: RunConfig) -> ImageShape:
     parts = (_flow_parts if is_flow else _patch_parts)(config, Denoising.of(flow))
     model, *_ = parts.networks
     policy, scoring = as_policy(model, config), scoring_of(config, ())
-    row = cast(
-        LatentSequence, scoring.row(parts.prompt, cast(LatentSequence, scoring.canary_row(parts.prompt)).actions)
-    )
+    canary = cast(LatentSequence, scoring.canary_row(parts.prompt))
+    row = cast(LatentSequence, scoring.row(parts.prompt, canary.actions))
     inputs = {name: np.zeros((1, *shape), np.float32) for name, shape in parts.inputs.items()}
     reader = SimpleNamespace(read=lambda handles: [ProcessedMedia(CONDITION, inputs)] * len(handles))
     batch = collate_rows([row], cast(MediaReader, reader), META)
@@ -130,7 +129,7 @@ def image_shape(config: RunConfig) -> ImageShape:
     score = partial(policy.train(), batch, scoring.canary)
     sampled = _most(score, policy, dtype, keeps=False)
     kept = _most(score, policy, trained, keeps=True)
-    recompute_blocks(model, "blocks")
+    recompute_blocks(model, "blocks")  # the backward pass computes one block at a time again
     return ImageShape(
         parts.manifest,
         largest_block=max(blocks),

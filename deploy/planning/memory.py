@@ -197,7 +197,7 @@ def worker_memory(config: RunConfig, shape: AnyShape, role: str) -> WorkerMemory
 
 
 def encoders(shape: AnyShape) -> Parts:
-    """Host memory of what encodes prompts of a flow model."""
+    """Host memory of the networks that encode the prompts of a flow model."""
     return {"encoders": FLOAT32 * shape.num_encoders} if isinstance(shape, ImageShape) else {}
 
 

@@ -70,7 +70,7 @@ class NetworkShape:
 
 @dataclass(frozen=True)
 class ModelShape(NetworkShape):
-    """The same of a language model."""
+    """Facts of a language model."""
 
     model_type: str
     text: TowerShape
@@ -85,8 +85,8 @@ class ModelShape(NetworkShape):
 
 @dataclass(frozen=True)
 class ImageShape(NetworkShape):
-    """The same of a model that makes images. Bytes are those of one row of a micro-batch, or of one image, without
-    parameters."""
+    """Facts of a model that makes images. Bytes are those of one row of a micro-batch, or of one image, and do not
+    include parameters."""
 
     frozen: tuple[str, ...]  # beginnings of the names of parameters that are not trained
     row_tokens: int  # the row's share of `learner.tokens_per_microbatch`

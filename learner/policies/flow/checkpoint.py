@@ -229,7 +229,7 @@ class FlowCheckpoint:
 
 
 def described_folder(source: str) -> Path:
-    """The checkpoint at a folder or hub name, of which weights are not downloaded."""
+    """The folder of the checkpoint with this folder or hub name; weights are not downloaded."""
     return Path(source) if Path(source).is_dir() else _downloaded(source, ["*.json", "*.txt", "*.model"])
 
 

@@ -45,7 +45,7 @@ WORDS = (
 
 
 def template_of(name: str) -> str:
-    """The chat template in a file beside this one."""
+    """The chat template in the file `NAME.jinja` of this folder."""
     return Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8")
 
 

@@ -110,12 +110,12 @@ BY_ITSELF = ("policy", "learner")
 
 def test_every_key_is_declared() -> None:
     undeclared = [key for key in known_keys() if on_resume(key) is None and not _holds_declared(key)]
-    assert undeclared == [], "add them to configs/on_resume.py"
+    assert undeclared == [], "add them to configs/on_resume.yaml"
 
 
 def test_keys_that_shape_a_checkpoint_are_declared_one_by_one() -> None:
     found = [key for key, info in known_keys().items() if key.split(".")[0] in BY_ITSELF and info.section is None]
-    assert [key for key in found if key not in BY_NAME] == [], "add them to configs/on_resume.py"
+    assert [key for key in found if key not in BY_NAME] == [], "add them to configs/on_resume.yaml"
 
 
 def test_what_is_declared_is_a_key_and_is_declared_once() -> None:

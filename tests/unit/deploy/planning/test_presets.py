@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from docs.generate import scaling_guide
+from docs.generate import flow_sizes, scaling_guide
 from docs.generate.scaling_guide import GPU_GB, LONG, NO_FIT, ROWS, models, shape_of, smallest
 from tiny_checkpoints import shape_7b
 
@@ -181,6 +181,14 @@ def test_a_cell_is_what_the_planner_says_today(
     found = [smallest(shape_of(model), row, lengths, way) for way in ("weights", "adapters")]
     said = " / ".join(NO_FIT if size is None else str(size) for size in found)
     assert cells(table)[row, model] == said, "run `python -m docs.generate.scaling_guide`"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=[] if name == "Sana 1.6B" else [pytest.mark.exhaustive]) for name in flow_sizes.models()],
+)
+def test_a_row_of_the_flow_models_is_what_the_planner_says_today(model: str) -> None:
+    assert flow_sizes.row_of(model) in PAGE.splitlines(), "run `python -m docs.generate.flow_sizes`"
 
 
 def test_larger_models_need_no_smaller_gpu_and_adapters_none_that_is_larger() -> None:
